@@ -21,7 +21,7 @@ ORDERS = {"joint": "cocodiff.attention.ulysses:joint", "v_first": "cocodiff.atte
 # The setting `ring_kind`: what goes round the ranks of a ring.
 RINGS = {
     "keys": "cocodiff.attention.ring:Ring",
-    "token": "cocodiff.attention.token_ring:TokenRing",
+    "token": "cocodiff.attention.ring:TokenRing",
     "streaming": "cocodiff.attention.streaming:Streaming",
 }
 # The setting `selection`: what is sent in place of whole tensors.
@@ -29,8 +29,8 @@ CODINGS = {"full": "cocodiff.wire.coding:Coding", "v_major": "cocodiff.attention
 # The setting `codec`, which also takes "none": by what whole tensors are coded before they are sent. `auto` becomes one
 # of the others, or none, before a run starts.
 CODECS = {
-    "lossless": "cocodiff.attention.lossless.coding:Lossless",
-    **dict.fromkeys(("int8", "int4", "int2", "auto"), "cocodiff.attention.residual.coding:Residual"),
+    "lossless": "cocodiff.attention.lossless:Lossless",
+    **dict.fromkeys(("int8", "int4", "int2", "auto"), "cocodiff.attention.residual:Residual"),
 }
 EXACT_CODECS = ("none", "lossless")  # those with which tensors arrive as they were
 # The setting `arrival`, which also takes "now": how a call comes to do without what it sends, by whatever coding.

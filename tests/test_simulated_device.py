@@ -20,7 +20,7 @@ from cocodiff.comm.launch import Launch
 from cocodiff.comm.transport import Lane
 from cocodiff.device import HandedOver, free_memory, rank_device, used_on_current_stream
 from cocodiff.errors import OwnRankError
-from cocodiff.kernels.choices import OPS
+from cocodiff.kernels.dispatch import OPS
 
 
 @pytest.fixture

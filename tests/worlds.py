@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from cocodiff.config import load_machine
 from cocodiff.topology.machine import Machine, Topology
-from cocodiff.wire.coded import CodedCall
+from cocodiff.wire.outgoing import CodedCall
 from cocodiff.wire.transfer import Transfer
 
 TRIPLE = Machine("triple", tiles=3, planes=(0, 1, 2))

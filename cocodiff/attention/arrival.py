@@ -12,24 +12,22 @@ taken as it was.
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from cocodiff.attention.calls import TENSORS, Noted, SharedNotes, SiteCalls, is_fine
+from cocodiff.attention.sites import TENSORS, Noted, SiteCalls, SiteCoding, is_fine
 from cocodiff.attention.strategy import Site
 from cocodiff.registry import CODECS, CODINGS, load
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
-from cocodiff.wire.arriving import Arriving
-from cocodiff.wire.blocks import EncodedBlocks
-from cocodiff.wire.coded import CodedCall, Encoded
 from cocodiff.wire.coding import AllRanks, Coding, Moment, StepNotes
 from cocodiff.wire.exchange import Exchange
-from cocodiff.wire.outgoing import OUTPUT, Outgoing, OutputToRows, TensorsToHeads
+from cocodiff.wire.messages import EncodedBlocks
+from cocodiff.wire.outgoing import OUTPUT, Arriving, CodedCall, Encoded, Outgoing, OutputToRows, TensorsToHeads
 from cocodiff.wire.transfer import Transfer
 
 SAMPLING = 16  # of so many rows one tells how tensors change that travel as they are
@@ -68,7 +66,7 @@ class SiteArrivals(SiteCalls):
         for receive in late:
             receive()
 
-    def bytes_held(self, own_last: bool) -> int:
+    def bytes_held(self, own_last: bool = True) -> int:
         held = [*self.sampled.values(), *(self.last.values() if own_last else ())]
         return sum(x.nbytes for x in held) + self.in_flight
 
@@ -78,21 +76,52 @@ class SiteArrivals(SiteCalls):
         self.changes = {name: 2 ** (size / (8 * groups)) for name, (_, _, size, groups) in measured.items()}
 
 
-class Displaced(Coding):
+@dataclass
+class DisplacedStep:
+    """Of one step: the calls of attention by the tensors that were displaced, as "qkv". awaited: the tensors' sizes on
+    the wire that attention waited for, a whole one being 1. inner: what the coding notes of the step, if anything."""
+
+    sets: Counter[str] = field(default_factory=Counter)
+    awaited: float = 0.0
+    inner: Any = None
+
+    def add(self, displaced: frozenset[str], share: float) -> None:
+        """A call. share: of a whole tensor's bytes that each takes."""
+        self.sets["".join(name for name in TENSORS if name in displaced)] += 1
+        self.awaited += (len(TENSORS) - len(displaced)) * share
+
+    def beside(self, inner: StepNotes | None) -> DisplacedStep:
+        return DisplacedStep(self.sets, self.awaited, inner)
+
+    @classmethod
+    def merged(cls, parts: Sequence[DisplacedStep]) -> dict[str, Any]:
+        """Over ranks, besides what the coding notes: "displaced_fraction" of all tensors, "displaced_sets": the
+        fraction of calls by the tensors that were displaced together, as {"qkv": 0.25, "": 0.75}; of the bytes that
+        whole tensors of 16 bits take, with heads of whole groups, "sent_fraction" and "exposed_fraction", which
+        attention waited for."""
+        inner = [part.inner for part in parts if part.inner is not None]
+        sets: Counter[str] = sum((part.sets for part in parts), Counter())
+        calls, late = sets.total(), sum(len(names) * count for names, count in sets.items())
+        of_inner = inner[0].merged(inner) if inner else {"coded_fraction": 0.0, "linear_fraction": None}
+        return {
+            "sent_fraction": 1.0,
+            **of_inner,
+            "displaced_fraction": late / (len(TENSORS) * calls),
+            "displaced_sets": {names: count / calls for names, count in sorted(sets.items())},
+            "exposed_fraction": sum(part.awaited for part in parts) / (len(TENSORS) * calls),
+        }
+
+
+class Displaced(SiteCoding[SiteArrivals, DisplacedStep]):
     """Has calls go on without some of what they send, by another coding."""
 
-    keeps_state = prefers_ulysses = True
     fixed_kind: DisplacedKind | None = None  # every call is of this kind, in recordings
 
     def __init__(self, inner: Coding, exchange: Exchange | None, everyone: AllRanks, settings: Any) -> None:
         """inner: what travels. everyone: the ranks that share the sequence, who decide together. settings: arrival, tau
         and fine_steps, see `Config`."""
-        self.inner, self._settings, self.moment = inner, settings, Moment(-1, 0, None)
-        self._sites: dict[Site, SiteArrivals] = {}
-        self._report: defaultdict[int, DisplacedStep] = defaultdict(DisplacedStep)
-        self.notes: SharedNotes | None = getattr(inner, "notes", None)
-        if self.notes is None and exchange is not None:
-            self.notes = SharedNotes(everyone, exchange.trace)
+        super().__init__(exchange, everyone, SiteArrivals, DisplacedStep, getattr(inner, "notes", None))
+        self.inner, self._settings = inner, settings
 
     @classmethod
     def of(
@@ -103,19 +132,13 @@ class Displaced(Coding):
         return cls(inner.of(settings, topology, exchange, transport, everyone), exchange, everyone, settings)
 
     def open(self, exchange: Exchange, layout: Layout, site: Site) -> Transfer:
-        state = self._sites.setdefault(site, SiteArrivals())
-        call = DisplacedCall(self, self.inner.call(exchange, layout, site), state, exchange)
+        call = DisplacedCall(self, self.inner.call(exchange, layout, site), self.state_of(site), exchange)
         return DisplacedTransfer(exchange, call, site.kind)
 
     # Lifecycle --------------------------------------------------------------------------------------------------------
 
     def begin_step(self, moment: Moment) -> None:
-        if self.notes is None:
-            return
-        if moment.run != self.moment.run:  # a new image: nothing of the last one may be seen
-            self.end()
-        self.moment = moment
-        self.notes.begin_step(moment)
+        super().begin_step(moment)
         self.inner.begin_step(moment)
 
     def catch_up(self) -> None:
@@ -128,12 +151,10 @@ class Displaced(Coding):
         self.inner.forget(site)
 
     def end(self, drain: bool = True) -> None:
-        if self.notes is not None:
-            if drain:
-                self.notes.hand_out()
-                self.catch_up()
-            self.notes.clear()
-        self._sites.clear()
+        if drain and self.notes is not None:
+            self.notes.hand_out()
+            self.catch_up()
+        super().end(drain)
         self.inner.end(drain)
 
     def bytes_held(self) -> int:
@@ -146,7 +167,7 @@ class Displaced(Coding):
         return {step: own.beside(of_inner.get(step)) for step, own in self._report.items()}
 
     def forget_report(self) -> None:
-        self._report.clear()
+        super().forget_report()
         self.inner.forget_report()
 
     # Deciding ---------------------------------------------------------------------------------------------------------
@@ -302,39 +323,3 @@ class DisplacedTransfer(Transfer):
         layout, own = self.layout, self.exchange.rank
         cells = layout.rows[own] * sum(layout.heads) + sum(layout.rows) * layout.heads[own]
         return self.coded.cell_bytes(x) * cells
-
-
-@dataclass
-class DisplacedStep:
-    """Of one step: the calls of attention by the tensors that were displaced, as "qkv". awaited: the tensors' sizes on
-    the wire that attention waited for, a whole one being 1. inner: what the coding notes of the step, if anything."""
-
-    sets: Counter[str] = field(default_factory=Counter)
-    awaited: float = 0.0
-    inner: Any = None
-
-    def add(self, displaced: frozenset[str], share: float) -> None:
-        """A call. share: of a whole tensor's bytes that each takes."""
-        self.sets["".join(name for name in TENSORS if name in displaced)] += 1
-        self.awaited += (len(TENSORS) - len(displaced)) * share
-
-    def beside(self, inner: StepNotes | None) -> DisplacedStep:
-        return DisplacedStep(self.sets, self.awaited, inner)
-
-    @classmethod
-    def merged(cls, parts: Sequence[DisplacedStep]) -> dict[str, Any]:
-        """Over ranks, besides what the coding notes: "displaced_fraction" of all tensors, "displaced_sets": the
-        fraction of calls by the tensors that were displaced together, as {"qkv": 0.25, "": 0.75}; of the bytes that
-        whole tensors of 16 bits take, with heads of whole groups, "sent_fraction" and "exposed_fraction", which
-        attention waited for."""
-        inner = [part.inner for part in parts if part.inner is not None]
-        sets: Counter[str] = sum((part.sets for part in parts), Counter())
-        calls, late = sets.total(), sum(len(names) * count for names, count in sets.items())
-        of_inner = inner[0].merged(inner) if inner else {"coded_fraction": 0.0, "linear_fraction": None}
-        return {
-            "sent_fraction": 1.0,
-            **of_inner,
-            "displaced_fraction": late / (len(TENSORS) * calls),
-            "displaced_sets": {names: count / calls for names, count in sorted(sets.items())},
-            "exposed_fraction": sum(part.awaited for part in parts) / (len(TENSORS) * calls),
-        }

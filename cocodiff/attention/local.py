@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from cocodiff.attention.strategy import LazyQKV
+from cocodiff.topology.layout import Layout
+
 
 class Partial(NamedTuple):
     """Attention of some queries to some keys. lse_BLH: float32, -inf where no key was attended to (out is 0 there)."""
@@ -28,6 +31,23 @@ class Keys(NamedTuple):
     k_BSHD: Tensor
     v_BSHD: Tensor
     mask_B11S: Tensor | None
+
+
+def mask_in_rank_order(qkv: LazyQKV, layout: Layout) -> Tensor | None:
+    """Which keys are attended to, for the sequence after the exchange, rank by rank in the layout's order:
+    [B, 1, 1, S]; None for all."""
+    if not qkv.masks:
+        return None
+    some_BT = next(iter(qkv.masks.values()))
+    of_part = [
+        qkv.masks.get(part.segment.name, some_BT.new_ones(len(some_BT), part.segment.tokens)) for part in layout.parts
+    ]
+    parts_BS = [
+        mask_BT[:, part.slices[rank]]
+        for rank in layout.in_sequence
+        for mask_BT, part in zip(of_part, layout.parts, strict=True)
+    ]
+    return torch.cat(parts_BS, dim=1)[:, None, None]
 
 
 class LocalAttention:

@@ -4,27 +4,39 @@ on meanwhile (StreamFusion, section 2.2; Ring Attention).
 A block is the keys and values of all tokens of one group for the heads that are here. While a rank attends to one, it
 sends that one on (`rounds.py` tells where to) and receives the next: at most two blocks of others are here at any time.
 What the parts give is merged in float32 in the order of the visits, so nothing depends on which message is early.
+
+TokenRing: keys and values stay, queries go round one way, and what they gave goes the other way back to their owners,
+so both directions of the links carry something. Within a node a rank attends to its own keys with the queries at hand,
+passes those on meanwhile, and sends what came of the ones before, with the logs of the sums, straight to their owner.
+Between nodes keys and values go round as in `Ring`, each step for as long as queries go round the node: the paper's
+hybrid (TokenRing, section 3.3.3). What came of the own queries is merged in the order of the visits as well.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from cocodiff.attention.local import Keys, LocalAttention, Partial
-from cocodiff.attention.masks import mask_in_rank_order
+from cocodiff.attention.local import Keys, LocalAttention, Partial, mask_in_rank_order, no_keys
 from cocodiff.attention.strategy import LazyQKV
 from cocodiff.comm.transport import Group, LanePending, Pending, Ranks
 from cocodiff.kernels import Kernels, views
-from cocodiff.routes.rounds import Move, visits_of
+from cocodiff.routes.rounds import CARD, NODE, TILE, Move, visits_of
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.layout import Layout
 from cocodiff.trace import Trace
 
 LANE = "ring"
+# Of TokenRing: parts that may be on their way to a rank beside the newest one. Queries need a link once while both
+# tiles of a card send parts over another one, so parts take longer than a step and need not be here before the next.
+LAG = 2
 
 
 class KeysValues(NamedTuple):
@@ -123,3 +135,139 @@ class Ring:
             return Partial(part.out_BLHD.float(), lse_BLH)
         self._kernels.merge_partials(*merged, part.out_BLHD, lse_BLH)
         return merged
+
+
+class Passing(NamedTuple):
+    """Tensors for one member of the ring, and where those that another one sends meanwhile are put."""
+
+    outgoing: Sequence[Tensor]
+    incoming: Sequence[Tensor]
+    move: Move
+
+
+@dataclass
+class TokensInFlight:
+    """What the lane's jobs of one call have posted and not waited for."""
+
+    parts: deque[tuple[Pending, Passing]] = field(default_factory=deque)
+    keys: tuple[Pending, Passing] | None = None
+
+
+class Came(NamedTuple):
+    """What a step of messages has brought: the next queries, parts of the own ones, the next node's keys."""
+
+    queries: Sequence[Tensor]
+    parts: Sequence[Partial]
+    keys: Sequence[Tensor]
+
+
+class TokenRing(Ring):
+    """One rank's place in its ring. Its messages are whole, whatever the Ulysses part sends.
+
+    positions: of every group's rows in the sequence; given, a query attends to no key behind its own position (causal
+    attention, without masks of keys). All ranks compute alike if tokens are dealt as `zigzag` does."""
+
+    positions: Sequence[Tensor] | None = None
+
+    def __init__(self, mesh: Mesh, transport: Ranks, *more: Any) -> None:
+        """As `Ring`."""
+        super().__init__(mesh, transport, *more)
+        self._nodes, self._steps = (visits_of(mesh, self.rank, along) for along in ((NODE,), (CARD, TILE)))
+        # A communicator of their own, for what takes another way than queries: on accelerators messages of one follow
+        # one another.
+        self._back = transport.group(self._ranks.ranks)
+
+    def attend(
+        self, q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, qkv: LazyQKV, layouts: Sequence[Layout], layer: str = ""
+    ) -> Tensor:
+        """As `Ring.attend`."""
+        own_BSGD, keys = q_BSGD.contiguous(), KeysValues(k_BSGD.contiguous(), v_BSGD.contiguous())
+        rows, step = [sum(layout.rows) for layout in layouts], partial(self._step, TokensInFlight(), layer)
+        merged: Partial | None = None
+        back: Passing | None = None
+        for node in self._nodes:
+            mask_B11S, here_BSGD = mask_in_rank_order(qkv, layouts[node.member]), own_BSGD
+            keys_on = passing(keys, node.onward, rows)
+            for visit in self._steps:
+                coming = self._lane.submit(step, passing([here_BSGD], visit.onward, rows), back, keys_on, LAG)
+                part = self._part(here_BSGD, visit.member, Keys(*keys, mask_B11S), node.member)
+                with self._trace.span("wait for q", layer=layer):
+                    came = coming.wait()
+                for arrived in came.parts:
+                    merged = self._merge(merged, arrived)
+                own, keys_on = visit.member == self.group, None
+                if own:
+                    merged = self._merge(merged, part)
+                returned = None if own else Move(visit.member, visit.holder, self.group)
+                back = passing([x.contiguous() for x in part], returned, rows)
+                here_BSGD = came.queries[0] if came.queries else own_BSGD
+            keys = KeysValues(*came.keys) if came.keys else keys
+        with self._trace.span("wait for parts", layer=layer):
+            for arrived in self._lane.submit(step, None, back, None, 0).wait().parts:
+                merged = self._merge(merged, arrived)
+        assert merged is not None, "a ring has a rank"
+        return merged.out_BLHD.to(q_BSGD.dtype)
+
+    def _step(
+        self,
+        flight: TokensInFlight,
+        layer: str,
+        on: Passing | None,
+        back: Passing | None,
+        keys: Passing | None,
+        lag: int,
+    ) -> Came:
+        """A job of the lane: posts what goes on, back, and to the next node. Waits for the next queries, for parts
+        until `lag` of them are on their way, and where no queries go on, which ends a node's round, for the next keys.
+        """
+        with self._trace.span("token ring", LANE, layer):
+            queries = None if on is None else self._send_recv(self._ranks, on)
+            if keys is not None:
+                flight.keys = (self._send_recv(self._back, keys), keys)
+            if back is not None:
+                flight.parts.append((self._send_recv(self._back, back), back))
+            if queries is not None:
+                queries.wait()
+            parts, next_keys = list[Partial](), list[Tensor]()
+            while len(flight.parts) > lag:
+                returned, (_, arrived, _) = flight.parts.popleft()
+                returned.wait()
+                parts.append(Partial(*arrived))
+            if on is None and flight.keys is not None:
+                (sent, (_, arrived, _)), flight.keys = flight.keys, None
+                sent.wait()
+                next_keys += arrived
+            return Came([] if on is None else on.incoming, parts, next_keys)
+
+    def _send_recv(self, group: Group, way: Passing) -> Pending:
+        sends, recvs = [(x, way.move.to) for x in way.outgoing], [(x, way.move.before) for x in way.incoming]
+        return self._post(group, sends, recvs)
+
+    def _part(self, q_BLGD: Tensor, queries_of: int, keys: Keys, keys_of: int) -> Partial:
+        """Attention of a group's queries to a group's keys."""
+        if self.positions is None:
+            return self._local.part(q_BLGD, *keys)
+        assert keys.mask_B11S is None, "causal attention goes without masks of keys"
+        q_L, k_S = self.positions[queries_of], self.positions[keys_of]
+        rows_L, seen_S = q_L >= k_S.min(), k_S <= q_L.max()  # that attend to any of the keys, or are attended to
+        part = no_keys(q_BLGD)
+        if rows_L.any():
+            mask_11LS = (q_L[rows_L, None] >= k_S[seen_S])[None, None]
+            seen = self._local.part(q_BLGD[:, rows_L], keys.k_BSHD[:, seen_S], keys.v_BSHD[:, seen_S], mask_11LS)
+            for into, x in zip(part, seen, strict=True):
+                into[:, rows_L] = x
+        return part
+
+
+def passing(outgoing: Sequence[Tensor], move: Move | None, rows: Sequence[int]) -> Passing | None:
+    """Tensors that move on, with room for those that come. rows: of every member's."""
+    if move is None:
+        return None
+    return Passing(outgoing, [x.new_empty(len(x), rows[move.brings], *x.shape[2:]) for x in outgoing], move)
+
+
+def zigzag(tokens: int, ranks: int) -> list[Tensor]:
+    """Positions of every rank's tokens, in the order of its rows: two runs, as far from the start and from the end of
+    the sequence, so that under a causal mask all ranks have as much to attend to (TokenRing, section 3.3.2)."""
+    runs = torch.arange(tokens).tensor_split(2 * ranks)
+    return [torch.cat([runs[rank], runs[-1 - rank]]) for rank in range(ranks)]

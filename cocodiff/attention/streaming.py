@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cocodiff.attention.local import Keys, Partial
-from cocodiff.attention.masks import mask_in_rank_order
+from cocodiff.attention.local import Keys, Partial, mask_in_rank_order
 from cocodiff.attention.ring import LANE, Ring
 from cocodiff.attention.strategy import LazyQKV
 from cocodiff.comm.transport import Pending, Ranks

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from cocodiff.attention.local import Keys, LocalAttention, Partial
-from cocodiff.attention.masks import mask_in_rank_order
+from cocodiff.attention.local import Keys, LocalAttention, Partial, mask_in_rank_order
 from cocodiff.attention.strategy import LazyQKV
 from cocodiff.topology.layout import Layout
-from cocodiff.wire.arriving import Arriving
+from cocodiff.wire.outgoing import Arriving
 from cocodiff.wire.transfer import Transfer
 
 if TYPE_CHECKING:

@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from cocodiff.attention.local import LocalAttention
-from cocodiff.attention.masks import mask_in_rank_order
+from cocodiff.attention.local import LocalAttention, mask_in_rank_order
 from cocodiff.attention.strategy import LazyQKV, Site, nothing
 from cocodiff.topology.layout import Layout, Segments
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
-from cocodiff.wire.arriving import Arriving
 from cocodiff.wire.coding import Coding
 from cocodiff.wire.exchange import Exchange
+from cocodiff.wire.outgoing import Arriving
 from cocodiff.wire.transfer import Transfer
 
 if TYPE_CHECKING:

@@ -7,12 +7,11 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from cocodiff_eval.baseline import biharmonic
+from cocodiff_eval.baseline import SOLVERS, VARIATION, Window, biharmonic, in_cells, linear
 from cocodiff_eval.fusing import Intervals, Lead, Mixture, choose_axes, fuse, weights_of
 from cocodiff_eval.hidden import Hidden
 from cocodiff_eval.masks import depth
 from cocodiff_eval.metrics import psnr_db
-from cocodiff_eval.smooth import SOLVERS, VARIATION, Window, in_cells, linear
 from cocodiff_eval.turned import AXES, Turned
 
 from cocodiff.jobs.volume import ALONE, OWN, Verdict, Volume, along

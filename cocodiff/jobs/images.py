@@ -12,21 +12,19 @@ from typing import Any
 import numpy as np
 import tifffile
 import torch
-from cocodiff_eval.finite import check_finite
+from cocodiff_eval.fusing import Moments
 from cocodiff_eval.intensity import IntensityRange
 from cocodiff_eval.metrics import Result, distance_db
-from cocodiff_eval.pipeline_inpainter import drawing_from, own_size, side_multiple, silent
+from cocodiff_eval.pipeline_inpainter import check_finite, drawing_from, own_size, side_multiple, silent
 from cocodiff_eval.report import Generated, encode, plan_pictures
 from cocodiff_eval.slices import safe_stem, unique_names
-from cocodiff_eval.uncertainty import Moments
 from PIL import Image
 
 from cocodiff.console.terminal import say
 from cocodiff.errors import UserError
 from cocodiff.files import flush
 from cocodiff.jobs.bound import Bound
-from cocodiff.jobs.cost import measured
-from cocodiff.jobs.items import Batch, Drawn
+from cocodiff.jobs.items import Batch, Drawn, measured
 from cocodiff.jobs.job import Done, Job, Judged, Way
 from cocodiff.jobs.session import Session
 from cocodiff.loading.model_checks import check_sides

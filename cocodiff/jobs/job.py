@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from cocodiff.jobs.bound import Bound, Slices
-from cocodiff.jobs.groups import Group
 from cocodiff.jobs.items import Batch
+from cocodiff.jobs.quality import Group
 
 if TYPE_CHECKING:
     from cocodiff.config import Config

@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from cocodiff_eval.baseline import biharmonic
-from cocodiff_eval.fusing import Intervals
+from cocodiff_eval.fusing import Intervals, coverage, spread_native
 from cocodiff_eval.intensity import IntensityRange, compose_native, prepare_slice
 from cocodiff_eval.metrics import Result, distance_db, masked_psnr_db, masked_quality, mean
 from cocodiff_eval.report import Picture, shown_slices
 from cocodiff_eval.slices import save_preview_png
-from cocodiff_eval.uncertainty import coverage, spread_native
 
 from cocodiff.jobs.items import Drawn
 from cocodiff.jobs.job import Judged

@@ -1,8 +1,9 @@
-"""The modes of a job: its presets, or the settings of a bound, and the exact run that they are compared with; and what
-results depend on."""
+"""The modes of a job: its presets, or the settings of a bound, and the exact run that they are compared with; what
+results depend on, and an engine for each mode."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from cocodiff import __version__
@@ -14,6 +15,7 @@ from cocodiff.jobs.replicas import topology_of_replica
 from cocodiff.setting import settings_of
 
 if TYPE_CHECKING:
+    from cocodiff.engine import Engine
     from cocodiff.jobs.prepared import Prepared
 
 EXACT = "flat"  # the preset that others are judged against
@@ -65,3 +67,31 @@ def same_bits(config: Config, exact: Config) -> bool:
     return {k: v for k, v in vars(config).items() if k not in free} == {
         k: v for k, v in vars(exact).items() if k not in free
     }
+
+
+class Engines(Mapping[str, "Engine"]):
+    """An engine for each mode, made when it is first asked for: it costs groups of ranks. All ranks of a replica ask
+    in the same order. made: those that there are."""
+
+    def __init__(self, modes: Mapping[str, Config], make: Callable[[Config], Engine]) -> None:
+        self._modes, self._make = modes, make
+        self.made: dict[str, Engine] = {}
+
+    def __getitem__(self, mode: str) -> Engine:
+        if mode not in self.made:
+            self.made[mode] = self._make(self._modes[mode])
+        return self.made[mode]
+
+    def chosen(self) -> list[str]:
+        """What they have chosen by themselves, a line each."""
+        return [f"{mode}: {engine.chosen}" for mode, engine in self.made.items() if engine.chosen]
+
+    def compiled(self) -> list[str]:
+        """What torch.compile did for them on this rank, a line each."""
+        return [f"{mode}: {engine.compiled}" for mode, engine in self.made.items() if engine.compiled]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._modes)
+
+    def __len__(self) -> int:
+        return len(self._modes)

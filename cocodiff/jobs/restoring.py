@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from cocodiff_eval.fusing import Moments
 from cocodiff_eval.pipeline_inpainter import PipelineInpainter
 from cocodiff_eval.restore import plan_slice, restore_slices
 from cocodiff_eval.tiling import TilingSettings, plan_restoration, steps_at
-from cocodiff_eval.uncertainty import Moments
 
-from cocodiff.jobs.cost import Cost, measured
-from cocodiff.jobs.items import Batch, Drawn
+from cocodiff.jobs.items import Batch, Cost, Drawn, measured
 from cocodiff.jobs.judging import Seen
 from cocodiff.jobs.tasks import Task
 from cocodiff.loading.pipelines import Model

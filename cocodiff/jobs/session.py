@@ -15,8 +15,7 @@ from cocodiff import __version__
 from cocodiff.comm.launch import Launch, detect
 from cocodiff.config import Config
 from cocodiff.console.terminal import limit_threads, note, quiet_libraries, say
-from cocodiff.jobs.engines import Engines
-from cocodiff.jobs.modes import describe, with_exact
+from cocodiff.jobs.modes import Engines, describe, with_exact
 from cocodiff.jobs.prepared import Prepared
 from cocodiff.jobs.record import as_read, first_difference
 from cocodiff.jobs.replicas import Replica

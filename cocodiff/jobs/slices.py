@@ -6,23 +6,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from cocodiff_eval.fusing import Moments
 from cocodiff_eval.hidden import Hidden
 from cocodiff_eval.intensity import prepare_slice
 from cocodiff_eval.metrics import json_ready
 from cocodiff_eval.report import plan_pictures, shown_slices
-from cocodiff_eval.uncertainty import Moments
 
 from cocodiff import __version__
 from cocodiff.console.terminal import reading_bar, say
 from cocodiff.errors import UserError
 from cocodiff.jobs.bound import Bound, Slices
-from cocodiff.jobs.cost import Cost
 from cocodiff.jobs.created import CreatedFiles
-from cocodiff.jobs.groups import Group
-from cocodiff.jobs.items import Batch, Drawn
+from cocodiff.jobs.items import Batch, Cost, Drawn
 from cocodiff.jobs.job import Done, Job, Judged, Way
 from cocodiff.jobs.judging import Restored, Seen, judge_slice, picture_of, psnr_vs_exact_db, save_previews
-from cocodiff.jobs.quality import Quality
+from cocodiff.jobs.quality import Group, Quality
 from cocodiff.jobs.record import described_inputs, lasting
 from cocodiff.jobs.report_pictures import ReportPictures, is_volume, jumps, shown_volume
 from cocodiff.jobs.restoring import TOGETHER, Restorer, slices_together

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cocodiff.jobs.bound import Trial
-from cocodiff.jobs.groups import Figure, Group
 from cocodiff.jobs.items import Batch, Drawn, Parts
 from cocodiff.jobs.job import Job, Modes, Way
-from cocodiff.jobs.quality import Quality
+from cocodiff.jobs.quality import Figure, Group, Quality
 
 if TYPE_CHECKING:
     from cocodiff.config import Config

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from cocodiff_eval.baseline import SOLVERS, Window
 from cocodiff_eval.fusing import dealt
 from cocodiff_eval.hidden import Hidden
 from cocodiff_eval.masks import depth
-from cocodiff_eval.smooth import SOLVERS, Window
 from cocodiff_eval.turned import AXES, Restored, Turned
 
 from cocodiff.jobs.hidden_test import APART, LINES, METHODS, made_along, read_window

@@ -19,16 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from cocodiff_eval.fusing import Intervals, dealt, fuse
+from cocodiff_eval.baseline import CELL, SOLVERS, in_cells
+from cocodiff_eval.fusing import Intervals, Moments, dealt, fuse
 from cocodiff_eval.hidden import Hidden
 from cocodiff_eval.intensity import compose_native, prepare_slice
 from cocodiff_eval.metrics import masked_psnr_db
-from cocodiff_eval.smooth import CELL, SOLVERS, in_cells
 from cocodiff_eval.turned import AXES, Restored, turn, turned_shape
-from cocodiff_eval.uncertainty import Moments
 
 from cocodiff.console.terminal import reading_bar
-from cocodiff.jobs.cost import Cost
 from cocodiff.jobs.hidden_test import (
     APART,
     LINES,
@@ -40,7 +38,7 @@ from cocodiff.jobs.hidden_test import (
     slice_figures,
     solved_near,
 )
-from cocodiff.jobs.items import Batch, Drawn, evenly
+from cocodiff.jobs.items import Batch, Cost, Drawn, evenly
 from cocodiff.jobs.restoring import Restorer, slices_together
 from cocodiff.jobs.tasks import BOUNDS, Task, kept_samples
 from cocodiff.jobs.volume import OWN, Verdict, Volume

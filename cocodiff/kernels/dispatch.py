@@ -1,15 +1,20 @@
 """One door to the operations: which of SYCL and torch runs one is decided here, once for each call, and told.
 
-`auto` follows a table of measurements (`choices.py`). It opens SYCL when the first operation is due that the table
-gives to it, so a run that has none pays nothing. Where SYCL kernels cannot be built, torch runs and one log line says
-why; with `sycl` asked for by name that is an error.
+`auto` goes by the sizes from which on an operation is SYCL's, as `cocodiff bench kernels` measured them per device. It
+opens SYCL when the first operation is due that the table gives to it, so a run that has none pays nothing. Where SYCL
+kernels cannot be built, torch runs and one log line says why; with `sycl` asked for by name that is an error.
+
+CPU figures are of a 2-core AMD EPYC (docs/benchmarks.md). SYCL is the faster one for smaller tensors too, but a run of
+those gains less than the half second that opening it takes. No Intel GPU was measured: there all operations that save
+passes over memory go to SYCL, on the evidence of the table of bytes in docs/kernels.md.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +22,33 @@ import torch
 from torch import Tensor
 
 from cocodiff.errors import UserError
-from cocodiff.kernels.choices import OPS, PATHS, begins_of
 from cocodiff.kernels.reference import TorchOps
 
 if TYPE_CHECKING:
     from cocodiff_sycl import SyclOps
 
+MIB = 2**20
+NEVER = math.inf
+CPU: dict[str, float] = {  # bytes
+    "pack": MIB // 2,
+    "unpack": NEVER,
+    "gather_pack": MIB // 2,
+    "scatter_rows": MIB // 2,
+    "l1_score": MIB // 4,
+    "select": 4000,
+    "qk_norm_rope": MIB // 2,
+    "merge_partials": 8192,
+    "encode_residual": MIB // 4,
+    "note_change": MIB // 4,
+    "decode_residual": MIB // 4,
+    "continue_linearly": MIB // 4,
+    # torch has no operation for it: bit by bit it takes 4 ms for the smallest tensors, SYCL .05
+    **dict.fromkeys(("encode_lossless", "stream_lengths", "decode_lossless"), 1024),
+}
+OPS = tuple(CPU)
+CHOICES: dict[str, dict[str, float]] = {"cpu": CPU, "xpu": dict.fromkeys(OPS, 0)}  # device -> operation -> bytes
+WITH_KERNELS = (torch.float32, torch.bfloat16, torch.float16)
+PATHS = ("auto", "sycl", "torch")
 # Which argument tells an operation's size, where it is not the first: of what is written, or of what is known.
 SIZED = {"pack": 1, "gather_pack": 1, "unpack": 1, "decode_residual": 1, "stream_lengths": 2, "decode_lossless": 4}
 STREAMED = ("encode_lossless", "stream_lengths", "decode_lossless")
@@ -30,6 +56,14 @@ STREAM_GROUP = 8  # numbers; SYCL's streams have none in two heads
 ENVIRONMENT = "COCODIFF_KERNELS"  # what `auto` means, for commands that have no such setting
 Function = Callable[..., Any]
 log = logging.getLogger("cocodiff.kernels")
+
+
+def begins_of(path: str, device: str, dtype: torch.dtype) -> Mapping[str, float]:
+    """The size from which on each operation is SYCL's, on a type of device."""
+    if path == "auto" and dtype in WITH_KERNELS and device in CHOICES:
+        return CHOICES[device]
+    # Bytes, which codes are, have no kernels: torch moves them also where SYCL is asked for.
+    return dict.fromkeys(OPS, 0 if path == "sycl" and dtype != torch.uint8 else NEVER)
 
 
 class Choice:

@@ -10,7 +10,7 @@ from cocodiff_sycl import SyclOps
 from cocodiff_sycl.rows import Rows
 from torch import Tensor
 
-from cocodiff.kernels.choices import OPS
+from cocodiff.kernels.dispatch import OPS
 from cocodiff.kernels.lossless import CODED, Cut, least_room, room_of, stream_places
 from cocodiff.kernels.reference import TorchOps
 from cocodiff.kernels.residual import NOTES, Onward, Prediction, Reconstructions, coded_width

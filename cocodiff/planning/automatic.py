@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from cocodiff.assemble import AttentionWork, chunking_on, coding_of
-from cocodiff.attention.calls import TENSORS
+from cocodiff.attention.sites import TENSORS
 from cocodiff.attention.strategy import LazyQKV
 from cocodiff.config import Config
 from cocodiff.device import free_memory

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 from cocodiff.assemble import coding_name, coding_of
 from cocodiff.attention import arrival
 from cocodiff.attention.arrival import SAMPLING, Displaced
-from cocodiff.attention.calls import TENSORS
-from cocodiff.attention.lossless.coding import Lossless, LosslessKind, values_kept
-from cocodiff.attention.residual.coding import (
+from cocodiff.attention.lossless import Lossless, LosslessKind, values_kept
+from cocodiff.attention.residual import (
     BITS,
     FINEST,
     FIRST_BITS,
@@ -26,6 +25,7 @@ from cocodiff.attention.residual.coding import (
     reconstructions,
     width_of,
 )
+from cocodiff.attention.sites import TENSORS
 from cocodiff.attention.v_major.coding import VMajor
 from cocodiff.attention.v_major.selection import Schedule, scored_blocks
 from cocodiff.config import Config

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from cocodiff.assemble import AttentionWork
+from cocodiff.attention.ring import LAG
 from cocodiff.attention.streaming import head_runs
-from cocodiff.attention.token_ring import LAG
 from cocodiff.planning.traffic import Stage, Traffic, Wires, busiest_node, of_ranks, stages_of
 from cocodiff.registry import RINGS
 from cocodiff.routes.choice import megabytes_per_rank

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cocodiff.attention.residual.coding import BITS
+from cocodiff.attention.residual import BITS
 from cocodiff.config import Config
 from cocodiff.kernels import Rows
 from cocodiff.kernels.lossless import Cut

@@ -1,7 +1,7 @@
 """Codings: what is sent in a tensor's place, and what the receiver makes of it.
 
 A `Coding` belongs to one rank's attention for as long as the engine lives; the engine calls its lifecycle. For every
-attention call it gives a `CodedCall` (`coded.py`), whose two ends encode on the sender's lane and decode where the
+attention call it gives a `CodedCall` (`outgoing.py`), whose two ends encode on the sender's lane and decode where the
 receiver waits, and the `Transfer` that sends it.
 """
 
@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Protocol
 from cocodiff.comm.transport import Ranks
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
-from cocodiff.wire.coded import CodedCall
 from cocodiff.wire.exchange import Exchange
+from cocodiff.wire.outgoing import CodedCall
 from cocodiff.wire.transfer import Transfer
 
 

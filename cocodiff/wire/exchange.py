@@ -19,8 +19,7 @@ from cocodiff.routes.detours import nic_detours
 from cocodiff.routes.plans import Phase, Plan, reverse, split_plan
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
-from cocodiff.wire.blocks import BlockSet, Target
-from cocodiff.wire.messages import InOrder, Port, run_phase, run_pipelined
+from cocodiff.wire.messages import BlockSet, InOrder, Port, Target, run_phase, run_pipelined
 from cocodiff.wire.outgoing import Outgoing
 
 if TYPE_CHECKING:

@@ -22,10 +22,8 @@ from cocodiff.routes.plans import Block, Plan
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
-from cocodiff.wire.arriving import Arriving
-from cocodiff.wire.blocks import BlockSet, Target
-from cocodiff.wire.messages import Groups, InFlight, Port, Sent
-from cocodiff.wire.outgoing import CallEnd, Outgoing, OutputToRows, TensorsToHeads
+from cocodiff.wire.messages import BlockSet, Groups, InFlight, Port, Sent, Target
+from cocodiff.wire.outgoing import Arriving, CallEnd, Outgoing, OutputToRows, TensorsToHeads
 
 PART_LANES = ("plane", "sibling", "late")  # of what leaves at once, what is passed on, what is passed on late
 

@@ -17,11 +17,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from cocodiff.comm.transport import LanePending
-from cocodiff.wire.arriving import Arriving
-from cocodiff.wire.blocks import Target
-from cocodiff.wire.coded import CodedCall
 from cocodiff.wire.exchange import Exchange
-from cocodiff.wire.outgoing import CallEnd, Outgoing, OutputToRows, TensorsToHeads
+from cocodiff.wire.messages import Target
+from cocodiff.wire.outgoing import Arriving, CallEnd, CodedCall, Outgoing, OutputToRows, TensorsToHeads
 
 if TYPE_CHECKING:
     from cocodiff.wire.staged import OutputSender

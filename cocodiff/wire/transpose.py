@@ -22,11 +22,10 @@ from cocodiff.routes.plans import Block
 from cocodiff.routes.transposes import Piece, Side, pieces
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.segments import DealtSegment, Segment
-from cocodiff.wire.blocks import Blocks, BlockSet, EncodedBlocks, Payload, Target
-from cocodiff.wire.coded import CodedCall, Encoded
 from cocodiff.wire.coding import Coding
 from cocodiff.wire.exchange import Exchange
-from cocodiff.wire.outgoing import CallEnd, Outgoing
+from cocodiff.wire.messages import Blocks, BlockSet, EncodedBlocks, Payload, Target
+from cocodiff.wire.outgoing import CallEnd, CodedCall, Encoded, Outgoing
 from cocodiff.wire.transfer import Transfer
 
 NAME = "x"  # of what is transposed, in the trace

@@ -23,8 +23,8 @@ from cocodiff.planning.roofline import LAUNCHES, bytes_of, cost_of, prefer_linea
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Device, Topology
 from cocodiff.trace import Trace
-from cocodiff.wire.coded import CodedCall
 from cocodiff.wire.exchange import Exchange
+from cocodiff.wire.outgoing import CodedCall
 from cocodiff.wire.transfer import Transfer
 
 PASSES = (  # operations that are waits: scoring and both codecs'. All others are done

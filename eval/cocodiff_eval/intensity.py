@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from cocodiff.errors import UserError
-from cocodiff_eval.filling import fill_from_outside
 from cocodiff_eval.formats.volume import Progress, unwatched
 from cocodiff_eval.masks import Mask
+from cocodiff_eval.pyramid import fill_from_outside
 from cocodiff_eval.slices import Stack
 
 TAIL = 0.001  # the share of voxels below the lower percentile, and above the upper one

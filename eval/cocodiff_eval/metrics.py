@@ -141,7 +141,7 @@ class Result:
     rank_seconds        of all ranks that worked on the image, added up; `replica_seconds`: of each replica that did, by
                         its number
     samples             their number, where there are several; `coverage_50` and `coverage_90` are
-                        `uncertainty.coverage`, `psnr_db_single` is the mean of the samples' own PSNR
+                        `fusing.coverage`, `psnr_db_single` is the mean of the samples' own PSNR
     baseline            the biharmonic result of the image and mask: psnr_db, ssim, mse, seconds
     drift               of a lossy run, for each step: of V-Major the mean relative change of v and the fraction of
                         tokens that stayed; of a codec or displacement the fraction of attention calls that were coded

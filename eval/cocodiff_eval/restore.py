@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from cocodiff_eval.filling import fill_from_outside
-from cocodiff_eval.pyramid import downsample, upsample
+from cocodiff_eval.pyramid import downsample, fill_from_outside, upsample
 from cocodiff_eval.tiling import Level, RestorationPlan, Tile, TilePass, TilingSettings, plan_restoration, tile_window
 
 if TYPE_CHECKING:

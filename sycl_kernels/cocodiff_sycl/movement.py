@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cocodiff_sycl.checks import check_index, check_last_stride, check_like, check_no_overlap
-from cocodiff_sycl.layouts import numbers_of
+from cocodiff_sycl.library import numbers_of
 from cocodiff_sycl.rows import Rows
 
 Four = tuple[int, int, int, int]

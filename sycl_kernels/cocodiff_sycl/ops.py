@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cocodiff_sycl.layouts import Layouts, Tensors, numbers_of
-from cocodiff_sycl.library import Library
+from cocodiff_sycl.library import Layouts, Library, Tensors, numbers_of
 from cocodiff_sycl.movement import Pieces, check_rows_exist, packed, placed, scattered, tensors_of
 from cocodiff_sycl.plans import LAYOUTS, TABLES, Plan, Plans, StreamsPlan, stream_places
 from cocodiff_sycl.rows import Rows
@@ -115,14 +114,14 @@ class SyclOps:
     # Arithmetic -----------------------------------------------------------------------------------------------------
 
     def l1_score(self, v_BLHD: Tensor, reference_BLHD: Tensor, renew: bool = False) -> tuple[Tensor, Tensor]:
-        plan, addresses = self._plans.of("l1_score", (v_BLHD, reference_BLHD), renew)
+        plan, addresses = self._plans.of(self._plans.l1_score, (v_BLHD, reference_BLHD), renew)
         make = torch.empty if plan.groups else torch.zeros
         change_BL, norm_BL = (make(v_BLHD.shape[:2], dtype=torch.float32, device=self.device) for _ in range(2))
         self._launch(plan, addresses, change_BL, norm_BL)
         return change_BL, norm_BL
 
     def select(self, score_BN: Tensor, k: int) -> Tensor:
-        plan, addresses = self._plans.of("select", (score_BN,), k)
+        plan, addresses = self._plans.of(self._plans.select, (score_BN,), k)
         chosen_BK = torch.empty(len(score_BN), k, dtype=torch.int64, device=self.device)
         self._launch(plan, addresses, chosen_BK, self._scratch(258 * plan.groups))
         return chosen_BK
@@ -152,14 +151,14 @@ class SyclOps:
         tables = (torch.view_as_real(rotary[0]),) if layout == "complex" else rotary
         cosine, sine, *_ = (*tables, None, None)
         plan, addresses = self._plans.of(
-            "qk_norm_rope", (x_BLHD, weight_D, cosine, sine), epsilon, layout, round_before_weight
+            self._plans.qk_norm_rope, (x_BLHD, weight_D, cosine, sine), epsilon, layout, round_before_weight
         )
         out_BLHD = torch.empty(x_BLHD.shape, dtype=x_BLHD.dtype, device=self.device)
         self._launch(plan, addresses, out_BLHD)
         return out_BLHD
 
     def merge_partials(self, out_BLHD: Tensor, lse_BLH: Tensor, part_BLHD: Tensor, part_lse_BLH: Tensor) -> None:
-        plan, addresses = self._plans.of("merge_partials", (out_BLHD, lse_BLH, part_BLHD, part_lse_BLH))
+        plan, addresses = self._plans.of(self._plans.merge_partials, (out_BLHD, lse_BLH, part_BLHD, part_lse_BLH))
         self._launch(plan, addresses)
 
     def encode_residual(
@@ -197,7 +196,7 @@ class SyclOps:
         self, op: str, tensors: Tensors, words: tuple[Any, ...], factor: float = 0.0, onward: float = 0.0
     ) -> None:
         """tensors: those that struct Residuals of kernels/coder.hpp begins with; factors follow there."""
-        plan, addresses = self._plans.of(op, tensors, *words)
+        plan, addresses = self._plans.of(self._plans.residual, tensors, op, *words)
         self._launch(plan, addresses + FACTOR.pack(factor) + FACTOR.pack(onward))
 
     def encode_lossless(
@@ -215,7 +214,7 @@ class SyclOps:
         B, T, H, D = x_BLHD.shape
         places = tuple(stream_places([B * size * (H if dim == 1 else T) for size in sizes], D))
         how = (dim, sizes), places, factor is not None and before_BLHD is not None
-        plan, addresses = self._plans.of_streams("encode_lossless", (x_BLHD, last_BLHD, before_BLHD), *how)
+        plan, addresses = self._plans.of(self._plans.encode_lossless, (x_BLHD, last_BLHD, before_BLHD), *how)
         if plan.tiles:
             begins = self._begins(plan.tiles) if len(plan.launches) > 2 else None
             given = streams, None, plan.table, begins, lengths_N, needed_1
@@ -226,7 +225,7 @@ class SyclOps:
     def stream_lengths(
         self, code_BLHW: Tensor, cut: tuple[int, tuple[int, ...]], like_BLHD: Tensor, lengths_N: Tensor
     ) -> Tensor:
-        plan, _ = self._plans.of_streams("stream_lengths", (code_BLHW,), tuple(cut), like_BLHD.shape[-1])
+        plan, _ = self._plans.of(self._plans.stream_lengths, (code_BLHW,), tuple(cut), like_BLHD.shape[-1])
         begins = self._begins(plan.tiles)
         given = code_BLHW, None, plan.table, begins, lengths_N, None
         self._launch_all(plan, 3 * NOWHERE, given, None)
@@ -243,7 +242,7 @@ class SyclOps:
         cut: tuple[int, tuple[int, ...]],
     ) -> None:
         how = tuple(cut), code_BLHW.shape[-1], factor is not None and known[1] is not None
-        plan, addresses = self._plans.of_streams("decode_lossless", tuple(known), *how)
+        plan, addresses = self._plans.of(self._plans.decode_lossless, tuple(known), *how)
         if plan.tiles:
             given = code_BLHW, rests, plan.table, found, lengths_N, None
             self._launch_all(plan, NOWHERE + addresses, given, factor)

@@ -1,6 +1,6 @@
 """Which launch an arithmetic operation is for tensors of given layouts: checked and worked out once, then looked up.
 
-A later call with tensors of such layouts (`layouts.py`) finds the plan and brings addresses.
+A later call with tensors of such layouts (`library.Layouts`) finds the plan and brings addresses.
 """
 
 from __future__ import annotations
@@ -9,22 +9,20 @@ import operator
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from cocodiff_sycl.checks import DTYPES, check_dims, check_last_stride, check_no_overlap, check_rows, check_shape
-from cocodiff_sycl.layouts import Layouts, Tensors
-from cocodiff_sycl.library import Library
+from cocodiff_sycl.library import Layouts, Library, Tensors
 
+T = TypeVar("T")
 Cut = tuple[int, tuple[int, ...]]  # how a tensor is cut into blocks: the dimension, and how many of it each
 LAYOUTS = {"pairs": 0, "halves": 1, "complex": 2, "none": 3}
 TABLES = {"pairs": 2, "halves": 2, "complex": 1, "none": 0}  # of rotary angles
 GROUPS_OF_ROWS = 16  # GPU: groups of LANES work-items in a work-group
 GROUPS_OF_UNIT = 16  # GPU: groups of LANES work-items that a compute unit shall have at least: twice its threads
-RESIDUAL = "encode_residual", "note_change", "decode_residual", "continue_linearly"
 CODE_BITS, CODE_GROUP = (2, 4, 8), 32  # of a residual's code, and channels of one of its scales
 STREAM_GROUP, STREAM_TILE, STREAM_ADDRESSES = 8, 64, 10  # of the lossless codec: numbers, groups; of its launches
 FEW_TILES = 1024  # of a block: each finds where it begins by the sizes of all before it
@@ -74,26 +72,13 @@ class Plans:
         self._library, self._device = library, device
         self.packed = 1 if library.lanes == 1 else GROUPS_OF_ROWS
         self._layouts: Layouts[Any] = Layouts(library.look)
-        self._make: dict[str, Callable[..., Any]] = {
-            "l1_score": self._l1_score,
-            "select": self._select,
-            "qk_norm_rope": self._qk_norm_rope,
-            "merge_partials": self._merge_partials,
-            **{op: partial(self._residual, op) for op in RESIDUAL},
-            "encode_lossless": self._encode_lossless,
-            "stream_lengths": self._stream_lengths,
-            "decode_lossless": self._decode_lossless,
-        }
 
-    def of(self, op: str, tensors: Tensors, *words: object) -> tuple[Plan, bytes]:
-        """The plan of an operation, and where its tensors lie. words: what it takes beside tensors, hashable."""
-        return self._layouts.of((op, words), tensors, self._make[op], *tensors, *words)
+    def of(self, make: Callable[..., T], tensors: Tensors, *words: object) -> tuple[T, bytes]:
+        """What a method of this object makes for an operation, and where its tensors lie. words: what it takes beside
+        tensors, hashable."""
+        return self._layouts.of((make, words), tensors, make, *tensors, *words)
 
-    def of_streams(self, op: str, tensors: Tensors, *words: object) -> tuple[StreamsPlan, bytes]:
-        """As `of`, of the lossless codec's operations."""
-        return self._layouts.of((op, words), tensors, self._make[op], *tensors, *words)
-
-    def _l1_score(self, v_BLHD: Tensor, reference_BLHD: Tensor, renew: bool) -> Plan:
+    def l1_score(self, v_BLHD: Tensor, reference_BLHD: Tensor, renew: bool) -> Plan:
         op = "l1_score"
         check_dims(op, "v", v_BLHD, 4)
         B, L, H, D = shape = v_BLHD.shape
@@ -107,7 +92,7 @@ class Plans:
         values = rows, each, L, *of_v[:3], *of_reference[:3], runs, numbers, int(renew)
         return self._of_rows(f"l1_score_{DTYPES[v_BLHD.dtype]}", 4, rows, each, values)
 
-    def _select(self, score_BN: Tensor, k: int) -> Plan:
+    def select(self, score_BN: Tensor, k: int) -> Plan:
         op = "select"
         check_dims(op, "score", score_BN, 2)
         if score_BN.dtype != torch.float32 or score_BN.device != self._device:
@@ -122,7 +107,7 @@ class Plans:
         values = score_BN.stride(0), N, k
         return self._plan("select_largest", 3, B if k else 0, items, values)
 
-    def _qk_norm_rope(
+    def qk_norm_rope(
         self,
         x_BLHD: Tensor,
         weight_D: Tensor | None,
@@ -153,7 +138,7 @@ class Plans:
         values = rows, each, L, H, D, *x_BLHD.stride()[:3], bits, LAYOUTS[layout], int(round_before_weight)
         return self._of_rows(f"norm_rope_{DTYPES[x_BLHD.dtype]}", 5, rows, each, values)
 
-    def _merge_partials(self, out_BLHD: Tensor, lse_BLH: Tensor, part_BLHD: Tensor, part_lse_BLH: Tensor) -> Plan:
+    def merge_partials(self, out_BLHD: Tensor, lse_BLH: Tensor, part_BLHD: Tensor, part_lse_BLH: Tensor) -> Plan:
         op = "merge_partials"
         check_dims(op, "out", out_BLHD, 4)
         B, L, H, D = shape = out_BLHD.shape
@@ -183,21 +168,22 @@ class Plans:
             )
         check_last_stride(op, "notes", notes_N)
 
-    def _residual(
+    def residual(
         self,
-        op: str,
         x_BLHD: Tensor | None,
         last_BLHD: Tensor,
         before_BLHD: Tensor | None,
         code_BLHW: Tensor | None,
         out_BLHD: Tensor | None,
         notes_N: Tensor | None,
+        op: str,
         bits: int,
         linear: bool = False,
         compare: bool = False,
         measure: bool = False,
     ) -> Plan:
-        """Of one struct; where there is no code, 8 bits stand for any."""
+        """Of any of the residual codec's operations, as they have one struct; where there is no code, 8 bits stand for
+        any."""
         like_BLHD = last_BLHD if x_BLHD is None else x_BLHD
         if notes_N is not None:
             self._check_noted(op, like_BLHD, notes_N)
@@ -235,7 +221,7 @@ class Plans:
         check_shape(op, "code", code_BLHW, shape)
         check_last_stride(op, "code", code_BLHW)
 
-    def _encode_lossless(
+    def encode_lossless(
         self,
         x_BLHD: Tensor,
         last_BLHD: Tensor,
@@ -255,13 +241,13 @@ class Plans:
         kernels = f"stream_sizes_{dtype}", *begins, f"stream_numbers_{dtype}"
         return self._streams(kernels, (x_BLHD, last_BLHD, before_BLHD), cut, places, 0, linear)
 
-    def _stream_lengths(self, code_BLHW: Tensor, cut: Cut, head_dim: int) -> StreamsPlan:
+    def stream_lengths(self, code_BLHW: Tensor, cut: Cut, head_dim: int) -> StreamsPlan:
         """code: whose blocks lie one after the other, whatever its strides say."""
         B, T, H, W = code_BLHW.shape
         like_BLHD = torch.empty(1, dtype=torch.bfloat16).expand(B, T, H, head_dim)
         return self._streams(("stream_begins",), (None, like_BLHD, None), cut, None, W, False)
 
-    def _decode_lossless(
+    def decode_lossless(
         self, last_BLHD: Tensor, before_BLHD: Tensor | None, cut: Cut, width: int, linear: bool
     ) -> StreamsPlan:
         self._check_known("decode_lossless", last_BLHD, last_BLHD, before_BLHD)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cocodiff.attention.v_major.drift import Drift, DriftNotes
+from cocodiff.attention.v_major.selection import Drift, DriftNotes
 from cocodiff.wire.coding import merge_notes
 
 

@@ -11,7 +11,7 @@ import torch
 from residual_worlds import RUN, TROUBLED, Call, Ranks, World
 from torch import Tensor
 
-from cocodiff.attention.lossless import coding as codings
+from cocodiff.attention import lossless as codings
 
 ROUTES = [
     {"exchange": "flat"},

@@ -15,7 +15,7 @@ from residual_worlds import RUN, TROUBLED, Call, Ranks, World, check
 from worlds import topology_of
 
 from cocodiff.assemble import build_strategy
-from cocodiff.attention.calls import continuation
+from cocodiff.attention.sites import continuation
 from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.config import Config

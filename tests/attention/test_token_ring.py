@@ -19,8 +19,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from worlds import topologies, topology_of
 
 from cocodiff.assemble import AttentionWork, build_strategy
+from cocodiff.attention.ring import TokenRing, zigzag
 from cocodiff.attention.strategy import LazyQKV, Site
-from cocodiff.attention.token_ring import TokenRing, zigzag
 from cocodiff.comm.loopback import LoopbackTransport, run_ranks
 from cocodiff.config import Config
 from cocodiff.errors import UserError

@@ -24,8 +24,7 @@ from cocodiff.cli.main import main
 from cocodiff.config import find_shipped, load_machine
 from cocodiff.errors import UserError
 from cocodiff.jobs.bound import ENOUGH, MARGIN_DB, Bound, Slices, Trial, next_trial
-from cocodiff.jobs.groups import Figure, Group
-from cocodiff.jobs.quality import CACHED, CODED, UNCODED, Quality, read_ladder
+from cocodiff.jobs.quality import CACHED, CODED, UNCODED, Figure, Group, Quality, read_ladder
 from cocodiff.topology.machine import Topology
 
 BOUND = "65.8dB"

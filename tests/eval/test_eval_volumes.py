@@ -4,10 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cocodiff_eval.baseline import in_cells, laplace, linear, total_variation
 from cocodiff_eval.fusing import Intervals, Lead, Mixture, choose_axes, dealt, fuse, quantile, weights_of
 from cocodiff_eval.hidden import Hidden, Survey, hide
 from cocodiff_eval.masks import depth
-from cocodiff_eval.smooth import in_cells, laplace, linear, total_variation
 from cocodiff_eval.turned import AXES, Census, Restored, Turned, turn, turned_shape
 
 from cocodiff.jobs.volume import Verdict

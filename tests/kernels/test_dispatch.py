@@ -23,7 +23,7 @@ from cocodiff.cli.main import main
 from cocodiff.comm.loopback import LoopbackTransport, run_ranks
 from cocodiff.errors import UserError
 from cocodiff.kernels import Kernels, Rows, TorchOps, dispatch
-from cocodiff.kernels.choices import CHOICES, NEVER, OPS
+from cocodiff.kernels.dispatch import CHOICES, NEVER, OPS
 from cocodiff.kernels.lossless import Cut, least_room, most_bytes
 from cocodiff.kernels.residual import Onward, Prediction, Reconstructions, coded_width
 from cocodiff.models.tokens import image_and_text

@@ -3,8 +3,8 @@
 import torch
 
 from cocodiff.planning.costs import Costs
-from cocodiff.wire.coded import CodedCall, Encoded
 from cocodiff.wire.coding import Coding
+from cocodiff.wire.outgoing import CodedCall, Encoded
 
 
 class HalfCosts(Costs):

@@ -1,11 +1,10 @@
 """A job of the tests' own: squares of numbers, which a setting makes with an error of its own."""
 
 import numpy as np
+from cocodiff_eval.fusing import Moments
 from cocodiff_eval.metrics import psnr_db
-from cocodiff_eval.uncertainty import Moments
 
-from cocodiff.jobs.cost import Cost
-from cocodiff.jobs.items import Batch, Drawn
+from cocodiff.jobs.items import Batch, Cost, Drawn
 from cocodiff.jobs.job import Job, Judged
 
 ERRORS = {"rough": 1e-1, "fine": 1e-3, "exact": 0.0}

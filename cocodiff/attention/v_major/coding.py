@@ -4,27 +4,50 @@ did, for every rank alike.
 Each rank keeps, for every site, the q, k and v it received: whole sequences of its own heads. A selective step gathers
 the active rows, sends them through the very exchange that carries full ones, and writes what arrives into those caches.
 The output always travels whole.
+
+Tokens are scored by source, each rank its own over all heads before they travel, or by card, the paper's own order: v's
+first phase is whole; then the first tile of every card scores the card's tokens with its plane's heads, and the cards'
+selections are gathered while q and k are made. That needs TAPA's two phases, so it runs them itself.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from cocodiff.attention.strategy import Site
-from cocodiff.attention.v_major.call import SiteCache
-from cocodiff.attention.v_major.card import CardTransfer
-from cocodiff.attention.v_major.drift import DriftNotes
-from cocodiff.attention.v_major.selection import Cards, Schedule
-from cocodiff.attention.v_major.source import SourceTransfer
-from cocodiff.comm.transport import Ranks
+from cocodiff.attention.v_major.selection import Cards, DriftNotes, Schedule, Selection, scored_blocks, staying
+from cocodiff.comm.transport import LanePending, Ranks
 from cocodiff.errors import UserError
-from cocodiff.topology.layout import Layout
+from cocodiff.kernels import Rows
+from cocodiff.routes.plans import Block, Phase
+from cocodiff.topology.layout import Layout, slices
 from cocodiff.topology.machine import Topology
 from cocodiff.wire.coding import AllRanks, Coding, Moment, StepNotes
 from cocodiff.wire.exchange import Exchange
-from cocodiff.wire.transfer import Transfer
+from cocodiff.wire.messages import BlockSet, Payload, Target
+from cocodiff.wire.outgoing import Arriving, CodedCall, Encoded, TensorsToHeads
+from cocodiff.wire.transfer import Transfer, arriving_whole
+
+
+@dataclass
+class SiteCache:
+    """The state of a site between steps. reference: v at the scored rows; received: q, k and v, each [B, S, G, D].
+    inference: whether they were made in torch's inference mode, outside of which they cannot be written to."""
+
+    shape: tuple[int, ...] = ()
+    layout: Layout | None = None
+    last_step: int = -2
+    inference: bool = False
+    reference: Tensor | None = None
+    received: dict[str, Tensor] = field(default_factory=dict)
 
 
 class VMajor(Coding):
@@ -52,8 +75,9 @@ class VMajor(Coding):
         return cls(exchange, transport, Schedule.of(settings), settings.scoring, settings.reference)
 
     def open(self, exchange: Exchange, layout: Layout, site: Site) -> Transfer:
-        opens = SourceTransfer if self.scoring == "source" else CardTransfer
-        return opens(self, exchange, layout, site, self._caches.setdefault(site, SiteCache()))
+        call, transfer = (SourceCall, SourceTransfer) if self.scoring == "source" else (CardCall, CardTransfer)
+        cache = self._caches.setdefault(site, SiteCache())
+        return transfer(exchange, call(self, exchange, layout, site, cache), site.kind)
 
     # Lifecycle --------------------------------------------------------------------------------------------------------
 
@@ -103,3 +127,273 @@ class VMajor(Coding):
         if key not in self._cards:
             self._cards[key] = Cards.build(self._exchange.topology, layout, device)
         return self._cards[key]
+
+
+# One call, whoever scores ---------------------------------------------------------------------------------------------
+
+
+class SelectiveCall(CodedCall, ABC):
+    """One attention call of V-Major; how it scores is the subclass's. full: whether all tokens travel, known once the
+    call has begun."""
+
+    full = True
+
+    def __init__(self, coding: VMajor, exchange: Exchange, layout: Layout, site: Site, cache: SiteCache) -> None:
+        super().__init__(layout)
+        self.coding, self.exchange, self.cache, self.layer = coding, exchange, cache, site.kind
+        self.kernels = exchange.kernels
+
+    @abstractmethod
+    def selection(self) -> Selection:
+        """The rows that travel in a selective call; waits for the choice."""
+
+    def begin(self, like_BLHD: Tensor) -> None:
+        cache, step, inference = self.cache, self.coding.moment.step, torch.is_inference_mode_enabled()
+        same = cache.shape == like_BLHD.shape and cache.layout == self.layout and cache.inference == inference
+        known = same and cache.last_step == step - 1
+        self.coding.drift.ensure_step(step)
+        self.full = not known or self.coding.schedule.is_full(step, self.coding.steps)
+        if not known:
+            cache.reference, cache.received = None, {}
+        cache.last_step, cache.shape, cache.layout = step, tuple(like_BLHD.shape), self.layout
+        cache.inference = inference
+
+    def encode(self, tensors_BLHD: Mapping[str, Tensor]) -> Encoded:
+        if self.full:
+            return super().encode(tensors_BLHD)
+        selection = self.selection()
+        own = selection.of_rank[self.coding.rank]
+        payloads = [travelling_rows(x_BLHD, own) for x_BLHD in tensors_BLHD.values()]
+        return Encoded(payloads, selection.layout)
+
+    def decode(self, received_BSGW: Mapping[str, Tensor], coded: Layout, rows: slice) -> list[Tensor]:
+        """Into the caches: everything, or in one launch those rows that came."""
+        caches = self.cache.received
+        if self.full:
+            caches |= received_BSGW
+        else:
+            here = [x_1NGD[0, rows] for x_1NGD in received_BSGW.values()]
+            into = [caches[name].flatten(0, 1) for name in received_BSGW]
+            self.kernels.scatter_rows(here, self.selection().arriving[rows], into)
+        return [caches[name] for name in received_BSGW]
+
+    def update_reference(self, v_BNHD: Tensor, active_BN: Tensor | None) -> None:
+        """Updates the reference where scoring has not: all of it at the first call, else the tokens that travel."""
+        if self.cache.reference is None:
+            self.cache.reference = v_BNHD.clone(memory_format=torch.contiguous_format)
+        elif active_BN is not None and self.coding.reference == "sent":
+            self.cache.reference[active_BN] = v_BNHD[active_BN]
+
+    def score(self, v_BNHD: Tensor) -> tuple[Tensor, Tensor]:
+        """Change and norm of every token against the reference, which must be there; noted in the profile. At full
+        steps, and where the reference is "prev", the same pass makes v the reference."""
+        assert self.cache.reference is not None, "a selective step follows a full one"
+        with self.exchange.trace.span("score", "select", self.layer):
+            renew = self.full or self.coding.reference == "prev"
+            change_BN, norm_BN = self.kernels.l1_score(v_BNHD, self.cache.reference, renew)
+        self.coding.drift.scored(self.coding.moment.step, change_BN, norm_BN)
+        return change_BN, norm_BN
+
+    def gather(self, own_BN: Tensor, parts_BN: list[Tensor]) -> None:
+        """Every rank's scores or selection, on the lane that calls; counted like all bytes of attention."""
+        with self.exchange.trace.span("gather selection", "select", self.layer):
+            self.coding.transport.world.all_gather(own_BN.contiguous(), parts_BN).wait()
+        for peer in range(len(parts_BN)):
+            self.exchange.port.count(peer, own_BN.nbytes)
+
+
+class SelectiveTransfer(Transfer):
+    """Orders send v before or together with q and k, since it decides what of them travels."""
+
+    coded: SelectiveCall
+
+    def open(self, tensors_BLHD: Mapping[str, Tensor]) -> None:
+        """Raises RuntimeError where an order sends q or k before v: they would travel whole, v would not."""
+        if "v" not in tensors_BLHD:
+            raise RuntimeError("V-Major chooses tokens by v: an order has to send v before or together with q and k")
+        super().open(tensors_BLHD)
+
+    def post(self, tensors_BLHD: Mapping[str, Tensor], wait_next: bool) -> dict[str, Arriving]:
+        return super().post(tensors_BLHD, wait_next and self.coded.full)
+
+
+def travelling_rows(x_BLHD: Tensor, index_N: Tensor) -> Rows:
+    """The chosen rows of all batch rows in one, [1, N, H, D], gathered where they are packed."""
+    return Rows(x_BLHD.flatten(0, 1), index_N)
+
+
+# Scoring by source ----------------------------------------------------------------------------------------------------
+
+
+class SourceTransfer(SelectiveTransfer):
+    coded: SourceCall
+
+    def post(self, tensors_BLHD: Mapping[str, Tensor], wait_next: bool) -> dict[str, Arriving]:
+        if "v" in tensors_BLHD:
+            self.coded.observe(tensors_BLHD["v"])
+        return super().post(tensors_BLHD, wait_next)
+
+
+class SourceCall(SelectiveCall):
+    """Every rank scores its own tokens; scores are gathered while q and k are made; active rows travel in every
+    phase."""
+
+    chosen: LanePending[Selection] | None = None
+
+    def observe(self, v_BLHD: Tensor) -> None:
+        """Scores this rank's tokens, if it is a selective call in the background."""
+        own_BNHD = v_BLHD[:, self.layout.may_stay_slices[self.coding.rank]]
+        if not self.full:
+            self.chosen = self.coding.transport.control.submit(self._choose, own_BNHD)
+            return
+        if self.cache.reference is not None:
+            self.score(own_BNHD)
+        self.update_reference(own_BNHD, None)
+
+    def selection(self) -> Selection:
+        assert self.chosen is not None, "v is sent before or together with what depends on it"
+        return self.chosen.wait()
+
+    def _choose(self, own_BNHD: Tensor) -> Selection:
+        coding, layout, batch = self.coding, self.layout, len(own_BNHD)
+        change_BN, norm_BN = self.score(own_BNHD)
+        columns = 2 if coding.schedule.kind == "threshold" else 1
+        sent = torch.stack([change_BN, norm_BN][:columns])
+        parts = [sent.new_empty(columns, batch, tokens) for tokens in layout.may_stay]
+        self.gather(sent, parts)
+        of_all = torch.cat(parts, 2)
+        cards, threshold = coding.cards(layout, of_all.device), coding.schedule.threshold
+        active_BS = cards.active(of_all[0], of_all[-1], coding.fraction, threshold, self.kernels)
+        coding.drift.chosen(coding.moment.step, active_BS[:, slices(layout.may_stay)[coding.rank]])
+        return Selection.build(active_BS, layout, cards)
+
+    def encode(self, tensors_BLHD: Mapping[str, Tensor]) -> Encoded:
+        payloads, layout = super().encode(tensors_BLHD)
+        if self.full or self.coding.reference != "sent" or "v" not in tensors_BLHD:
+            return Encoded(payloads, layout)
+        updating = [
+            self.rows_updating_reference(rows) if name == "v" and isinstance(rows, Rows) else rows
+            for name, rows in zip(tensors_BLHD, payloads, strict=True)
+        ]
+        return Encoded(updating, layout)
+
+    def rows_updating_reference(self, v_KHD: Rows) -> Rows:
+        """The chosen rows of v, of which those that may stay become their reference when they are packed."""
+        reference_BNHD, chosen = self.cache.reference, self.layout.may_stay_slices[self.coding.rank]
+        assert reference_BNHD is not None, "a selective step follows a full one"
+        tokens, rows = reference_BNHD.shape[1], self.layout.rows[self.coding.rank]
+        row_K = v_KHD.index_K % rows - chosen.start
+        place_K = v_KHD.index_K // rows * tokens + row_K
+        place_K[(row_K < 0) | (row_K >= tokens)] = -1  # what may not stay has no reference
+        return Rows(v_KHD.source_RHD, v_KHD.index_K, reference_BNHD.flatten(0, 1), place_K)
+
+
+# Scoring by card ------------------------------------------------------------------------------------------------------
+
+
+class CardTransfer(SelectiveTransfer):
+    """v goes alone, through its two phases with the choice between them."""
+
+    coded: CardCall
+
+    def post(self, tensors_BLHD: Mapping[str, Tensor], wait_next: bool) -> dict[str, Arriving]:
+        others = {name: x_BLHD for name, x_BLHD in tensors_BLHD.items() if name != "v"}
+        if "v" not in tensors_BLHD:
+            return super().post(others, wait_next)
+        outgoing, lanes = WholeFirst(self.end, {"v": tensors_BLHD["v"]}), self.exchange.lanes
+        first, second = self.exchange.both_phases()
+        swapped = lanes["sibling"].submit(partial(self.exchange.phase, first, None), outgoing)
+        landed = lanes["plane"].submit(partial(self.coded.second_phase, second, swapped), outgoing)
+        v = arriving_whole(outgoing, landed)
+        return v | super().post(others, False) if others else v
+
+
+class CardCall(SelectiveCall):
+    """One attention call whose v decides between its two phases what of q, k and v travels on."""
+
+    def __init__(self, coding: VMajor, exchange: Exchange, layout: Layout, site: Site, cache: SiteCache) -> None:
+        super().__init__(coding, exchange, layout, site, cache)
+        self.chosen: Future[LanePending[Selection]] = Future()
+
+    def selection(self) -> Selection:
+        return self.chosen.result().wait()
+
+    def second_phase(self, phase: Phase, swapped: LanePending[BlockSet], outgoing: TensorsToHeads) -> Target:
+        on_card = swapped.wait()
+        if self.full:
+            self._update_at_full_step(on_card)
+        else:
+            on_card = self._active_rows(on_card)
+            outgoing.layout = on_card.layout
+        return self.exchange.last_phase(phase, outgoing, on_card)
+
+    def _scored_rows(self, on_card: BlockSet) -> Tensor | None:
+        """The card's image tokens with its first tile's plane's heads: on that tile, [B, N, H_k, D]; else None."""
+        card, heads = scored_blocks(self.exchange.topology, self.coding.rank)
+        if card[0] != self.coding.rank:
+            return None
+        rows = [
+            torch.cat(
+                [dense(on_card.blocks[Block(rank, head)][0])[:, self.layout.may_stay_slices[rank]] for head in heads], 2
+            )
+            for rank in card
+        ]
+        return torch.cat(rows, 1)
+
+    def _update_at_full_step(self, on_card: BlockSet) -> None:
+        scored_BNHD = self._scored_rows(on_card)
+        if scored_BNHD is not None:
+            if self.cache.reference is not None:
+                self.score(scored_BNHD)
+            self.update_reference(scored_BNHD, None)
+
+    def _active_rows(self, on_card: BlockSet) -> BlockSet:
+        """Scores, shares the selection, and leaves the active rows of v for the second phase."""
+        try:
+            self.chosen.set_result(self.coding.transport.control.submit(self._choose, on_card))
+        except BaseException as error:
+            self.chosen.set_exception(error)
+            raise
+        selection, topology = self.selection(), self.exchange.topology
+        served = topology.served_planes[self.coding.rank]
+        blocks = {
+            block: [travelling_rows(dense(x), selection.of_rank[block.rows]) for x in parts]
+            for block, parts in on_card.blocks.items()
+            if topology.places[block.heads].plane in served
+        }
+        return BlockSet(blocks, selection.layout, on_card.whole)
+
+    def _choose(self, on_card: BlockSet) -> Selection:
+        coding, layout, topology = self.coding, self.layout, self.exchange.topology
+        scored_BNHD = self._scored_rows(on_card)
+        some = dense(next(iter(on_card.blocks.values()))[0])
+        batch, own = len(some), torch.empty(0, dtype=torch.uint8, device=some.device)
+        if scored_BNHD is not None:
+            change_BN, norm_BN = self.score(scored_BNHD)
+            active_BN = ~staying(change_BN, norm_BN, coding.fraction, coding.schedule.threshold, self.kernels)
+            coding.drift.chosen(coding.moment.step, active_BN)
+            self.update_reference(scored_BNHD, active_BN)
+            own = active_BN.to(torch.uint8)
+        scorers = [min(ranks) for ranks in topology.cards.values()]  # the first tile of every card
+        cards = coding.cards(layout, own.device)
+        of_scorer = dict(zip(scorers, cards.sizes, strict=True))
+        sizes = [batch * of_scorer.get(rank, 0) for rank in range(len(layout.rows))]
+        parts = list(own.new_empty(sum(sizes)).split_with_sizes(sizes))
+        self.gather(own.flatten(), parts)
+        active_BS = own.new_empty(batch, sum(layout.may_stay), dtype=torch.bool)
+        of_cards_BN = torch.cat([parts[rank].view(batch, -1) for rank in scorers], 1)  # a launch for all cards
+        active_BS[:, cards.all_S] = of_cards_BN.bool()
+        return Selection.build(active_BS, layout, cards)
+
+
+class WholeFirst(TensorsToHeads):
+    """v, of which all rows travel in the first phase."""
+
+    def encoded(self) -> Encoded:
+        return CodedCall.encode(self.coded, self._tensors)
+
+
+def dense(x_BLHD: Payload) -> Tensor:
+    """A block of which all rows travel, as v's do in the first phase."""
+    assert isinstance(x_BLHD, Tensor), "these rows were chosen already"
+    return x_BLHD

@@ -8,25 +8,24 @@ the number of ranks. `cocodiff.kernels.residual` defines the arithmetic, docs/co
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cocodiff.attention.calls import TENSORS, Noted, is_fine
-from cocodiff.attention.residual.state import CodedStep, SiteState, kept
-from cocodiff.attention.sites import End, SiteCoding
+from cocodiff.attention.sites import TENSORS, CodedStep, End, Noted, SiteCoding, SiteEnds, is_fine
 from cocodiff.attention.strategy import Site
 from cocodiff.kernels import Kernels
 from cocodiff.kernels.residual import GROUP, Onward, Prediction, coded_width
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Topology
 from cocodiff.trace import Trace
-from cocodiff.wire.coded import CodedCall, Encoded
 from cocodiff.wire.coding import AllRanks
 from cocodiff.wire.exchange import Exchange
+from cocodiff.wire.outgoing import CodedCall, Encoded
 
 BITS: dict[str, int | None] = {"none": None, "int8": 8, "int4": 4, "int2": 2}  # None: as they are
 FINEST = 8
@@ -41,6 +40,26 @@ class ResidualKind(NamedTuple):
 
     anew: bool
     fine: bool
+
+
+@dataclass
+class SiteState(SiteEnds):
+    """linear: with predictor auto, the tensors that the linear continuation predicted better at the last call.
+    plain: whether tensors travel as they are in a call that follows no other, as a code has failed before it.
+    wanted: by name, the continuations that are to be written while the last call's tensors are decoded."""
+
+    linear: frozenset[str] = frozenset()
+    plain: bool = False
+    wanted: dict[str, Onward] = field(default_factory=dict)
+
+    def begin_anew(self) -> None:
+        super().begin_anew()
+        self.plain, self.linear = not self.fits, frozenset()
+
+    def take_notes(self, notes: Sequence[Sequence[int]]) -> None:
+        super().take_notes(notes)
+        compared = dict(zip(TENSORS, (of_tensor[1] for of_tensor in notes), strict=True))
+        self.linear = frozenset(name for name, better in compared.items() if better < 0)
 
 
 class Residual(SiteCoding[SiteState, CodedStep]):
@@ -81,7 +100,8 @@ class Residual(SiteCoding[SiteState, CodedStep]):
             call.share = (call.bits + 8 / GROUP) / 16  # of 16-bit numbers in heads of whole groups
             call.noted = self.notes.of_call(like_BLHD.device)
             call.noted.takers.append(state.take_notes)
-        self._report[self.moment.step].add(call.predictions.values(), call.share)
+        linear = sum(how.linear for how in call.predictions.values())
+        self._report[self.moment.step].add(bool(call.predictions), call.share, linear)
 
     def bits(self, state: SiteState) -> int | None:
         """Of a channel in a site's call; None where tensors travel as they are."""
@@ -212,7 +232,7 @@ class ResidualCall(CodedCall):
         ends = self.state.received
         if self.bits is None:
             if name not in ends:  # else these are more rows of the same memory
-                ends[name] = kept(x_BSGW, self._coding.kept)
+                ends[name] = End.beginning_with(x_BSGW, self._coding.kept)
             return x_BSGW
         if name not in ends:
             ends[name] = self._end(x_BSGW, x_BSGW.shape[1])

@@ -1,37 +1,137 @@
-"""One attention call of the lossless codec: streams in two parts, and what both ends keep."""
+"""The lossless codec: what travels is what a tensor differs by from its prediction, in units of the last place.
+
+Both ends of a tensor of 16 bits hold what it was at the last calls of its site, exactly, and so its prediction. The
+difference takes few bits, but how many depends on the data, and whoever receives or passes on a message has to know
+its size before. So a block's stream (`cocodiff.kernels.lossless` defines it) goes in two parts. The first is as long
+as all ranks have agreed, by the longest stream of the site's last call; it goes along the routes of the exchange,
+which carry it unopened. What does not fit, the rest, goes straight to the rank that decodes, which reads in the first
+part how long it is: nobody else need know that there is one. Where all fits, no message is added.
+
+A site's first call travels whole. docs/lossless.md has the figures.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cocodiff.attention.calls import TENSORS, Noted
-from cocodiff.attention.lossless.state import NEEDED, LosslessStep, SiteState
-from cocodiff.attention.sites import End
+from cocodiff.attention.sites import TENSORS, CodedStep, End, Noted, SiteCoding, SiteEnds
+from cocodiff.attention.strategy import Site
 from cocodiff.comm.transport import Ranks
 from cocodiff.kernels import Kernels
-from cocodiff.kernels.lossless import Cut, room_of, stream_places
+from cocodiff.kernels.lossless import CODED, PARTS, Cut, least_room, room_of, stream_places
 from cocodiff.kernels.residual import Reconstructions
 from cocodiff.topology.layout import Layout
-from cocodiff.wire.blocks import EncodedBlocks
-from cocodiff.wire.coded import CodedCall, Encoded
+from cocodiff.topology.machine import Topology
+from cocodiff.wire.coding import AllRanks
 from cocodiff.wire.exchange import Exchange
+from cocodiff.wire.messages import EncodedBlocks
+from cocodiff.wire.outgoing import CodedCall, Encoded
 from cocodiff.wire.staged import StagedExchange
 
+FIRST_ROOM = 0.5  # of a whole tensor: the first part's size where no call before tells
+MARGIN = 0.125  # bits for a number that the first part has room for beyond what the last call needed
+CONTINUED = {"last": 0.0, "auto": 0.5, "taylor": 0.5}  # by the setting `predictor`: times the continuation's factor
+NEEDED = 1  # the number of the note that tells how much room streams need; the first one, of what fits no scale, is 0
 OVERFLOW = "overflow"  # what the bytes of rests are counted for besides
 
 
-class Codec(Protocol):
-    """What a call asks of its coding, see `Lossless`."""
+class LosslessKind(NamedTuple):
+    """A kind of call, for recordings. anew: it follows no other. share: what the first part takes of a whole tensor."""
 
-    kept: int
-    ranks: Ranks
+    anew: bool
+    share: float
 
-    def begin_call(self, call: LosslessCall, like_BLHD: Tensor) -> None: ...
+
+@dataclass
+class SiteState(SiteEnds):
+    """needed: of each tensor the room for a token and head in which every stream of the last call would have fit, in
+    sixteenths of a byte, 0 where that is not known."""
+
+    needed: Mapping[str, int] = field(default_factory=dict)
+
+    def begin_anew(self) -> None:
+        super().begin_anew()
+        self.needed = {}
+
+    def take_notes(self, notes: Sequence[Sequence[int]]) -> None:
+        self.needed = {name: needed for name, (_, needed, *_) in zip(TENSORS, notes, strict=True)}
+
+
+@dataclass
+class LosslessStep(CodedStep):
+    """overflows: the calls that had rests to send."""
+
+    overflows: int = 0
+
+    def overflow(self, rest_bytes: int, whole_bytes: int) -> None:
+        """One exchange of rests. whole_bytes: of a tensor of this rank."""
+        self.overflows += 1
+        self.sent += rest_bytes / whole_bytes
+
+    @classmethod
+    def merged(cls, parts: Sequence[Any]) -> dict[str, Any]:
+        """Besides: "overflows", exchanges of what did not fit where it should have, for a call."""
+        overflows = sum(part.overflows for part in parts) / sum(part.calls for part in parts)
+        return super().merged(parts) | {"linear_fraction": None, "overflows": overflows}
+
+
+class Lossless(SiteCoding[SiteState, LosslessStep]):
+    """Sends streams."""
+
+    fixed_kind: LosslessKind | None = None
+
+    def __init__(self, exchange: Exchange | None, ranks: Ranks, everyone: AllRanks, settings: Any) -> None:
+        """ranks: of the Ulysses group."""
+        super().__init__(exchange, everyone, SiteState, LosslessStep)
+        self.ranks, self.factor, self.kept = ranks, CONTINUED[settings.predictor], values_kept(settings)
+
+    @classmethod
+    def of(
+        cls, settings: Any, topology: Topology, exchange: Exchange | None, transport: Any, everyone: AllRanks
+    ) -> Lossless:
+        return cls(exchange, transport, everyone, settings)
+
+    def call(self, exchange: Exchange, layout: Layout, site: Site) -> CodedCall:
+        return LosslessCall(self, self.state_of(site), exchange, layout, site.kind)
+
+    def begin_call(self, call: LosslessCall, like_BLHD: Tensor) -> None:
+        """Decides how a call is coded, alike on all ranks."""
+        assert self.notes is not None, "one rank alone codes nothing"
+        state, head_dim = call.state, like_BLHD.shape[-1]
+        self.notes.hand_out()
+        state.begin(like_BLHD, call.layout, self.moment, self.fixed_kind is not None and self.fixed_kind.anew)
+        call.number, call.factor = state.follows, state.factor * self.factor or None
+        call.noted_step, call.codes = self._report[self.moment.step], like_BLHD.dtype in CODED
+        if call.codes and state.follows:
+            call.rooms = {name: self._room(state, name, head_dim) for name in TENSORS if name in state.sent}
+            call.share = sum(call.rooms.values()) / (len(call.rooms) * 2 * head_dim)
+            call.noted = self.notes.of_call(like_BLHD.device, largest=True)
+            call.noted.takers.append(state.take_notes)
+        call.noted_step.add(bool(call.rooms), call.share)
+
+    def _room(self, state: SiteState, name: str, head_dim: int) -> int:
+        """Bytes for a token and head of the first part of a tensor's streams: what the last call needed, and more where
+        the noise level moves farther now than it did then, as a bit more holds twice the difference."""
+        whole, needed = 2 * head_dim, state.needed.get(name, 0)
+        if self.fixed_kind is not None:
+            room = self.fixed_kind.share * whole
+        elif not needed:
+            room = FIRST_ROOM * whole
+        else:
+            room = needed / PARTS + (MARGIN + max(0.0, math.log2(state.pace))) * head_dim / 8
+        return max(least_room(head_dim), min(math.ceil(room), whole))
+
+
+def values_kept(settings: Any) -> int:
+    """How many of a tensor an end keeps: one where the newest is all that is looked at."""
+    return 1 if not CONTINUED[settings.predictor] else 2
 
 
 class Sent(NamedTuple):
@@ -58,7 +158,7 @@ class LosslessCall(CodedCall):
     rooms: Mapping[str, int]
     noted: Noted | None = None
 
-    def __init__(self, coding: Codec, state: SiteState, exchange: Exchange, layout: Layout, layer: str) -> None:
+    def __init__(self, coding: Lossless, state: SiteState, exchange: Exchange, layout: Layout, layer: str) -> None:
         super().__init__(layout)
         self._coding, self.state, self._exchange, self._layer = coding, state, exchange, layer
         self._kernels, self._trace, self.rooms = exchange.kernels, exchange.trace, {}
@@ -153,7 +253,7 @@ class LosslessCall(CodedCall):
         if not self.rooms:
             for name, x_BSGD in received_BTHW.items():
                 if self.codes and name not in ends:  # else these are more rows of the same memory
-                    ends[name] = End([x_BSGD, *(torch.empty_like(x_BSGD) for _ in range(self._coding.kept - 1))])
+                    ends[name] = End.beginning_with(x_BSGD, self._coding.kept)
             return list(received_BTHW.values())
         arrived = [
             Arrived(name, _rows_in_turn(x_BTHW, rows), cut, ends[name].known(self.number, rows))

@@ -1,1 +1,0 @@
-"""The lossless codec: tensors travel as their differences from a prediction, in full. Its face is `coding.Lossless`."""
