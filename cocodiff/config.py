@@ -72,8 +72,8 @@ class Config:
     )
     guidance_parallel: int | str = setting(
         "auto",
-        "parts of the ranks that compute one branch of classifier-free guidance each: 2; 1: all ranks compute every "
-        "branch; auto: 2 where the pipeline guides and an even number of ranks shares an image",
+        "parts of the ranks for guidance; each computes a branch of classifier-free guidance; 2; 1: all ranks compute "
+        "every branch; auto: 2 where the pipeline guides and an even number of ranks shares an image",
         choices=("auto",),
         least=1,
         most=2,
@@ -205,7 +205,7 @@ class Config:
         choices=("auto", "sycl", "torch"),
     )
     compile: bool = setting(
-        False, "torch.compile the transformer's blocks, between the messages; see docs/compile.md", given="machine"
+        False, "torch.compile the transformer's blocks (between the messages); see docs/compile.md", given="machine"
     )
     timeout_s: float = setting(300.0, "seconds without a sign of life after which a rank is lost", **TIMEOUT)
     start_timeout_s: float = setting(

@@ -14,7 +14,7 @@ from typing import Any
 
 from cocodiff import __version__
 from cocodiff.cli.inpaint import OPTIONS as OF_INPAINT
-from cocodiff.cli.inpaint import find_tasks
+from cocodiff.cli.inpaint import SHOWN, find_tasks
 from cocodiff.comm.launch import Launch
 from cocodiff.console.options import Option, check_counts, check_strength, parse, with_settings
 from cocodiff.console.terminal import note, say
@@ -36,11 +36,11 @@ from cocodiff.topology.machine import Topology
 ABOUT = "Run a grid of settings (base, grid and points of the --config file) and compare each with the exact run."
 OWN = (
     *(replace(one, required=False) for one in OF_INPAINT if one.name == "input"),  # --report_only needs none
-    Option("mask", "block, center or mask files, instead of the file's", many=True),
-    Option("steps", "denoising steps that run, one or more numbers, instead of the file's", many=True, type=int),
+    Option("mask", "block, center or mask files; by default the file's", many=True),
+    Option("steps", "denoising steps that run; one or more numbers; by default the file's", many=True, type=int),
     Option("out", "folder of the results", "sweep"),
     Option("overwrite", "start afresh where a sweep has been", False, type=bool),
-    Option("report_only", "compare what --out holds already, without running anything", False, type=bool),
+    Option("report_only", "compare what --out holds already (and run nothing)", False, type=bool),
 )
 OF_VOLUMES = ("samples", "axes", "hidden_test", "method", "keep_samples")
 LEFT_AWAY = (*("exact", "exact_slices", "preset", "resume"), *OF_VOLUMES, *(own.name for own in (*BOUND_OPTIONS, *OWN)))
@@ -55,7 +55,8 @@ OPTIONS = (
 def start(words: Sequence[str], launch: Launch) -> int:
     started = time.monotonic()
     # what a sweep varies is the points' business
-    values = parse("sweep", ABOUT, with_settings(OPTIONS, lambda one: one.given != "sweep"), words, SECTIONS)
+    options = with_settings(OPTIONS, lambda one: one.given != "sweep")
+    values = parse("sweep", ABOUT, options, words, SECTIONS, SHOWN)
     if values["report_only"]:
         if launch.speaks:
             report(Path(values["out"]))
