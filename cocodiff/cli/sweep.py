@@ -16,6 +16,7 @@ from cocodiff import __version__
 from cocodiff.cli.inpaint import OPTIONS as OF_INPAINT
 from cocodiff.cli.inpaint import SHOWN, find_tasks
 from cocodiff.comm.launch import Launch
+from cocodiff.config import load_chunk_table
 from cocodiff.console.options import Option, check_counts, check_strength, parse, with_settings
 from cocodiff.console.terminal import note, say
 from cocodiff.errors import UserError
@@ -27,7 +28,6 @@ from cocodiff.jobs.session import import_before_fork, settle
 from cocodiff.jobs.sweep.lines import REPORTS, check_folder, check_reportable, read_results
 from cocodiff.jobs.sweep.points import SECTIONS, Grid, Point, Sweep, read_grid
 from cocodiff.loading.pipelines import Request, check_model
-from cocodiff.measured_tables import load_chunk_table
 from cocodiff.models.family import INPAINT
 from cocodiff.outputs.folder import storage_faults
 from cocodiff.processes.ranks import run_ranks

@@ -155,15 +155,11 @@ def check_strength(strength: float, steps: Sequence[int]) -> None:
 
 
 def _check_number_or_word(option: Option, value: Any) -> None:
-    """Raises UserError for a word that is none of the option's, and for one that int() has trouble with though it is
-    all digits: ² and thousands of them."""
-    if not isinstance(value, str) or value in option.words:
-        return
-    if value.isdigit() and not (value.isascii() and len(value) < 19):
-        raise UserError(f"--{option.name} {value[:20]!r}: not a whole number of at most 18 digits")
-    if option.words and not value.isdigit():
-        wanted = option.wanted or f"a whole number or {', '.join(option.words)}"
-        raise UserError(f"--{option.name} {value[:20]!r}: give {wanted}")
+    """Raises UserError for a word that is none of the option's, and for digits that int() has trouble with: ² and
+    thousands of them."""
+    if isinstance(value, str) and value not in option.words and not re.fullmatch(r"[0-9]{1,18}", value):
+        said = "not a whole number of at most 18 digits" if value.isdigit() else f"give {option.wanted}"
+        raise UserError(f"--{option.name} {value[:20]!r}: {said}")
 
 
 class _Parser(ArgumentParser):
@@ -251,16 +247,13 @@ def _of_words(parser: ArgumentParser, options: Sequence[Option], words: Sequence
             raise UserError(f"unknown option --{name}{suggestion(name, known)}; see {parser.prog} --help")
     if extra:
         parser.error(f"unrecognized arguments: {' '.join(extra)}")
-    return {
-        name: [_typed(by_name[name], one, parser.prog) for one in given]
-        if by_name[name].many
-        else _typed(by_name[name], given, parser.prog)
-        for name, given in vars(found).items()
-    }
+    return {name: _typed(by_name[name], value, parser.prog) for name, value in vars(found).items()}
 
 
-def _typed(option: Option, word: str, program: str) -> Any:
-    """A word of the command line in its option's type."""
+def _typed(option: Option, word: Any, program: str) -> Any:
+    """A word of the command line, or several, in the option's type."""
+    if isinstance(word, list):
+        return [_typed(option, one, program) for one in word]
     if option.type is bool:
         return word == "true"
     for kind in option.kinds:
@@ -276,20 +269,17 @@ def _from_file(path: str, options: Sequence[Option], sections: Sequence[str]) ->
     if "quality" in by_name:
         values.pop(FOUND, None)
     check_keys(map(str, values), [*sections, *by_name], path)
-    given = {name: value for name, value in values.items() if value is not None}
-    for name, value in given.items():
-        if name in sections:
-            continue
-        option = by_name[name]
-        if option.many:
-            given[name] = [_checked(path, option, one) for one in (value if isinstance(value, list) else [value])]
-        else:
-            given[name] = _checked(path, option, value)
-    return given
+    return {
+        name: value if name in sections else _checked(path, by_name[name], value, by_name[name].many)
+        for name, value in values.items()
+        if value is not None
+    }
 
 
-def _checked(path: str, option: Option, value: Any) -> Any:
-    """One value of a settings file in the option's type. Raises UserError for others."""
+def _checked(path: str, option: Option, value: Any, many: bool = False) -> Any:
+    """A value of a settings file in the option's type; of many, a list. Raises UserError for others."""
+    if many:
+        return [_checked(path, option, one) for one in (value if isinstance(value, list) else [value])]
     if option.type is float and type(value) is int and abs(value) < 2**63:
         value = float(value)
     if option.numbers and type(value) in (int, float) and abs(value) < 2**63:

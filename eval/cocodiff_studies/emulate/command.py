@@ -19,7 +19,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from cocodiff.cli.dispatch import COMMANDS, run_command
+from cocodiff.cli.main import COMMANDS, run_command
 from cocodiff.comm.launch import Launch, detect, find_mpiexec
 from cocodiff.config import check_choice, load_machine
 from cocodiff.console.options import Option, parse
