@@ -31,19 +31,7 @@ if TYPE_CHECKING:
 
 LAST_S = 10.0  # what a job that is asked to stop may take
 SAID = 2000  # characters of what a job that failed has said
-DECIDED = (
-    "input",
-    "mask",
-    "out",
-    "preset",
-    "format",
-    "quiet",
-    "keep_samples",
-    "overwrite",
-    "resume",
-    "config",
-    "dry_run",
-)
+DECIDED = "input mask out preset format quiet keep_samples overwrite resume config dry_run"
 
 
 @dataclass(frozen=True)
@@ -94,7 +82,7 @@ def restore(
     Raises UserError for what cannot be restored, in a line; PeerLost where a rank dies; RuntimeError where a job fails
     otherwise. Nothing is left in any case, a KeyboardInterrupt included.
     """
-    unknown = sorted(set(options) & set(DECIDED))
+    unknown = sorted({*options} & {*DECIDED.split()})
     if unknown:
         raise UserError(f"restore: {', '.join(unknown)} cannot be given: the function decides it")
     if not isinstance(preset, str) or "," in preset:

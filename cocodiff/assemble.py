@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from cocodiff.attention.local import LocalAttention
 from cocodiff.attention.ulysses import Ulysses
 from cocodiff.comm.transport import Part, Transport
-from cocodiff.config import Config
+from cocodiff.config import Config, load_chunk_table, load_exchange_table
 from cocodiff.kernels import Kernels
 from cocodiff.models.tokens import image_and_text
 from cocodiff.registry import ARRIVALS, CODECS, CODINGS, ORDERS, PLANNER, RINGS, imported, load
@@ -119,8 +119,6 @@ def exchange_table(config: Config, topology: Topology) -> ExchangeTable | None:
     """The table that `exchange: auto` goes by; None for all others. Raises UserError for a machine without one."""
     if config.exchange != "auto":
         return None
-    from cocodiff.measured_tables import load_exchange_table
-
     rows = load_exchange_table(topology.machine.name, topology.nodes, config.exchange_table)
     return ExchangeTable(tuple(rows))
 
@@ -133,7 +131,5 @@ def chunking(config: Config, topology: Topology) -> Chunking:
 
 def chunking_on(config: Config, machine: Machine, nodes: int) -> Chunking:
     if config.chunks == "auto":
-        from cocodiff.measured_tables import load_chunk_table
-
         return Chunking(*load_chunk_table(machine.name, nodes))
     return Chunking(int(config.chunks))

@@ -43,21 +43,15 @@ def check_no_deciding_cache(modules: Iterable[tuple[str, nn.Module]]) -> None:
     every rank decide for itself what to compute: ranks that disagree wait for each other for ever."""
     for name, hook in stateful_hooks(modules):
         kind, config = type(hook).__name__, getattr(hook, "config", None)
+        other = ", or a cache that goes by steps (docs/caches.md)"
+        if kind.startswith("FBC"):
+            other = f" with step_cache_threshold {hook.threshold}, which ranks decide alike"
         if kind not in COUNTING_CACHES or getattr(config, "calibrate", False):
             raise UserError(
                 f"{name or 'the transformer'} has the cache hook {kind}, by which each rank would decide from its "
-                f"own tokens what to compute, and ranks would disagree: call transformer.disable_cache() first"
-                f"{instead_of(kind, hook)}"
+                f"own tokens what to compute, and ranks would disagree: call transformer.disable_cache() first, and "
+                f"choose step_cache first_block{other}"
             )
-
-
-def instead_of(kind: str, hook: Any) -> str:
-    """In words, what to choose instead of a cache hook of diffusers."""
-    if kind.startswith("FBC"):
-        return (
-            f", and choose step_cache first_block with step_cache_threshold {hook.threshold}, which ranks decide alike"
-        )
-    return ", and choose step_cache first_block, or a cache that goes by steps (docs/caches.md)"
 
 
 def check_only_cache(modules: Iterable[tuple[str, nn.Module]], own: str) -> None:

@@ -72,8 +72,8 @@ class Config:
     )
     guidance_parallel: int | str = setting(
         "auto",
-        "parts of the ranks that compute one branch of classifier-free guidance each: 2; 1: all ranks compute every "
-        "branch; auto: 2 where the pipeline guides and an even number of ranks shares an image",
+        "parts of the ranks for guidance; each computes a branch of classifier-free guidance; 2; 1: all ranks compute "
+        "every branch; auto: 2 where the pipeline guides and an even number of ranks shares an image",
         choices=("auto",),
         least=1,
         most=2,
@@ -205,7 +205,7 @@ class Config:
         choices=("auto", "sycl", "torch"),
     )
     compile: bool = setting(
-        False, "torch.compile the transformer's blocks, between the messages; see docs/compile.md", given="machine"
+        False, "torch.compile the transformer's blocks (between the messages); see docs/compile.md", given="machine"
     )
     timeout_s: float = setting(300.0, "seconds without a sign of life after which a rank is lost", **TIMEOUT)
     start_timeout_s: float = setting(
@@ -274,7 +274,7 @@ Config.__doc__ = f"{Config.__doc__}\n\n{described(Config)}\n"
 
 
 def preset_names() -> list[str]:
-    return sorted(path.stem for path in shipped_folder("runs").glob("*.yaml"))
+    return shipped_names("runs")
 
 
 def load_machine(name: str) -> Machine:
@@ -301,13 +301,62 @@ def shipped_names(folder: str) -> list[str]:
 def find_shipped(what: str, folder: str, name: str) -> Path:
     """The file of a name in configs/`folder`, or of a path that ends in .yaml. Raises UserError with the names that
     exist."""
-    shipped = {path.stem: path for path in shipped_folder(folder).glob("*.yaml")}
+    shipped = shipped_names(folder)
     if not name.endswith((".yaml", ".yml")):
-        check_choice(what, name, sorted(shipped), hint="or the path of a .yaml file")
-        return shipped[name]
+        check_choice(what, name, shipped, hint="or the path of a .yaml file")
+        return shipped_folder(folder) / f"{name}.yaml"
     if not Path(name).is_file():
-        raise UserError(f"{what} file {name} does not exist; shipped {what}s: {', '.join(sorted(shipped))}")
+        raise UserError(f"{what} file {name} does not exist; shipped {what}s: {', '.join(shipped)}")
     return Path(name)
+
+
+def load_exchange_table(machine: str, nodes: int, path: str | None = None) -> list[tuple[float, str]]:
+    """For `exchange: auto`: rows (up to so many MB per rank, exchange) of a machine's measured table for so many nodes,
+    the last without limit.
+
+    The file maps machine -> nodes -> rows. Raises UserError where it has no such entry, or something else in it.
+    """
+    file = Path(path) if path is not None else shipped_folder("exchange") / "auto.yaml"
+    remedy = "measure one with cocodiff bench alltoall --tune and name it as exchange_table, or choose another exchange"
+    try:
+        rows, there = _measured(file, machine, nodes)
+        if rows is None:
+            raise UserError(
+                f"exchange auto: {file.name} has no table for machine {machine} on {nodes} node(s) but for {there}; "
+                f"{remedy}"
+            )
+        table = [(math.inf if limit is None else float(limit), str(name)) for limit, name in rows]
+    except UserError:
+        raise
+    except (TypeError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"{file}: not a table of machine -> nodes -> [[MB, exchange], ...] ({error}); {remedy}"
+        ) from error
+    for _, name in table:
+        check_choice(f"exchange in {file.name}", name, EXCHANGES)
+    if not table or table != sorted(table, key=lambda row: row[0]) or table[-1][0] != math.inf:
+        raise UserError(f"{file}: rows of {machine} on {nodes} node(s) must ascend and end with no limit (null)")
+    return table
+
+
+def load_chunk_table(machine: str, nodes: int) -> tuple[int, float]:
+    """For `chunks: auto`: in how many chunks, and from how many MB of q, k and v per rank on, by a machine's table for
+    so many nodes. The file maps machine -> nodes -> [chunks, MB]. Raises UserError where it has no such entry."""
+    found, there = _measured(shipped_folder("exchange") / "chunks.yaml", machine, nodes)
+    if found is None:
+        raise UserError(
+            f"chunks auto: machine {machine} on {nodes} node(s) was not measured, but {there} were; give a number of "
+            f"chunks, 1 for none"
+        )
+    chunks, from_mb = found
+    return int(chunks), float(from_mb)
+
+
+def _measured(file: Path, machine: str, nodes: int) -> tuple[Any, str]:
+    """What a file of machine -> nodes -> ... holds for these, None where nothing, and which others it has, in words."""
+    known = read_yaml(file)
+    there = ", ".join(f"{name} on {count}" for name, of in known.items() for count in of)
+    return known.get(machine, {}).get(nodes), there
 
 
 def from_mapping(kind: type[T], values: Mapping[str, Any], where: str) -> T:

@@ -50,10 +50,10 @@ def read_text(path: str | Path, form: str) -> str:
             raise UserError(f"cannot read {path}: it is {kind}; name a regular file")
         with Path(path).open("rb") as file:
             data = file.read(SETTINGS_BYTES + 1)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
     except UserError:
         raise
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:  # a null character
         raise UserError(f"cannot read {str(path)!r}: {error}") from error
     if len(data) > SETTINGS_BYTES:

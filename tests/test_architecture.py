@@ -30,7 +30,6 @@ MAY_IMPORT = {
     "cocodiff.digest": (),
     "cocodiff.trace": (),
     "cocodiff.config": ("cocodiff.topology", "cocodiff.files", "cocodiff.setting"),
-    "cocodiff.measured_tables": ("cocodiff.config",),
     "cocodiff.comm": ("cocodiff.topology", "cocodiff.device", "cocodiff.digest", "cocodiff.trace"),
     "cocodiff.kernels": ("cocodiff_sycl",),
     "cocodiff.wire": (
@@ -65,7 +64,6 @@ MAY_IMPORT = {
     "cocodiff.agreement": ("cocodiff.comm.transport", "cocodiff.device", "cocodiff.digest"),
     "cocodiff.results": ("cocodiff.wire", "cocodiff.trace", "cocodiff.comm.transport"),
     "cocodiff.assemble": (
-        "cocodiff.measured_tables",
         "cocodiff.topology",
         "cocodiff.routes",
         "cocodiff.wire",

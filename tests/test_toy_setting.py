@@ -37,7 +37,7 @@ def grid(**sections: object) -> Grid:
 def test_a_setting_has_a_flag_with_help_a_key_and_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("inpaint", "generate"):
         with pytest.raises(SystemExit):
-            main([command, "--help"])
+            main([command, "--help-all"])
         assert "--zeal ZEAL how hard the toy tries; with order v_first (default: the preset's)" in " ".join(
             capsys.readouterr().out.split()
         )

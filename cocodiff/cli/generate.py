@@ -8,7 +8,16 @@ from typing import Any
 
 from cocodiff import __version__
 from cocodiff.comm.launch import Launch
-from cocodiff.console.options import DEAL_OPTIONS, RESUME, RUN_OPTIONS, Option, check_counts, parse, with_settings
+from cocodiff.console.options import (
+    DEAL_OPTIONS,
+    HEADINGS,
+    RESUME,
+    RUN_OPTIONS,
+    Option,
+    check_counts,
+    parse,
+    with_settings,
+)
 from cocodiff.console.terminal import say
 from cocodiff.errors import UserError
 from cocodiff.jobs.prepared import Prepared
@@ -18,25 +27,26 @@ from cocodiff.loading.pipelines import Request
 from cocodiff.models.family import GENERATE
 
 ABOUT = "Make images or videos from text with a diffusion transformer."
+SHOWN = {"images": "model prompt image frames height width steps seed guidance", **HEADINGS}
 OPTIONS = (
     Option(
         "model",
-        "folder in diffusers' layout or hub id of a text-to-image or video model; the embedded model only restores",
+        "folder in diffusers' layout or hub id (of a text-to-image or video model); the embedded model only restores",
         required=True,
     ),
-    Option("prompt", "what to show, one image for each; none for models without text encoders", [], many=True),
-    Option("image", "a file: the first frame of every video, for models that make videos of an image"),
-    Option("frames", "of a video, instead of the model's own: 4 n + 1 of Wan", type=int),
+    Option("prompt", "what to show; one image for each; none for models without text encoders", [], many=True),
+    Option("image", "first frame of every video; for models that make videos of an image"),
+    Option("frames", "of a video; by default the model's own; 4 n + 1 of Wan", type=int),
     Option("fps", "frames a second of the MP4 file of a video, instead of the model's own", type=int),
-    Option("height", "pixels, instead of the model's own", type=int),
-    Option("width", "pixels, instead of the model's own", type=int),
+    Option("height", "pixels; by default the model's own", type=int),
+    Option("width", "pixels; by default the model's own", type=int),
     PRESET_OPTION,
     Option("steps", "denoising steps", 50, type=int),
     Option("seed", "seed of the noise; the same for every prompt and preset", 0, type=int),
-    Option("guidance", "classifier-free guidance scale, instead of the model's own", type=float),
+    Option("guidance", "scale of classifier-free guidance; by default the model's own", type=float),
     Option("guidance_2", "the same for the second expert of Wan 2.2, instead of the first one's", type=float),
     Option("dtype", "arithmetic; auto is fp32 on CPU and bf16 elsewhere", "auto", choices=DTYPES),
-    Option("exact", "compare with the same run in the exact baseline", True, type=bool),
+    Option("exact", "compare with the exact baseline (the same run)", True, type=bool),
     *BOUND_OPTIONS,
     Option("out", "folder of the results", "generated"),
     Option("overwrite", "replace the results of an earlier run", False, type=bool),
@@ -48,7 +58,7 @@ OPTIONS = (
 
 def start(words: Sequence[str], launch: Launch) -> int:
     started = time.monotonic()
-    values = parse("generate", ABOUT, with_settings(OPTIONS), words)
+    values = parse("generate", ABOUT, with_settings(OPTIONS), words, headings=SHOWN)
     ranks = settle(values, launch)
     prepared = prepare(values, ranks, started)
     if launch.speaks:

@@ -13,6 +13,7 @@ from cocodiff import __version__
 from cocodiff.comm.launch import Launch, detect
 from cocodiff.console.options import (
     DEAL_OPTIONS,
+    HEADINGS,
     RESUME,
     RUN_OPTIONS,
     Option,
@@ -32,17 +33,22 @@ from cocodiff.loading.pipelines import EMBEDDED, Request
 from cocodiff.models.family import INPAINT
 
 ABOUT = "Restore masked regions of slices with a diffusion transformer."
+SHOWN = {
+    "data": "input mask slices roi range truth",
+    "restoring": "model prompt guidance steps strength seed samples axes hidden_test method",
+    **HEADINGS,
+}
 OPTIONS = (
     Option(
         "input",
-        "slices: PNG, TIFF (also stacks), a folder of TIFF files or a quoted pattern of their names as one stack, HDF5 "
-        "as file.h5:/dataset, OME-Zarr, or NumPy's .npy",
+        "PNG, TIFF, a folder of TIFF files, HDF5, OME-Zarr or .npy; also stacks in TIFF, a quoted pattern of names of "
+        "TIFF files as one stack, and a dataset of HDF5 as file.h5:/dataset",
         many=True,
         required=True,
     ),
     Option(
         "mask",
-        "block, center or a mask file whose non-zero voxels are restored (labels/NAME: of the Zarr input's own store); "
+        "block, center or a file, non-zero where to restore; labels/NAME is one of the Zarr input's own store; "
         "one or more",
         ["block"],
         many=True,
@@ -51,26 +57,26 @@ OPTIONS = (
     Option("roi", "restore these rows and columns only, as y0:y1,x0:x1; results hold them alone"),
     Option(
         "range",
-        "intensities low,high that models see as black and white, and that PSNR refers to, instead of those outside "
-        "the mask without outliers",
+        "intensities low,high that models see as black, white; PSNR refers to them too; by default those outside the "
+        "mask without outliers",
     ),
     Option("format", f"of the results; {SAME} is the input's own, TIFF for PNG", SAME, choices=(SAME, *WRITTEN)),
     PRESET_OPTION,
     Option("steps", "denoising steps that run", 50, type=int),
     Option(
-        "strength", "how far the fill under the mask is noised before it is restored, 1 for entirely", 1.0, type=float
+        "strength", "how far the fill is noised (under the mask, before it is restored; 1: entirely)", 1.0, type=float
     ),
     Option("seed", "seed of block masks and of the noise", 0, type=int),
     Option("samples", "restorations of each slice; of several, mean and standard deviation are written", 1, type=int),
     Option(
         "axes",
-        "slices of a volume are restored along these of z, y and x, samples dealt over them, and fused; auto chooses "
-        "by a test on hidden regions (default: auto for several samples of 16 slices or more, else z)",
+        "slices are restored along these of z, y and x; samples are dealt over them, and fused; auto chooses by a test "
+        "on hidden regions (default: auto for several samples of 16 slices or more, else z)",
         many=True,
     ),
     Option(
         "hidden_test",
-        "hide regions like the mask's where voxels are known: axes, weights and intervals are learnt there, and how "
+        "hide regions like the mask's in known voxels; axes, weights and intervals are learnt there, and how "
         "good methods without a model are (default: of several samples of 16 slices or more)",
         type=bool,
     ),
@@ -81,13 +87,13 @@ OPTIONS = (
         choices=("cocodiff", "best"),
     ),
     Option("keep_samples", "write each sample as well", False, type=bool),
-    Option("prompt", "what the slices show, for models with text encoders", ""),
-    Option("guidance", "classifier-free guidance scale, instead of the model's own", type=float),
-    Option("model", "folder in diffusers' layout or hub id, instead of the embedded model", EMBEDDED),
-    Option("truth", "the original, where a mask file hides unknown voxels"),
+    Option("prompt", "what the slices show (for models with text encoders)", ""),
+    Option("guidance", "scale of classifier-free guidance; by default the model's own", type=float),
+    Option("model", "folder in diffusers' layout or hub id", EMBEDDED),
+    Option("truth", "the original (where a mask file hides unknown voxels)"),
     Option("dtype", "arithmetic; auto is fp32 on CPU and bf16 elsewhere", "auto", choices=DTYPES),
     Option("batch", "tiles in one model call; by default 16 of a small model, 2 of a large one", type=int),
-    Option("exact", "compare with the same run in the exact baseline", True, type=bool),
+    Option("exact", "compare with the exact baseline (the same run)", True, type=bool),
     Option("exact_slices", "slices of a stack that are compared with it, evenly spread", 8, type=int),
     *BOUND_OPTIONS,
     Option("follow_links", "read other files that an HDF5 file links to or has its voxels in", False, type=bool),
@@ -110,7 +116,7 @@ SLICE_BY_SLICE = {
 
 def start(words: Sequence[str], launch: Launch) -> int:
     started = time.monotonic()
-    values = parse("inpaint", ABOUT, with_settings(OPTIONS), words)
+    values = parse("inpaint", ABOUT, with_settings(OPTIONS), words, headings=SHOWN)
     ranks = settle(values, launch)
     prepared = prepare(values, ranks, started)
     if launch.speaks:

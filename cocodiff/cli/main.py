@@ -1,4 +1,4 @@
-"""The command line: help and version; everything else is a subcommand's."""
+"""The command line: finds a subcommand, hands it its options, turns a user's mistake into one line and exit 2."""
 
 from __future__ import annotations
 
@@ -6,10 +6,31 @@ import io
 import signal
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 from cocodiff import __version__
-from cocodiff.cli.dispatch import COMMANDS, run_command
+from cocodiff.comm.launch import Launch, detect
+from cocodiff.comm.presence import Presence
 from cocodiff.console.terminal import stop_writing
+from cocodiff.errors import OwnRankError, UserError, check_choice
+
+MODULES = {  # of subcommands that are no module of this package by their own name
+    "plan": "cocodiff.cli.plan.command",
+    "doctor": "cocodiff.cli.doctor.command",
+    "emulate": "cocodiff_studies.emulate.command",
+}
+COMMANDS = {
+    "inpaint": "restore masked regions of slices",
+    "generate": "make images from text",
+    "train": "make the embedded model one of your own volumes",
+    "sweep": "a grid of settings over slices: quality against bytes and speed",
+    "bench": "measure, as in bench step: alltoall, step, attention, kernels, peers",
+    "kernels": "the SYCL kernels: kernels build",
+    "plan": "what a run would take: memory, bytes and time, without starting it",
+    "doctor": "check this machine, how ranks sit on it, their messages and memory",
+    "verify": "whether a model gives on several ranks what it gives in one process",
+    "emulate": "run a command on an emulated machine, with links of unequal speed (Linux, root)",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
-        print(_usage())
+        lines = [f"  {name:<10} {what}" for name, what in COMMANDS.items()]
+        print("\n".join(["usage: cocodiff SUBCOMMAND [--help] [options]", "", *lines]))
         return 0
     if words[0] == "--version":
         print(f"cocodiff {__version__}")
@@ -37,6 +59,22 @@ def _run(words: list[str]) -> int:
     return run_command(words)
 
 
-def _usage() -> str:
-    lines = [f"  {name:<10} {what}" for name, what in COMMANDS.items()]
-    return "\n".join(["usage: cocodiff SUBCOMMAND [--help] [options]", "", *lines])
+def run_command(words: Sequence[str], launch: Launch | None = None) -> int:
+    """The exit code of a subcommand and its options. launch: by default what the environment tells."""
+    try:
+        launch = launch or detect()
+        presence = Presence.of_job(launch)
+        if presence is not None:
+            presence.announce()  # before anything is imported: a rank that dies meanwhile is noticed by the others
+        check_choice("subcommand", words[0], COMMANDS)
+        command = import_module(MODULES.get(words[0], f"cocodiff.cli.{words[0]}"))
+        return int(command.start(words[1:], launch))
+    except UserError as error:
+        if launch is None or launch.speaks:
+            # One line, though a name that the user gave may have several.
+            print(f"cocodiff: {' '.join(str(error).splitlines())}", file=sys.stderr)
+        return 1 if isinstance(error, OwnRankError) else 2
+    except KeyboardInterrupt:
+        if launch is None or launch.speaks:
+            print("cocodiff: interrupted", file=sys.stderr)
+        return 130

@@ -14,8 +14,9 @@ from typing import Any
 
 from cocodiff import __version__
 from cocodiff.cli.inpaint import OPTIONS as OF_INPAINT
-from cocodiff.cli.inpaint import SLICE_BY_SLICE, find_tasks
+from cocodiff.cli.inpaint import SHOWN, SLICE_BY_SLICE, find_tasks
 from cocodiff.comm.launch import Launch
+from cocodiff.config import load_chunk_table
 from cocodiff.console.options import Option, check_counts, check_strength, parse, with_settings
 from cocodiff.console.terminal import say
 from cocodiff.errors import UserError
@@ -25,18 +26,17 @@ from cocodiff.jobs.quality import BOUND_OPTIONS
 from cocodiff.jobs.replicas import topology_of_replica
 from cocodiff.jobs.session import open_session, settle, start_job
 from cocodiff.loading.pipelines import Request
-from cocodiff.measured_tables import load_chunk_table
 from cocodiff.models.family import INPAINT
 from cocodiff.topology.machine import Topology
 
 ABOUT = "Run a grid of settings (base, grid and points of the --config file) and compare each with the exact run."
 OWN = (
     *(replace(one, required=False) for one in OF_INPAINT if one.name == "input"),  # --report_only needs none
-    Option("mask", "block, center or mask files, instead of the file's", many=True),
-    Option("steps", "denoising steps that run, one or more numbers, instead of the file's", many=True, type=int),
+    Option("mask", "block, center or mask files; by default the file's", many=True),
+    Option("steps", "denoising steps that run; one or more numbers; by default the file's", many=True, type=int),
     Option("out", "folder of the results", "sweep"),
     Option("overwrite", "start afresh where a sweep has been", False, type=bool),
-    Option("report_only", "tell the results in --out again, without running anything", False, type=bool),
+    Option("report_only", "compare what --out holds already (and run nothing)", False, type=bool),
 )
 # What a sweep fixes of inpaint's options: it restores each slice once along z, and compares all with the exact run.
 FIXED = {**SLICE_BY_SLICE, "exact": True, "exact_slices": 10**9}
@@ -53,7 +53,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
     started = time.monotonic()
     # what a sweep varies is the points' business
     options = with_settings(OPTIONS, lambda one: one.given != "sweep")
-    values = parse("sweep", ABOUT, options, words, (*SECTIONS, *FIXED))
+    values = parse("sweep", ABOUT, options, words, (*SECTIONS, *FIXED), SHOWN)
     if values["report_only"]:
         if launch.speaks:
             report(Path(values["out"]))

@@ -11,7 +11,16 @@ from cocodiff import __version__
 from cocodiff.cli.inpaint import SLICE_BY_SLICE, find_tasks
 from cocodiff.comm.launch import Launch
 from cocodiff.config import Config
-from cocodiff.console.options import RESUME, RUN_OPTIONS, Option, check_counts, engine_settings, parse, with_settings
+from cocodiff.console.options import (
+    HEADINGS,
+    RESUME,
+    RUN_OPTIONS,
+    Option,
+    check_counts,
+    engine_settings,
+    parse,
+    with_settings,
+)
 from cocodiff.console.terminal import note, say
 from cocodiff.errors import UserError
 from cocodiff.jobs.session import run_holding, settle
@@ -23,18 +32,19 @@ ABOUT = (
     "tells whether it helps; `cocodiff inpaint --model FOLDER` takes the result."
 )
 NOTHING = "none"
+SHOWN = {"data": "input mask slices roi range", "training": "model anew iterations batch patches rate seed", **HEADINGS}
 OPTIONS = (
     Option("input", "volumes or slices, in every format that inpaint reads", many=True, required=True),
     Option("mask", f"mask file of what is missing in the inputs, or {NOTHING}", NOTHING),
     Option("slices", "of these slices only, as 100:200"),
     Option("roi", "of these rows and columns only, as y0:y1,x0:x1"),
-    Option("range", "intensities low,high that the model sees as black and white, as in inpaint"),
-    Option("model", "the embedded model, or the folder of one that was trained from it, to go on from", EMBEDDED),
+    Option("range", "intensities low,high that it sees as black, white; as in inpaint"),
+    Option("model", "embedded, or the folder of one that was trained (from it, to go on from)", EMBEDDED),
     Option("anew", "begin with random weights instead of the model's", False, type=bool),
     Option("iterations", "updates", 3000, type=int),
     Option("batch", "patches in an update, of all ranks together", 16, type=int),
     Option("patches", "cut from the volumes to train on", 4000, type=int),
-    Option("rate", "of learning, 1 for that which random weights begin with (default: .2, with --anew 1)", type=float),
+    Option("rate", "of learning; 1 for that which random weights begin with (default: .2, with --anew 1)", type=float),
     Option("seed", "of patches, masks and noise", 0, type=int),
     Option("follow_links", "read other files that an HDF5 file links to or has its voxels in", False, type=bool),
     Option("out", "folder of the model", "trained"),
@@ -45,7 +55,8 @@ OPTIONS = (
 
 
 def start(words: Sequence[str], launch: Launch) -> int:
-    values = parse("train", ABOUT, with_settings(OPTIONS, lambda one: one.given == "machine"), words)
+    options = with_settings(OPTIONS, lambda one: one.given == "machine")
+    values = parse("train", ABOUT, options, words, headings=SHOWN)
     ranks = settle(values, launch)
     check_counts(values, "iterations", "batch", "patches", "ranks")
     if values["rate"] is None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import reprlib
+from argparse import SUPPRESS, Action, ArgumentParser, HelpFormatter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
-
-from jsonargparse import SUPPRESS, ArgumentError, ArgumentParser
 
 from cocodiff.config import Config, preset_names, read_yaml
 from cocodiff.errors import UserError, check_choice, check_keys, suggestion
@@ -17,35 +18,41 @@ from cocodiff.outputs.settings import FOUND, beside_the_record
 from cocodiff.registry import RECORDS, load
 from cocodiff.setting import Option, settings_of
 
+CONFIG = Option("config", "YAML file with any of the options")
 RANKS = Option("ranks", "local ranks to start; leave away under mpiexec or torchrun", type=int)
 LOG_LEVEL = Option("log_level", "library messages to show", "error", choices=("debug", "info", "warning", "error"))
 RUN_OPTIONS = (RANKS, Option("quiet", "no progress bars", False, type=bool), LOG_LEVEL)
 DEAL_OPTIONS = (
     Option(
         "parallel",
-        "how ranks are dealt to replicas and guidance branches: auto (memory first, then the least predicted time of "
+        "how ranks are dealt (to replicas and guidance branches): auto (memory first, then the least predicted time of "
         "the whole job) or off (one replica, guidance as given or 1)",
         "auto",
         choices=("auto", "off"),
     ),
     Option(
         "replicas",
-        "sets of ranks that each work on images of their own: a number that divides the ranks, or auto",
+        "sets of ranks with images of their own: a number that divides the ranks, or auto",
         "auto",
         type=int | str,
         choices=("auto",),
         least=1,
         wanted="a number that divides the ranks, or auto",
     ),
-    Option("dry_run", "say the deal of the ranks, memory and predicted time, and start nothing", False, type=bool),
+    Option("dry_run", "say deal, memory and predicted time; start nothing", False, type=bool),
 )
 RESUME = Option(
     "resume",
-    "go on with what a run into the same folder that did not end has finished, with the same settings and inputs; "
-    "where there is none, start afresh",
+    "go on with a run that did not end; it wrote into the same folder, with the same settings and inputs; where there "
+    "is none, start afresh",
     False,
     type=bool,
 )
+# What --help shows of a job's options, under these headings beside its own; --help-all shows the others too.
+HEADINGS = {
+    "ranks": "ranks preset parallel replicas dry_run machine device exchange codec guidance_parallel vae compile",
+    "results": "out format keep_samples exact quality overwrite resume report_only quiet",
+}
 FILES = ("input", "mask", "truth", "image", "out")  # name files or folders: an empty name is the current folder
 MOST_OF_OTHERS = 10**9
 # Beyond these a number is a slip of the pen: schedules, batches and images of such sizes fit in no memory.
@@ -75,24 +82,22 @@ def _flag(setting: Option) -> Option:
 
 
 def parse(
-    command: str, about: str, options: Sequence[Option], words: Sequence[str], sections: Sequence[str] = ()
+    command: str,
+    about: str,
+    options: Sequence[Option],
+    words: Sequence[str],
+    sections: Sequence[str] = (),
+    headings: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """The options' values: defaults, then the file named by `--config`, then the command line.
 
-    `--any-key` and `--any_key` are the same. Booleans are `--key`, `--no_key` or `--key true`.
+    `--any-key` and `--any_key` are the same. Booleans are `--key`, `--no_key`, or `--key true` or `false`.
     sections: keys that only the file may have; they are returned as they stand there, None where they do not.
+    headings: what --help shows, the options' names under each heading; None for all of them under one.
     Raises UserError for unknown options and keys (with a suggestion), wrong types and missing values.
     """
-    parser = ArgumentParser(prog=f"cocodiff {command}", description=about, exit_on_error=False)
-    parser.add_argument("--config", help="YAML file with any of the options below")
-    for option in options:
-        # words that are listed have no type besides: the help would show a function's address for it
-        extra: dict[str, Any] = {"choices": list(option.words)} if option.closed else {"type": option.type}
-        if option.many:
-            extra |= {"nargs": "+", "action": "extend"}
-        shown = "" if option.default in (None, False, "") or option.many else f" (default: {option.default})"
-        parser.add_argument(f"--{option.name}", default=SUPPRESS, help=option.help + shown, **extra)
-    given = {key: value for key, value in vars(_parse_words(parser, options, words)).items() if value is not None}
+    full = headings is None or not {"--help-all", "--help_all"}.isdisjoint(words)
+    given = _of_words(_parser(command, about, options, headings or {}, full), options, words)
     values = {option.name: option.default for option in options} | dict.fromkeys(sections)
     if "config" in given:
         path = given.pop("config")
@@ -150,56 +155,111 @@ def check_strength(strength: float, steps: Sequence[int]) -> None:
 
 
 def _check_number_or_word(option: Option, value: Any) -> None:
-    """Raises UserError for a word that is none of the option's, and for one that int() has trouble with though it is
-    all digits: ² and thousands of them."""
-    if not isinstance(value, str) or value in option.words:
-        return
-    if value.isdigit() and not (value.isascii() and len(value) < 19):
-        raise UserError(f"--{option.name} {value[:20]!r}: not a whole number of at most 18 digits")
-    if option.words and not value.isdigit():
-        wanted = option.wanted or f"a whole number or {', '.join(option.words)}"
-        raise UserError(f"--{option.name} {value[:20]!r}: give {wanted}")
+    """Raises UserError for a word that is none of the option's, and for digits that int() has trouble with: ² and
+    thousands of them."""
+    if isinstance(value, str) and value not in option.words and not re.fullmatch(r"[0-9]{1,18}", value):
+        said = "not a whole number of at most 18 digits" if value.isdigit() else f"give {option.wanted}"
+        raise UserError(f"--{option.name} {value[:20]!r}: {said}")
 
 
-def _parse_words(parser: ArgumentParser, options: Sequence[Option], words: Sequence[str]) -> Any:
-    known = [option.name for option in options] + ["config"]
-    flags = {option.name for option in options if option.type is bool}
-    many = {option.name for option in options if option.many}
-    normal: list[str] = []
-    seen: set[str] = set()
-    taker = ""  # the option whose value comes next
-    for position, word in enumerate(words):
-        if not word.startswith("--"):
-            # With an equals sign, as argparse would take -1000,3000 for an option.
-            normal.append(f"--{taker}={word}" if taker else word)
-            taker = taker if taker in many else ""
-            continue
-        name, equals, value = word[2:].partition("=")
-        name = name.replace("-", "_")
-        following = words[position + 1] if position + 1 < len(words) else "--"
-        if name.removeprefix("no_") in flags and name not in flags and not equals:
-            name, equals, value = name.removeprefix("no_"), "=", "false"
-        elif name in flags and not equals and following.lower() not in ("true", "false"):
-            equals, value = "=", "true"
-        elif name not in known and name not in ("help", ""):
+class _Parser(ArgumentParser):
+    """Takes `-` and `_` in names for the same, and what begins with one hyphen for a value, as -1000,3000."""
+
+    def _parse_optional(self, arg_string: str) -> Any:
+        name, equals, value = arg_string.partition("=")
+        long = f"--{name[2:].replace('-', '_')}{equals}{value}"
+        return super()._parse_optional(long) if name.startswith("--") else None
+
+    def error(self, message: str) -> Any:
+        raise UserError(f"{' '.join(message.split())}; see {self.prog} --help")
+
+
+class _Once(Action):
+    """Keeps the one value of an option; argparse itself would silently take the last."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if hasattr(namespace, self.dest):
+            raise UserError(f"--{self.dest} is given more than once: it takes one value, give it once")
+        setattr(namespace, self.dest, self.const if self.nargs == 0 else values)
+
+
+class _Help(HelpFormatter):
+    """The help, with a flag as `--x` and an option of several values as `--x X ...`."""
+
+    def _format_args(self, action: Action, default_metavar: str) -> str:
+        plain = super()._format_args(action, default_metavar)
+        return {"?": "", "+": f"{plain.partition(' ')[0]} ..."}.get(str(action.nargs), plain)
+
+
+def _parser(
+    command: str, about: str, options: Sequence[Option], headings: Mapping[str, str], full: bool
+) -> ArgumentParser:
+    """full: whether the help shows all options, and all that is said of each."""
+    needed = "".join(f" --{option.name} {option.name.upper()}" for option in options if option.required)
+    more = "" if full else " --help-all shows all options, and all that is said of each."
+    parser = _Parser(
+        prog=f"cocodiff {command}",
+        usage=f"%(prog)s{needed} [options]",
+        description=about,
+        epilog=f"--config FILE: YAML with any of the options. Flags: --x, --no-x, or --x true or false.{more}",
+        formatter_class=partial(_Help, max_help_position=28),
+        argument_default=SUPPRESS,
+        add_help=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument("-h", "--help", "--help_all", action="help", help=SUPPRESS)
+    titled = [(parser.add_argument_group(title), names.split()) for title, names in headings.items()]
+    group_of = {name: group for group, names in titled for name in names}
+    others = parser.add_argument_group("for experts" if headings else "options")
+    for option in (CONFIG, *options):
+        add = group_of.get(option.name, others).add_argument
+        extra: dict[str, Any] = {"choices": option.words} if option.closed else {}
+        if option.type is bool:
+            add(f"--no_{option.name}", dest=option.name, action=_Once, nargs=0, const="false", help=SUPPRESS)
+            extra = {"nargs": "?", "const": "true", "type": str.lower, "choices": ("true", "false")}
+        if not full and not (option.closed and len(",".join(option.words)) < 15):
+            extra["metavar"] = {int: "N", float: "X", int | str: "N"}.get(
+                option.type, "WORD" if option.words else "NAME"
+            )
+        extra |= {"nargs": "+", "action": "extend"} if option.many else {"action": _Once}
+        shown = _help(option, full) if full or option.name in group_of else SUPPRESS
+        add(f"--{option.name}", help=shown, **extra)
+    return parser
+
+
+def _help(option: Option, full: bool) -> str:
+    """What an option's help says: all of it, or what stands before the first colon, semicolon or bracket."""
+    shown = "" if option.default in (None, False, "") or option.many else f" (default: {option.default})"
+    return ((option.help if full else re.split("[:;] | \\(", option.help)[0]) + shown).replace("%", "%%")
+
+
+def _of_words(parser: ArgumentParser, options: Sequence[Option], words: Sequence[str]) -> dict[str, Any]:
+    """The values on a command line, each in its option's type."""
+    found, extra = parser.parse_known_args(words)
+    if "-h" in extra:
+        parser.print_help()
+        parser.exit()
+    by_name = {option.name: option for option in (CONFIG, *options)}
+    for word in extra:
+        name = word[2:].partition("=")[0].replace("-", "_")
+        if word.startswith("--"):
+            known = [*by_name, *(f"no_{option.name}" for option in options if option.type is bool)]
             raise UserError(f"unknown option --{name}{suggestion(name, known)}; see {parser.prog} --help")
-        if name in seen - many:  # argparse would silently take the last
-            raise UserError(f"--{name} is given more than once: it takes one value, give it once")
-        seen.add(name)
-        taker = name if name in known and not equals and not following.startswith("--") else ""
-        normal += [] if taker else [f"--{name}{equals}{value}"]
-    try:
-        return parser.parse_args(normal)
-    except ArgumentError as error:
-        raise UserError(_one_line(str(error), parser.prog)) from error
+    if extra:
+        parser.error(f"unrecognized arguments: {' '.join(extra)}")
+    return {name: _typed(by_name[name], value, parser.prog) for name, value in vars(found).items()}
 
 
-def _one_line(message: str, program: str) -> str:
-    text = " ".join(message.split())
-    found = re.match(r'Parser key "(\w+)": Expected a <class \'(\w+)\'>\. Got value: (.*)', text)
-    if found:
-        text = f"--{found[1]} {found[3]}: not {'a number' if found[2] in ('int', 'float') else 'a ' + found[2]}"
-    return f"{text}; see {program} --help"
+def _typed(option: Option, word: Any, program: str) -> Any:
+    """A word of the command line, or several, in the option's type."""
+    if isinstance(word, list):
+        return [_typed(option, one, program) for one in word]
+    if option.type is bool:
+        return word == "true"
+    for kind in option.kinds:
+        with suppress(ValueError):
+            return kind(word)
+    raise UserError(f"--{option.name} {word[:20]}: not a number; see {program} --help")
 
 
 def _from_file(path: str, options: Sequence[Option], sections: Sequence[str]) -> dict[str, Any]:
@@ -209,20 +269,17 @@ def _from_file(path: str, options: Sequence[Option], sections: Sequence[str]) ->
     if "quality" in by_name:
         values.pop(FOUND, None)
     check_keys(map(str, values), [*sections, *by_name], path)
-    given = {name: value for name, value in values.items() if value is not None}
-    for name, value in given.items():
-        if name in sections:
-            continue
-        option = by_name[name]
-        if option.many:
-            given[name] = [_checked(path, option, one) for one in (value if isinstance(value, list) else [value])]
-        else:
-            given[name] = _checked(path, option, value)
-    return given
+    return {
+        name: value if name in sections else _checked(path, by_name[name], value, by_name[name].many)
+        for name, value in values.items()
+        if value is not None
+    }
 
 
-def _checked(path: str, option: Option, value: Any) -> Any:
-    """One value of a settings file in the option's type. Raises UserError for others."""
+def _checked(path: str, option: Option, value: Any, many: bool = False) -> Any:
+    """A value of a settings file in the option's type; of many, a list. Raises UserError for others."""
+    if many:
+        return [_checked(path, option, one) for one in (value if isinstance(value, list) else [value])]
     if option.type is float and type(value) is int and abs(value) < 2**63:
         value = float(value)
     if option.numbers and type(value) in (int, float) and abs(value) < 2**63:

@@ -30,8 +30,8 @@ PRESET_OPTION = Option(
 BOUND_OPTIONS = (
     Option(
         "quality",
-        "a bound: 50dB (at least, against the exact run) or 0.3dB (at most lost, against the truth); the cheapest "
-        "setting that keeps it is chosen on some slices and checked on more (docs/bound.md)",
+        "a bound, as 50dB or 0.3dB; 50dB (at least, against the exact run) or 0.3dB (at most lost, against the truth); "
+        "the cheapest setting that keeps it is chosen on some slices and checked on more (docs/bound.md)",
         numbers=True,
     ),
     Option("quality_slices", "with quality: the first slices or images, which settings are tried on", 2, type=int),

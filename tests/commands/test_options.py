@@ -1,7 +1,9 @@
 """Options of a subcommand: the command line over a settings file over defaults, and mistakes in one line."""
 
+import re
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 
@@ -20,7 +22,9 @@ from cocodiff.console.options import (
     preset_configs,
     with_settings,
 )
+from cocodiff.demo_model import SAMPLES
 from cocodiff.errors import UserError
+from cocodiff.setting import settings_of
 
 OPTIONS = (
     Option("input", "files to read", many=True, required=True),
@@ -69,6 +73,7 @@ def test_hyphen_and_underscore_are_the_same(words):
         (("--no-exact",), False, False),
         (("--no_exact", "--overwrite"), False, True),
         (("--exact", "false", "--overwrite", "true"), False, True),
+        (("--no-exact", "--overwrite", "False"), False, False),
         (("--exact=false", "--overwrite", "--steps", "3"), False, True),
         (("--no-overwrite",), True, False),
     ],
@@ -301,6 +306,26 @@ def test_cores_are_shared_before_libraries_are_imported(module):
     assert (done.returncode, done.stdout) == (0, "set()\n"), done.stderr
 
 
+HEAVY = "{'torch', 'diffusers', 'transformers', 'scipy', 'skimage', 'matplotlib', 'jinja2', 'jsonargparse'}"
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "main.main(['--help'])",
+        "inpaint.find_tasks(inpaint.parse('inpaint', '', inpaint.with_settings(inpaint.OPTIONS), ['--input', sample]))",
+    ],
+)
+def test_help_and_reading_inputs_import_neither_torch_nor_what_draws_and_judges(script):
+    """Ranks import what they need when they need it, and the reports' libraries once they are written."""
+    sample = str(SAMPLES / "tooth.tif")
+    script = f"import sys; from cocodiff.cli import inpaint, main; sample = {sample!r}; {script}"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{script}; print({HEAVY} & {{*sys.modules}})"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["set()"]), done.stderr
+
+
 def test_help_of_a_sweep_names_the_formats(capsys):
     with pytest.raises(SystemExit):
         main(["sweep", "--help"])
@@ -327,3 +352,39 @@ def test_words_in_the_place_of_a_number_and_empty_names(tmp_path):
     assert "--truth '': an empty name" in mistake("--input", "a.png", "--truth", "", options=options)
     (tmp_path / "run.yaml").write_text("input: a.png\nreplicas: two\n")
     assert "give a number that divides" in mistake("--config", str(tmp_path / "run.yaml"), options=options)
+
+
+@pytest.mark.parametrize(
+    ("command", "headings"),
+    [
+        ("inpaint", ["data:", "restoring:", "ranks:", "results:"]),
+        ("sweep", ["data:", "restoring:", "ranks:", "results:"]),
+        ("generate", ["images:", "ranks:", "results:"]),
+        ("train", ["data:", "training:", "ranks:", "results:"]),
+    ],
+)
+def test_help_is_short_and_grouped_and_a_long_one_shows_every_option(monkeypatch, capsys, command, headings):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    short = capsys.readouterr().out.splitlines()
+    assert len(short) <= 60
+    assert [line for line in short if line in (*headings, "for experts:")] == headings
+    with pytest.raises(SystemExit):
+        main([command, "--help-all"])
+    shown = set(re.findall(r"^  --(\w+)", capsys.readouterr().out, re.MULTILINE))
+    flags = {one.name for one in settings_of(Config).values() if one.given == "machine"}
+    own = {one.name for one in import_module(f"cocodiff.cli.{command}").OPTIONS}
+    assert shown >= own | flags | {"config"}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--no-exat",), "unknown option --no_exat, did you mean no_exact?"),
+        (("--exact", "maybe"), "argument --exact: invalid choice: 'maybe'"),
+        (("--no-exact", "true"), "unrecognized arguments: true"),
+    ],
+)
+def test_mistakes_with_flags(words, said):
+    assert said in mistake("--input", "a", *words)

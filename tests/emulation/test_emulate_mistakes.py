@@ -18,9 +18,8 @@ from warm import forked
 from cocodiff.cli.bench import module_of
 from cocodiff.cli.main import main
 from cocodiff.comm.launch import emulated
-from cocodiff.config import Config
+from cocodiff.config import Config, load_exchange_table
 from cocodiff.errors import UserError
-from cocodiff.measured_tables import load_exchange_table
 from cocodiff.planning.costs import WHOLE, CallKind, Typical, costs_of
 
 pytestmark = pytest.mark.processes

@@ -20,7 +20,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from cocodiff.cli.dispatch import COMMANDS, run_command
+from cocodiff.cli.main import COMMANDS, run_command
 from cocodiff.comm.launch import EMULATED, Launch, detect, find_mpiexec, without_launcher
 from cocodiff.config import check_choice, load_machine
 from cocodiff.console.options import Option, parse
