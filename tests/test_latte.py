@@ -9,16 +9,21 @@ from typing import Any
 import pytest
 import torch
 from attention.byte_formulas import Formulas
+from cocodiff_bench import latte as bench
+from cocodiff_bench.common import of_benchmarks
 from covering import all_but, covering
 from diffusers import LatteTransformer3DModel
 from worlds import topology_of
 
 from cocodiff import verify
 from cocodiff.comm.loopback import run_ranks
+from cocodiff.config import Config
+from cocodiff.console.options import parse, with_settings
 from cocodiff.engine import parallelize
 from cocodiff.errors import UserError
 from cocodiff.kernels.residual import coded_width
 from cocodiff.loading.model_shapes import load_shape
+from cocodiff.outputs.folder import OutputFolder
 from cocodiff.planning import automatic
 from cocodiff.routes.transposes import Piece, Side, pieces
 from cocodiff.topology.layout import Layout
@@ -135,6 +140,38 @@ def test_bytes_are_those_of_the_closed_formula(exchange, machine, size, frames, 
         model, call = latte(frames, side, layers), inputs(batch, frames, side)
         of_ranks = on_ranks(size, model, call, preset=exchange, machine=machine, chunks=chunks)
         assert all(sent == dict(expected) for _, sent in of_ranks)
+
+
+def test_half_the_bytes_of_ulysses():
+    """Whose ranks have some places of all frames, and exchange q, k, v and the output of spatial attention."""
+    model, call = latte(4, 8), inputs(2, 4, 8)
+    plain = output_of(model, call)
+
+    def work(transport: Any) -> dict[str, int]:
+        totals = {}
+        for way in ("ulysses", "transposed"):
+            with bench.engine_of(model, Config.preset("flat"), transport, way) as engine:
+                torch.testing.assert_close(output_of(engine.model, call), plain)
+            totals[way] = sum(engine.bytes().values())
+        return totals
+
+    totals = run_ranks(4, work)[0]
+    assert totals["ulysses"] == 2 * totals["transposed"] > 0
+
+
+def test_the_benchmark_measures_all_ways(tmp_path, monkeypatch):
+    words = ["--frames", "4", "--side", "4", "--heads", "2", "--head_dim", "8", "--repeats", "1", "--slices", "2"]
+    words += ["--out", str(tmp_path / "bench"), "--exchanges", "flat", "--waits", "0.01", "--ways", *bench.WAYS]
+    values = parse("bench latte", "", with_settings(bench.OPTIONS, of_benchmarks), words)
+    bench.check(values, 2)
+    made = bench.random_latte(values)  # once: ranks that are threads share torch's seed
+    monkeypatch.setattr(bench, "random_latte", lambda _: copy.deepcopy(made))
+    run_ranks(2, lambda transport: bench.measure(values, OutputFolder(str(tmp_path / "bench"), False), transport))
+    rows = json.loads((tmp_path / "bench" / "bench.json").read_text())["rows"]
+    assert [row["variant"] for row in rows] == [f"flat {way}" for way in bench.WAYS]
+    assert all(row["median_s"] >= 0.01 and sum(row["bytes"].values()) > 0 for row in rows)
+    with pytest.raises(UserError, match="start at least 2"):
+        bench.check(values, 1)
 
 
 def test_calls_of_changing_size_and_without_temporal_attention():

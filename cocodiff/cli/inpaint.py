@@ -158,7 +158,7 @@ def deal(prepared: Prepared, tasks: list[Any], ranks: int) -> Prepared:
     from cocodiff_eval.tiling import TilingSettings
 
     from cocodiff.jobs.restoring import SMALL_MODEL, mean_call, slices_together, tiles_in_a_call
-    from cocodiff.jobs.samples import count_batches
+    from cocodiff.jobs.slices import count_batches
 
     values, native = prepared.values, own_pixels(prepared.request.model)
     settings = TilingSettings(strength=values["strength"])

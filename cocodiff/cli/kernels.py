@@ -15,9 +15,7 @@ ABOUT = "Compiles the SYCL kernels for this machine, or with --device pvc for GP
 GPU = "pvc"  # what ocloc calls GPU Max
 OPTIONS = (
     Option("ahead_of_time", "the same as --device pvc, by the name that icpx has for it: intel_gpu_pvc", None),
-    Option(
-        "ocloc", "folder that tests/kernels/ocloc filled; by default $COCODIFF_OCLOC, else the system's ocloc", None
-    ),
+    Option("ocloc", "folder that launch/ocloc filled; by default $COCODIFF_OCLOC, else the system's ocloc", None),
     LOG_LEVEL,
 )
 

@@ -104,20 +104,18 @@ def _usage(about: dict[str, Any]) -> Usage:
 
 
 def find_ocloc(folder: str | Path | None = None) -> Ocloc:
-    """The compiler of a folder that tests/kernels/ocloc filled ($COCODIFF_OCLOC by default), else the system's. Raises
+    """The compiler of a folder that launch/ocloc filled ($COCODIFF_OCLOC by default), else the system's. Raises
     Unavailable."""
     folder = folder or os.environ.get(OCLOC)
     if not folder:
         path = shutil.which("ocloc")
         if path is None:
-            raise Unavailable(
-                f"no ocloc found: load oneAPI's, or fetch it by tests/kernels/ocloc FOLDER and set {OCLOC}"
-            )
+            raise Unavailable(f"no ocloc found: load oneAPI's, or fetch it by launch/ocloc FOLDER and set {OCLOC}")
         return Ocloc((path,))
     root = Path(folder).resolve() / "system"
     programs = sorted((root / "usr/bin").glob("ocloc-*"))
     if not (root / "ready").exists() or not programs:
-        raise Unavailable(f"{folder} has no ocloc: tests/kernels/ocloc {folder} fetches it")
+        raise Unavailable(f"{folder} has no ocloc: launch/ocloc {folder} fetches it")
     libraries = root / LIBRARIES  # with the C library they were built against, which is newer than most systems'
     loader = libraries / "ld-linux-x86-64.so.2"
     return Ocloc((str(loader), "--library-path", str(libraries), str(programs[-1])))

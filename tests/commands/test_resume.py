@@ -21,7 +21,7 @@ from cocodiff.console.terminal import limit_threads, threads
 from cocodiff.errors import UserError
 from cocodiff.jobs.items import Cost
 from cocodiff.jobs.replicas import Replica
-from cocodiff.jobs.samples import batches_of
+from cocodiff.jobs.slices import batches_of
 from cocodiff.outputs.journal import Entry, Journals
 
 SLICES = 10

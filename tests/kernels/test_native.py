@@ -25,9 +25,7 @@ from cocodiff.cli.main import main
 
 
 @pytest.mark.processes
-@pytest.mark.skipif(
-    OCLOC not in os.environ, reason=f"no {OCLOC}: tests/kernels/ocloc FOLDER fetches Intel's offline compiler"
-)
+@pytest.mark.skipif(OCLOC not in os.environ, reason=f"no {OCLOC}: launch/ocloc FOLDER fetches Intel's offline compiler")
 def test_no_kernel_spills_on_the_device(sycl_on_cpu: SyclOps, tmp_path):
     """All kernels of all dtypes, at the width that is launched. The CPU device never shows this."""
     _, usage = compile_native(kernel_source(GPU_LANES, gpu=True), "pvc", find_ocloc(), tmp_path)
@@ -105,12 +103,12 @@ def test_both_names_of_a_gpu_make_the_same_binaries(cache, tmp_path, monkeypatch
 
 
 def test_without_a_compiler_one_line_says_how_to_get_it(tmp_path, monkeypatch):
-    with pytest.raises(Unavailable, match=r"has no ocloc: tests/kernels/ocloc .* fetches it"):
+    with pytest.raises(Unavailable, match=r"has no ocloc: launch/ocloc .* fetches it"):
         find_ocloc(tmp_path)
     assert main(["kernels", "build", "--device", "pvc", "--ocloc", str(tmp_path)]) == 2
     monkeypatch.delenv(OCLOC, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(Unavailable, match="no ocloc found: load oneAPI's, or fetch it by tests/kernels/ocloc FOLDER"):
+    with pytest.raises(Unavailable, match="no ocloc found: load oneAPI's, or fetch it by launch/ocloc FOLDER"):
         find_ocloc()
 
 

@@ -1,0 +1,191 @@
+"""`cocodiff bench latte`: one step of a random Latte, whose ranks share it by Ulysses (ranks have some places of all
+frames, and exchange q, k, v and the output of spatial attention), by transposes of hidden states, and by these in
+slices: with nothing, half or all of a transpose sent while the block before it computes."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from cocodiff.attention.strategy import LazyQKV
+from cocodiff.config import Config
+from cocodiff.console.options import Option, check_counts
+from cocodiff.console.terminal import say
+from cocodiff.errors import UserError
+from cocodiff.models.adapter import Adapter, AttentionProcessor
+from cocodiff.models.latte import PLACES, LatteAdapter
+from cocodiff.models.plan import Cut, Gather, Plan, as_given
+from cocodiff.outputs.folder import OutputFolder
+from cocodiff.replacing import signature_of
+from cocodiff_bench import common
+from cocodiff_bench.common import Benchmark, Values
+
+TEXT = 16  # tokens
+SLICED = {"sliced": 0.5, "received in slices": 0.0, "sent in slices": 1.0}  # and `LatteAdapter.early`
+WAYS = ("ulysses", "transposed", *SLICED)
+OPTIONS = common.with_common_options(
+    Option("exchanges", "routes of messages", ["flat", "split"], many=True, choices=("flat", "tapa", "split")),
+    Option("ways", "how ranks share the model", [*WAYS[:3]], many=True, choices=WAYS),
+    Option("slices", "of each rank's frames and places", 4, type=int),
+    Option("frames", "of the video", 48, type=int),
+    Option("side", "places along one edge of a frame", 16, type=int),
+    Option("layers", "pairs of a spatial and a temporal block; Latte-1 has 28", 2, type=int),
+    Option("heads", "attention heads; Latte-1 has 16", 16, type=int),
+    Option("head_dim", "their channels; Latte-1 has 72", 24, type=int),
+    Option(
+        "waits", "seconds of a step that linear layers take on each rank, as waits; 0: compute them", 0.0, type=float
+    ),
+)
+
+
+def check(values: Values, ranks: int | None) -> None:
+    check_counts(values, "slices", "frames", "side", "layers", "heads", "head_dim", "repeats", "ranks")
+    common.check_not_negative(values, "waits")
+    if ranks == 1:
+        raise UserError("bench latte compares how ranks share a model: start at least 2, e.g. --ranks 2")
+
+
+def config_of(values: Values, exchange: str, way: str) -> Config:
+    return common.engine_config(values, exchange=exchange, chunks=values["slices"] if way in SLICED else 1)
+
+
+TOKENS: Plan = {"transformer_blocks.0": {"hidden_states": Cut(tokens=PLACES)}, "proj_out": Gather(tokens=PLACES)}
+
+
+class UlyssesLatte(LatteAdapter):
+    """Latte with the attention of other families: ranks have some places of all frames, which is all that temporal
+    blocks need, and exchange places for heads where a spatial block attends."""
+
+    plan = TOKENS
+
+    def processors(self) -> dict[type, type[AttentionProcessor]]:
+        from diffusers.models.attention_processor import AttnProcessor2_0
+
+        return {AttnProcessor2_0: SpatialProcessor}
+
+    def attach(self, model: Any, host: Any, kernels: Any) -> Callable[[], None]:
+        undo = contextlib.ExitStack()
+        undo.callback(Adapter.attach(self, model, host, kernels))
+
+        def cut_timesteps(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            bound = signature_of(block).bind(*args, **kwargs)  # [videos * places, C]
+            of_places = bound.arguments["timestep"].unflatten(0, (-1, sum(host.sequence.shares(PLACES))))
+            bound.arguments["timestep"] = host.sequence.cut(PLACES, of_places).flatten(0, 1)
+            return as_given(bound, args, kwargs)
+
+        for block in model.temporal_transformer_blocks:
+            undo.callback(block.register_forward_pre_hook(cut_timesteps, with_kwargs=True).remove)
+        return undo.close
+
+
+class SpatialProcessor(AttentionProcessor):
+    """Exchanges in spatial attention; attention to the text, and between frames, needs no other rank."""
+
+    def __call__(self, attn: Any, hidden_states: Any, encoder_hidden_states: Any = None, **more: Any) -> Any:
+        if encoder_hidden_states is not None or self._layer.startswith("temporal"):
+            return self._replaced(attn, hidden_states, encoder_hidden_states, **more)
+        q, k, v = (
+            partial(lambda to: to(hidden_states).unflatten(-1, (attn.heads, -1)), to)
+            for to in (attn.to_q, attn.to_k, attn.to_v)
+        )
+        out_BLC = self._attend(LazyQKV(q, k, v, self._host.segments[1:], attn.heads)).flatten(-2)
+        return attn.to_out[0](out_BLC)
+
+
+def engine_of(model: Any, config: Config, transport: Any, way: str) -> Any:
+    from cocodiff.engine import Engine
+
+    engine = Engine(copy.deepcopy(model), config, transport)
+    if way == "ulysses":
+        engine.adapter = UlyssesLatte()
+    elif way in SLICED:
+        engine.adapter = LatteAdapter()
+        engine.adapter.early = SLICED[way]
+    return engine
+
+
+def measure(values: Values, output: OutputFolder, transport: Any) -> None:
+    """Every variant on its own copy of the model, compared with the first one, then timed in turn."""
+    import torch
+
+    model, call = random_latte(values)
+    if values["waits"]:
+        wait_in_linear_layers(model, values["waits"] * transport.size / (values["frames"] * values["side"] ** 2))
+    names = {f"{exchange} {way}": (exchange, way) for exchange in values["exchanges"] for way in values["ways"]}
+    with contextlib.ExitStack() as opened, torch.no_grad():
+        engines = {
+            name: engine_of(model, config_of(values, exchange, way), transport, way)
+            for name, (exchange, way) in names.items()
+        }
+        variants = {name: partial(opened.enter_context(one).model, **call) for name, one in engines.items()}
+        outputs = [variant().sample for variant in variants.values()]
+        errors = {name: float((x - outputs[0]).abs().max()) for name, x in zip(names, outputs, strict=True)}
+        traces = {name: engine.trace for name, engine in engines.items()}
+        own = common.measure_in_turns("bench latte", variants, values, transport, traces=traces.values())
+        seconds = common.of_slowest_rank(own, transport)
+        sent = common.bytes_of_call(traces, values["repeats"], transport)
+    if transport.rank == 0:
+        case = (
+            f"Latte, {values['frames']} frames of {values['side']}x{values['side']} places, {values['layers']} layers"
+        )
+        references = {name: {way: f"{exchange} {way}" for way in WAYS[:2]} for name, (exchange, _) in names.items()}
+        measured = common.rows(f"{case}, {transport.size} ranks", seconds, sent, references)
+        common.say_rows(measured, "a step", lambda row: [f"{sum(row['bytes'].values()) / 1e6:.1f} MB"])
+        say(f"largest difference to the first: {max(errors.values()):.1e}")
+        common.publish(output, values, measured)
+
+
+def random_latte(values: Values) -> tuple[Any, dict[str, Any]]:
+    """A model in float32 and a call's arguments, the same on every rank."""
+    import torch
+    from diffusers import LatteTransformer3DModel
+
+    torch.manual_seed(0)
+    width, side = values["heads"] * values["head_dim"], 2 * values["side"]
+    blocks = {"norm_type": "ada_norm_single", "norm_elementwise_affine": False, "attention_bias": True}
+    blocks |= {"num_embeds_ada_norm": 1000, "activation_fn": "gelu-approximate", "cross_attention_dim": width}
+    sizes = {"num_attention_heads": values["heads"], "attention_head_dim": values["head_dim"]}
+    sizes |= {"num_layers": values["layers"], "sample_size": side, "video_length": values["frames"]}
+    channels = {"in_channels": 4, "out_channels": 8, "patch_size": 2, "caption_channels": 64}
+    model = LatteTransformer3DModel(**sizes, **channels, **blocks).eval()
+    call = {"hidden_states": torch.randn(1, 4, values["frames"], side, side), "timestep": torch.tensor([500])}
+    return model, call | {"encoder_hidden_states": torch.randn(1, TEXT, 64)}
+
+
+def wait_in_linear_layers(model: Any, seconds_of_token: float) -> None:
+    """Ranks on one host share its cores, and compute while others' messages travel, sliced or not. On a machine each
+    has its own: there a layer takes as long as its rows need, whatever others do."""
+    import torch
+
+    class Waiting(torch.nn.Module):
+        def __init__(self, of: torch.nn.Linear, seconds_of_row: float) -> None:
+            super().__init__()
+            self.width, self.seconds_of_row = of.out_features, seconds_of_row
+
+        def forward(self, x: Any) -> Any:
+            time.sleep(self.seconds_of_row * x[..., 0].numel())
+            return x.new_zeros(*x.shape[:-1], self.width)
+
+    blocks = [*model.transformer_blocks, *model.temporal_transformer_blocks]
+    linear = [
+        (module, name, layer)
+        for block in blocks
+        for module in block.modules()
+        for name, layer in module.named_children()
+        if isinstance(layer, torch.nn.Linear)
+    ]
+    weights = sum(layer.weight.numel() for *_, layer in linear)
+    for module, name, layer in linear:
+        setattr(module, name, Waiting(layer, seconds_of_token * layer.weight.numel() / weights))
+
+
+BENCHMARK = Benchmark(
+    "Times one step of a random Latte: Ulysses, transposes of hidden states, and these in slices.",
+    OPTIONS,
+    check,
+    measure,
+)
