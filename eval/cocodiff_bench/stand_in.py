@@ -13,8 +13,7 @@ from cocodiff.assemble import build_strategy
 from cocodiff.attention.local import LocalAttention, Partial
 from cocodiff.kernels import Kernels, moved_by
 from cocodiff.planning.costs import CallKind
-from cocodiff.planning.layers import SITES, Case, ModelCalls
-from cocodiff.planning.one_peer import SerialTransport
+from cocodiff.planning.layers import SITES, Case, ModelCalls, SerialTransport
 from cocodiff.planning.roofline import LAUNCHES, bytes_of, cost_of, prefer_linear, seconds
 from cocodiff.topology.machine import Device
 from cocodiff.trace import Trace
@@ -104,7 +103,7 @@ class StandIn(ModelCalls):
 
     def run_behind(self, kind: CallKind) -> None:
         """Three calls of a model of some layers that do not wait for what they send, of which the last one counts, as
-        in plans (`record_layers`); then nothing is left in flight."""
+        in plans (`PlannedCall`); then nothing is left in flight."""
         self._trace.clear()
         for _ in range(3):
             self.begin(kind)
