@@ -22,8 +22,7 @@ from cocodiff.config import Config, load_machine
 from cocodiff.decoding import ShardedVAE
 from cocodiff.loading.model_shapes import load_shape
 from cocodiff.models.family import Video
-from cocodiff.planning.memory import MIB
-from cocodiff.planning.peaks import size_peaks
+from cocodiff.planning.memory import MIB, size_peaks
 from cocodiff.processes.ranks import run_ranks
 from cocodiff.topology.machine import Topology
 

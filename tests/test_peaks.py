@@ -22,8 +22,7 @@ from cocodiff.decoding import Bands
 from cocodiff.loading.model_shapes import load_shape
 from cocodiff.models import load_family
 from cocodiff.models.family import Video
-from cocodiff.planning.memory import ModelShape, RankMemory
-from cocodiff.planning.peaks import VaePeak, size_peaks, tile_sides
+from cocodiff.planning.memory import ModelShape, RankMemory, VaePeak, size_peaks, tile_sides
 
 
 def on_meta(name: str) -> Any:

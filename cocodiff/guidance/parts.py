@@ -32,7 +32,7 @@ class GuidanceParts:
         ranks = axes.branch(rank)
         self.number = axes.coordinates(rank).guidance
         self.sequence = sequence_of(topology.part(ranks), Part(transport, ranks), trace)
-        pair = axes.along("guidance", rank)
+        pair = axes.partners(rank)
         self._group = transport.group(sorted(pair))
         self._peer = self._group.ranks.index(pair[1 - self.number])
         self._lane, self._health = transport.lane("guidance"), transport.health

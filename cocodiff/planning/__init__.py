@@ -1,1 +1,1 @@
-"""Predicts the time and bytes of runs: the strategies themselves are recorded on a machine that is only described."""
+"""Predicts memory, bytes and time of runs, and answers what a run leaves open: its mesh, its codec, its partition."""

@@ -211,7 +211,7 @@ class Pricer:
         axes = Axes.build(self.topology, replica=deal.replicas, guidance=deal.guidance)
         load = work.of_branch(deal.guidance, 0).load
         size = load.batch * load.tokens(IMAGE) * OUTPUT_CHANNELS * load.itemsize
-        pairs = [axes.along("guidance", rank) for rank in range(self.topology.size)]
+        pairs = [axes.partners(rank) for rank in range(self.topology.size)]
         partners_P = np.array([sum(pair) - rank for rank, pair in enumerate(pairs)])
         traffic = Traffic(Wires(self.topology))
         traffic.send(np.arange(self.topology.size), partners_P, np.full(self.topology.size, size))

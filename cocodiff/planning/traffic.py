@@ -18,6 +18,7 @@ from cocodiff.topology.axes import Mesh
 from cocodiff.topology.machine import Machine, Topology
 from cocodiff.trace import LINK_CLASSES
 
+Floats = NDArray[np.float64]
 SIBLING, PLANE, NIC_OUT, NIC_IN = range(4)  # kinds of links, one direction each
 
 
@@ -55,7 +56,7 @@ class Wires:
         self.rates = rates_of(topology.machine)
 
 
-def rates_of(machine: Machine) -> np.ndarray:
+def rates_of(machine: Machine) -> Floats:
     """Bytes a second of a link, by its kind."""
     links = machine.links
     return 1e9 * np.array([links.sibling_gb_s, links.plane_gb_s, links.nic_gb_s, links.nic_gb_s])
@@ -66,11 +67,11 @@ class Traffic:
 
     def __init__(self, wires: Wires) -> None:
         self._wires = wires
-        self.bytes = dict.fromkeys(LINK_CLASSES, 0)
+        self.bytes: dict[str, float] = dict.fromkeys(LINK_CLASSES, 0)
         self.out_of = np.zeros(wires.node_P.max() + 1)  # by node
-        self._loads: list[list[tuple[Integers, Integers]]] = [[] for _ in wires.rates]  # by kind of link
+        self._loads: list[list[tuple[Integers, Integers | Floats]]] = [[] for _ in wires.rates]  # by kind of link
 
-    def send(self, sender_N: Integers, receiver_N: Integers, bytes_N: Integers) -> None:
+    def send(self, sender_N: Integers, receiver_N: Integers, bytes_N: Integers | Floats) -> None:
         """Any number of messages; those of a rank to itself take no link."""
         leaves_N = sender_N != receiver_N
         a, b, count = sender_N[leaves_N], receiver_N[leaves_N], bytes_N[leaves_N]
@@ -91,7 +92,7 @@ class Traffic:
         planes = ~far & ~at_card
         self._load(PLANE, through[planes], b[planes], count[planes])
 
-    def fullest(self) -> np.ndarray:
+    def fullest(self) -> Floats:
         """Bytes on the fullest link of every kind."""
         found = np.zeros(len(self._loads))
         for kind, loads in enumerate(self._loads):
@@ -104,7 +105,7 @@ class Traffic:
         """Of the fullest link."""
         return float((self.fullest() / self._wires.rates).max())
 
-    def _load(self, kind: int, a_N: Integers, b_N: Integers, bytes_N: Integers) -> None:
+    def _load(self, kind: int, a_N: Integers, b_N: Integers, bytes_N: Integers | Floats) -> None:
         """Onto the links of a kind that two numbers name: their ends, or a node and its NIC."""
         if len(a_N):
             self._loads[kind].append((a_N * self._wires.size + b_N, bytes_N))
@@ -123,7 +124,7 @@ class Stage:
         self.lane, self.phases = lane, phases
         self._wires, self._blocks_N4 = wires, blocks_N4
         size = wires.size
-        pairs = np.unique(blocks_N4[:, 0] * size + blocks_N4[:, 1]) if len(blocks_N4) else np.zeros(0, dtype=np.int64)
+        pairs = np.unique(blocks_N4[:, 0] * size + blocks_N4[:, 1])
         started, received = np.bincount(pairs // size, minlength=size), np.bincount(pairs % size, minlength=size)
         self.messages, self.handled = int(started.max()), int((started + received).max())
 
@@ -141,12 +142,10 @@ class Stage:
         steps_N = (slot_P[self._blocks_N4[:, 1]] - slot_P[self._blocks_N4[:, 0]]) % mesh.ulysses
         return [Stage(self._wires, self.lane, self._blocks_N4[steps_N == step]) for step in np.unique(steps_N)]
 
-    def traffic(self, rows_P: Integers, heads_P: Integers) -> Traffic:
+    def traffic(self, rows_P: Floats, heads_P: Floats) -> Traffic:
         """In numbers of a token and head. rows_P, heads_P: of every rank's blocks."""
-        found = Traffic(self._wires)
-        if len(self._blocks_N4):
-            sender_N, receiver_N, rows_N, heads_N = self._blocks_N4.T
-            found.send(sender_N, receiver_N, rows_P[rows_N] * heads_P[heads_N])
+        found, (sender_N, receiver_N, rows_N, heads_N) = Traffic(self._wires), self._blocks_N4.T
+        found.send(sender_N, receiver_N, rows_P[rows_N] * heads_P[heads_N])
         return found
 
     def wait_s(self, latencies: Latencies) -> float:
@@ -154,15 +153,13 @@ class Stage:
         latency_s, message_s, _, blocked_s = latencies
         return latency_s + self.messages * message_s + self.handled * blocked_s
 
-    def hop(self, rows_P: Integers, heads_P: Integers, cell: int, latencies: Latencies) -> Hop:
+    def hop(self, rows_P: Floats, heads_P: Floats, cell: int, latencies: Latencies) -> Hop:
         """Of tensors of which a token and head has `cell` bytes."""
-        sent_P = np.zeros(1)
-        if len(self._blocks_N4):
-            sender_N, _, rows_N, heads_N = self._blocks_N4.T
-            sent_P = np.bincount(sender_N, rows_P[rows_N] * heads_P[heads_N])
+        sender_N, _, rows_N, heads_N = self._blocks_N4.T
+        packed_P = np.bincount(sender_N, rows_P[rows_N] * heads_P[heads_N], 1)
         traffic, wait_s = self.traffic(rows_P, heads_P), self.wait_s(latencies)
         sent = {link: cell * count for link, count in traffic.bytes.items()}
-        return Hop(self.lane, cell * traffic.seconds(), wait_s, float(cell * sent_P.max()), sent, self.phases)
+        return Hop(self.lane, cell * traffic.seconds(), wait_s, float(cell * packed_P.max()), sent, self.phases)
 
 
 class Hop(NamedTuple):
@@ -177,7 +174,7 @@ class Hop(NamedTuple):
     phases: int
 
 
-def of_ranks(mesh: Mesh, of_groups: Iterable[Sequence[float]]) -> NDArray[np.float64]:
+def of_ranks(mesh: Mesh, of_groups: Iterable[Sequence[float]]) -> Floats:
     """Of every rank what its group has at its slot."""
     found_P = np.zeros(mesh.topology.size)
     for group, of_slots in zip(mesh.groups, of_groups, strict=True):

@@ -159,53 +159,26 @@ def mesh_without_ring(
 
 
 class Coordinates(NamedTuple):
-    """Where a rank stands on each axis, from 0. ring: its Ulysses group; ulysses: its slot in that group."""
+    """Where a rank stands, from 0: in which replica, in which of its branches."""
 
     replica: int
     guidance: int
-    ring: int
-    ulysses: int
 
 
 @dataclass(frozen=True)
 class Axes:
-    """All ranks of a run, dealt to the four axes.
-
-    branches[r][g] are the ranks of guidance branch g of replica r, ascending. meshes[r][g] deals them to ring and
-    ulysses by their numbers within the branch.
-    """
+    """All ranks of a run, dealt to replicas and guidance: branches[r][g] are the ranks of guidance branch g of replica
+    r, ascending. A mesh deals those of a branch to ring and ulysses, by their numbers within it."""
 
     topology: Topology
     branches: tuple[tuple[tuple[int, ...], ...], ...]
-    meshes: tuple[tuple[Mesh, ...], ...]
 
     @classmethod
-    def build(
-        cls,
-        topology: Topology,
-        replica: int = 1,
-        guidance: int = 1,
-        ring: int = 1,
-        placement: str = "topology",
-        axis: str = "card",
-    ) -> Axes:
-        """Ranks are cut into replicas, these into branches, and the ranks of each branch into a mesh (`Mesh.build`).
-
-        Raises UserError where a degree does not divide the ranks that it is to cut.
-        """
+    def build(cls, topology: Topology, replica: int = 1, guidance: int = 1) -> Axes:
+        """Ranks are cut into replicas, these into branches. Raises UserError where a degree does not divide the ranks
+        that it is to cut."""
         replicas = cut(topology, tuple(range(topology.size)), replica, "replicas")
-        branches = tuple(cut(topology, ranks, guidance, "guidance") for ranks in replicas)
-        meshes = tuple(
-            tuple(Mesh.build(topology.part(ranks), ring, placement, axis) for ranks in of_replica)
-            for of_replica in branches
-        )
-        return cls(topology, branches, meshes)
-
-    @property
-    def degrees(self) -> Coordinates:
-        """How many coordinates each axis has."""
-        mesh = self.meshes[0][0]
-        return Coordinates(len(self.branches), len(self.branches[0]), mesh.ring, mesh.ulysses)
+        return cls(topology, tuple(cut(topology, ranks, guidance, "guidance") for ranks in replicas))
 
     def coordinates(self, rank: int) -> Coordinates:
         return self._coordinates[rank]
@@ -219,30 +192,19 @@ class Axes:
         at = self.coordinates(rank)
         return self.branches[at.replica][at.guidance]
 
-    def mesh(self, rank: int) -> Mesh:
-        """The mesh of this rank's branch, whose ranks are numbered from 0 in the order of `branch`."""
-        at = self.coordinates(rank)
-        return self.meshes[at.replica][at.guidance]
-
-    def along(self, axis: str, rank: int) -> tuple[int, ...]:
-        """The ranks that differ from this one in their coordinate of one axis at most, in the order of that axis."""
-        at = self.coordinates(rank)
-        degree: int = getattr(self.degrees, axis)
-        return tuple(self._ranks[at._replace(**{axis: number})] for number in range(degree))
-
-    @cached_property
-    def _ranks(self) -> dict[Coordinates, int]:
-        return {
-            Coordinates(r, g, group, slot): ranks[number]
-            for r, (of_replica, meshes) in enumerate(zip(self.branches, self.meshes, strict=True))
-            for g, (ranks, mesh) in enumerate(zip(of_replica, meshes, strict=True))
-            for group, members in enumerate(mesh.groups)
-            for slot, number in enumerate(members)
-        }
+    def partners(self, rank: int) -> tuple[int, ...]:
+        """The ranks with this rank's number in every branch of its replica, branch by branch."""
+        number = self.branch(rank).index(rank)
+        return tuple(branch[number] for branch in self.branches[self.coordinates(rank).replica])
 
     @cached_property
     def _coordinates(self) -> dict[int, Coordinates]:
-        return {rank: at for at, rank in self._ranks.items()}
+        return {
+            rank: Coordinates(r, g)
+            for r, of_replica in enumerate(self.branches)
+            for g, branch in enumerate(of_replica)
+            for rank in branch
+        }
 
 
 def cut(topology: Topology, ranks: tuple[int, ...], parts: int, name: str = "parts") -> tuple[tuple[int, ...], ...]:

@@ -20,7 +20,7 @@ from cocodiff.console.options import Option, check_counts
 from cocodiff.console.terminal import say
 from cocodiff.errors import UserError
 from cocodiff.outputs.folder import OutputFolder
-from cocodiff.planning.one_peer import SerialTransport
+from cocodiff.planning.layers import SerialTransport
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.links import alltoall_bound
 from cocodiff.topology.machine import Links, Topology

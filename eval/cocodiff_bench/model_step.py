@@ -291,7 +291,7 @@ class Outputs:
         )
         self._group = None
         if topology.size % 2 == 0:
-            pair = sorted(Axes.build(topology, guidance=2).along("guidance", transport.rank))
+            pair = sorted(Axes.build(topology, guidance=2).partners(transport.rank))
             self._group = transport.group(pair)
 
     def exchange(self) -> None:

@@ -17,8 +17,7 @@ from cocodiff.attention.local import LocalAttention, Partial
 from cocodiff.config import Config
 from cocodiff.kernels import Kernels, moved_by
 from cocodiff.planning.costs import CallKind
-from cocodiff.planning.layers import SITES, Case, ModelCalls
-from cocodiff.planning.one_peer import SerialTransport
+from cocodiff.planning.layers import SITES, Case, ModelCalls, SerialTransport
 from cocodiff.planning.roofline import LAUNCHES, bytes_of, cost_of, prefer_linear, seconds
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.machine import Device, Topology
@@ -174,7 +173,7 @@ class StandIn(ModelCalls):
 
     def run_behind(self, kind: CallKind) -> None:
         """Three calls of a model of some layers that do not wait for what they send, of which the last one counts, as
-        in plans (`record_layers`); then nothing is left in flight."""
+        in plans (`PlannedCall`); then nothing is left in flight."""
         self._trace.clear()
         for _ in range(3):
             self.begin(kind)

@@ -43,6 +43,14 @@ def test_qwen_image_on_one_node_of_aurora(plan, branches, expected):
     assert told["memory_mib"]["site"]["cache"] * 60 == rank["cache"]
 
 
+def test_without_a_folder_a_plan_is_printed_alone(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = ["plan", "--model", "flux.1", "--preset", "split", "--compare", "--explain"]
+    assert main(words) == main(words) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("a step: ") == 2 and "results: " not in shown and [*tmp_path.iterdir()] == []
+
+
 def test_branches_are_the_models_usual(plan):
     assert plan(*QWEN)[0]["case"]["branches"] == 2
     assert plan("--memory", "--model", "flux.1")[0]["case"]["branches"] == 1

@@ -129,7 +129,7 @@ def check(values: dict[str, Any]) -> None:
 
 
 def run_plan(values: dict[str, Any], plan: dict[str, Any], folder: Path | None) -> None:
-    from cocodiff.cli.plan.memory import as_json, deals_as_json, deals_table, one_replica, pinned_guidance, size, table
+    from cocodiff.cli.plan import report
     from cocodiff.planning.partition import Pricer, choose, untimed
 
     shape, topology = load_shape(values["model"]), topology_of(values)
@@ -139,15 +139,15 @@ def run_plan(values: dict[str, Any], plan: dict[str, Any], folder: Path | None) 
     choice, pricer = None, Pricer(topology)
     if values["images"] is not None:
         batches = -(-values["images"] // values["batch"])
-        choice = choose(pricer, [work], values["images"], batches, None, pinned_guidance(config))
-    deal = one_replica(topology, work) if choice is None else choice.taken.deal
-    sizes = size(topology, work, deal, video)
-    plan |= as_json(values, shape, topology, work.load, sizes, video)
+        choice = choose(pricer, [work], values["images"], batches, None, report.pinned_guidance(config))
+    deal = report.one_replica(topology, work) if choice is None else choice.taken.deal
+    sizes = report.size(topology, work, deal, video)
+    plan |= report.memory_json(values, shape, topology, work.load, sizes, video)
     plan["case"] |= {"replicas": deal.replicas, "guidance_parallel": deal.guidance}
-    say("\n".join(table(values, shape, topology, work.load, sizes, video)))
+    say("\n".join(report.table(values, shape, topology, work.load, sizes, video)))
     if choice is not None:
-        plan |= deals_as_json(choice)
-        say("\n".join(deals_table(choice) if values["compare"] else [choice.line()]))
+        plan |= report.deals_as_json(choice)
+        say("\n".join(report.deals_table(choice) if values["compare"] else [choice.line()]))
     elif config.guidance_parallel == 2 and not work.guides:
         say(f"guidance_parallel 2: {shape.name} computes one branch, on all ranks")
     elif deal.guidance > 1:
@@ -156,9 +156,7 @@ def run_plan(values: dict[str, Any], plan: dict[str, Any], folder: Path | None) 
     if unknown is not None:
         say(unknown)
     elif not values["memory"]:
-        from cocodiff.cli.plan.time import add_times
-
-        add_times(values, pricer, work, deal, plan, folder)
+        report.add_times(values, pricer, work, deal, plan, folder)
 
 
 def run_calibration(values: dict[str, Any], plan: dict[str, Any], folder: Path | None) -> None:

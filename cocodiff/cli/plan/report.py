@@ -1,0 +1,464 @@
+"""What `cocodiff plan` says and writes: memory, the deals of a job's ranks, a preset's step, all presets side by side,
+and one layer in detail."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cocodiff.assemble import AttentionWork, with_codec_chosen
+from cocodiff.config import Config, preset_names
+from cocodiff.console.options import engine_record
+from cocodiff.console.terminal import say
+from cocodiff.errors import UserError
+from cocodiff.models.family import Video
+from cocodiff.models.tokens import IMAGE, TEXT
+from cocodiff.planning.costs import CallKind, costs_of, state_sizes
+from cocodiff.planning.deals import Deal
+from cocodiff.planning.decisions import as_file, decisions_of
+from cocodiff.planning.layers import SITES, Case, plan_layers
+from cocodiff.planning.memory import (
+    KEPT,
+    MIB,
+    Load,
+    ModelShape,
+    Peaks,
+    RankMemory,
+    add,
+    largest_batch,
+    mib,
+    misfit,
+    size_peaks,
+    size_run,
+)
+from cocodiff.planning.partition import Choice, DealStep, Part, PricedDeal, Pricer, Workload, parts_of
+from cocodiff.planning.placement import table as meshes_table
+from cocodiff.planning.placement import worth_listing
+from cocodiff.planning.traffic import Latencies
+from cocodiff.registry import EXCHANGES, load
+from cocodiff.routes.detours import nic_detours
+from cocodiff.routes.plans import Phase, split_plan
+from cocodiff.text_table import aligned
+from cocodiff.topology.layout import Layout
+from cocodiff.topology.machine import Topology
+from cocodiff.trace import LINK_CLASSES
+
+PEERS_SHOWN = 6  # of one phase's messages
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A plan's memory, in bytes. site: one joint attention of one branch on the fullest rank; node: the fullest.
+    tile: the machine's memory of one rank, None where its file does not say; then `largest`, in images, is None too.
+    peaks: of text encoders and VAE; None where the model's VAE is not known."""
+
+    site: RankMemory
+    rank: RankMemory
+    node: RankMemory
+    tile: int | None
+    largest: int | None
+    peaks: Peaks | None = None
+
+
+def size(topology: Topology, work: Workload, deal: Deal, video: Video) -> Sizes:
+    """video: what is made, or an image."""
+    found: dict[int, RankMemory] = {}
+    sites: dict[int, RankMemory] = {}
+    largest_of_parts = []
+    tile = int(topology.machine.device.memory_gib * 2**30) or None
+    for part in (part for of_replica in parts_of(topology, work, deal) for part in of_replica):
+        shape, load, mesh = part.work.shape, part.work.load, part.mesh
+        one_site = replace(shape, joint_layers=1, parallel_layers=0, image_layers=0)
+        found |= zip(part.ranks, size_run(shape, part.topology, load, mesh), strict=True)
+        sites |= zip(part.ranks, size_run(one_site, part.topology, replace(load, branches=1), mesh), strict=True)
+        if tile is not None:
+            largest_of_parts.append(largest_batch(shape, part.topology, load, tile, mesh))
+    of_ranks = [found[rank] for rank in range(topology.size)]
+    fullest = max(range(topology.size), key=lambda rank: of_ranks[rank].total)
+    nodes = [add([of_ranks[p.rank] for p in topology.places if p.node == node]) for node in range(topology.nodes)]
+    node = max(nodes, key=lambda node: node.total)
+    batch = max(1, work.load.batch // work.shape.rows_per_image)
+    peaks = size_peaks(work.shape, topology, video, batch, work.load.itemsize, deal.replicas)
+    return Sizes(sites[fullest], of_ranks[fullest], node, tile, min(largest_of_parts, default=None), peaks)
+
+
+def table(
+    values: dict[str, Any], shape: ModelShape, topology: Topology, load: Load, sizes: Sizes, video: Video
+) -> list[str]:
+    rank, frames = sizes.rank, "" if video.frames == 1 else f"{video.frames} frames of "
+    lines = [
+        f"{shape.name} {frames}{video.height}x{video.width} batch {values['batch']}, {load.branches} branch(es), "
+        f"{values['dtype']}, preset {values['preset']}: {topology.size} rank(s) on {topology.nodes} node(s) of "
+        f"{topology.machine.name}",
+        f"{'MiB':<28}{'a site':>12}{'a rank':>12}{'a node':>12}",
+    ]
+    cached = {
+        "q, k, v of the image": "image_cache",
+        "scoring reference": "reference_cache",
+        "q, k, v of the text": "text_cache",
+        "reconstructions": "reconstructions",
+        "messages in flight": "in_flight",
+        "steps that are left out": "step_cache",
+    }
+    for name, field in {**{f"cache: {k}": v for k, v in cached.items()}, "cache": "cache"}.items():
+        lines.append(f"{name:<28}" + "".join(f"{mib(getattr(x, field)):>12}" for x in (sizes.site, rank, sizes.node)))
+    for name in ("weights", "activations", "total"):
+        about = f"{name} (estimate)" if name == "activations" else name
+        lines.append(f"{about:<28}{'':>12}" + "".join(f"{mib(getattr(x, name)):>12}" for x in (rank, sizes.node)))
+    lines += peak_lines(sizes, ranks_of_node(topology))
+    if sizes.tile is None:
+        return [*lines, f"machine {topology.machine.name} does not say how much memory a rank has"]
+    reason = misfit(rank, sizes.tile)
+    left = f"fits: {mib(sizes.tile - rank.total)} of {mib(sizes.tile)} MiB of a tile are left"
+    lines += [left if reason is None else f"does not fit: {reason}", f"largest batch that fits: {sizes.largest}"]
+    return lines + verdicts(sizes, sizes.tile)
+
+
+def ranks_of_node(topology: Topology) -> int:
+    """Of the node that has most."""
+    return max(sum(place.node == node for place in topology.places) for node in range(topology.nodes))
+
+
+def peak_lines(sizes: Sizes, ranks: int) -> list[str]:
+    """Rows of text encoders and VAE. ranks: of a node."""
+    if sizes.peaks is None:
+        return ["text encoders and VAE: not known of this model"]
+    peaks = sizes.peaks
+    rows = [("text encoders, at the start", peaks.encoders, 1), ("VAE: weights", peaks.vae, ranks)]
+    rows += [(f"VAE: encoding, {how}", peak.encoding, ranks) for how, peak in peaks.of_vae.items() if how != "all"]
+    rows += [(f"VAE: decoding, {how}", peak.decoding, peak.decoders) for how, peak in peaks.of_vae.items()]
+    return [f"{name:<28}{'':>12}{mib(one):>12}{mib(one * times):>12}" for name, one, times in rows]
+
+
+def verdicts(sizes: Sizes, tile: int) -> list[str]:
+    """What a rank takes at its fullest with text encoders and VAE, for each setting of `vae` that differs."""
+    found: dict[str, list[str]] = {}
+    for how in sizes.peaks.of_vae if sizes.peaks is not None else ():
+        when, need = fullest_moment(sizes, how)
+        told = f"{mib(need)} MiB at the fullest, {when}: {'fits' if need <= tile else 'does not fit'}"
+        found.setdefault(told, []).append(how)
+    return [f"with text encoders and VAE, vae {' or '.join(settings)}: {told}" for told, settings in found.items()]
+
+
+def fullest_moment(sizes: Sizes, how: str) -> tuple[str, int]:
+    """What a run does when its fullest rank holds most, and how much that is. how: the setting `vae`."""
+    assert sizes.peaks is not None, "of a model whose VAE is known"
+    return max(sizes.peaks.of_rank(sizes.rank, how).items(), key=lambda moment: moment[1])
+
+
+def peaks_json(sizes: Sizes, ranks: int) -> dict[str, Any] | None:
+    if sizes.peaks is None:
+        return None
+    peaks, of_vae = sizes.peaks, {}
+    for how, peak in peaks.of_vae.items():
+        when, need = fullest_moment(sizes, how)
+        of_vae[how] = {
+            "encoding_rank": peak.encoding / MIB,
+            "encoding_node": peak.encoding * ranks / MIB,
+            "decoding_rank": peak.decoding / MIB,
+            "decoding_node": peak.decoding * peak.decoders / MIB,
+            "decoders_node": peak.decoders,
+            "fullest_rank": need / MIB,
+            "fullest_when": when,
+            "fits": None if sizes.tile is None else need <= sizes.tile,
+        }
+    return {"text_encoders": peaks.encoders / MIB, "vae_weights": peaks.vae / MIB, "vae": of_vae}
+
+
+def memory_json(
+    values: dict[str, Any], shape: ModelShape, topology: Topology, load: Load, sizes: Sizes, video: Video
+) -> dict[str, Any]:
+    def part(of: RankMemory, names: Sequence[str]) -> dict[str, float]:
+        return {name: getattr(of, name) / MIB for name in names}
+
+    cache = (*KEPT, "cache")
+    return {
+        "schema": 1,
+        "case": {
+            "model": shape.name,
+            "size": values["size"],
+            **({} if shape.video is None else {name: getattr(video, name) for name in ("frames", "height", "width")}),
+            "batch": values["batch"],
+            "image_tokens": load.tokens(IMAGE),
+            "text_tokens": load.tokens(TEXT),
+            "branches": load.branches,
+            "dtype": values["dtype"],
+            "preset": values["preset"],
+            "machine": topology.machine.name,
+            "nodes": topology.nodes,
+            "ranks": topology.size,
+        },
+        "memory_mib": {
+            "site": part(sizes.site, cache),
+            "rank": part(sizes.rank, (*cache, "weights", "activations", "total")),
+            "node": part(sizes.node, (*cache, "weights", "activations", "total")),
+            "tile": None if sizes.tile is None else sizes.tile / MIB,
+        },
+        "fits": None if sizes.tile is None else sizes.rank.total <= sizes.tile,
+        "largest_batch": sizes.largest,
+        "peaks_mib": peaks_json(sizes, ranks_of_node(topology)),
+    }
+
+
+# Deals of a job's ranks -----------------------------------------------------------------------------------------------
+
+
+def pinned_guidance(config: Config) -> int | None:
+    return None if config.guidance_parallel == "auto" else int(config.guidance_parallel)
+
+
+def one_replica(topology: Topology, work: Workload) -> Deal:
+    """As the engine deals the ranks of one replica: by the setting `guidance_parallel`; auto is 2 where the model has
+    two branches and the ranks are even."""
+    wanted = pinned_guidance(work.config) or (2 if topology.size % 2 == 0 else 1)
+    return Deal(1, wanted if work.guides else 1)
+
+
+def deals_table(choice: Choice) -> list[str]:
+    """All deals; the one that is taken is marked, and said in a last line."""
+    heading = ["replicas", "guidance", "ranks", "ulysses", "ring", "MiB a rank", "fits"]
+    rows = [[*heading, "s an image", "images/h", "s in all", *(f"{link} GB" for link in LINK_CLASSES), ""]]
+    for one in choice.listed:
+        fits = {True: "yes", False: "no", None: "unknown"}[one.fits]
+        row = [*one.deal, one.ulysses * one.ring, one.ulysses, one.ring, f"{one.need.total / MIB:.0f}", fits]
+        row += (
+            ["-"] * 3
+            if one.batch_s is None
+            else [f"{one.batch_s:.3f}", f"{one.images_per_hour:.0f}", f"{one.job_s:.1f}"]
+        )
+        row += ["-" if one.sent is None else f"{one.sent[link] / 1e9:.2f}" for link in LINK_CLASSES]
+        rows.append([str(x) for x in (*row, "<- taken" if one is choice.taken else "")])
+    lines = aligned(rows, ">" * 14 + "<")
+    lines += [f"{deal.replicas} replica(s), guidance {deal.guidance}: {why}" for deal, why in choice.refused.items()]
+    return [*lines, choice.line()]
+
+
+def deals_as_json(choice: Choice) -> dict[str, Any]:
+    """`deals`: all of them; bytes of one image, or of one batch of images."""
+    rows = [deal_as_json(one) | {"taken": one is choice.taken} for one in choice.listed]
+    refused = [{**deal._asdict(), "error": str(why), "taken": False} for deal, why in choice.refused.items()]
+    return {"images": choice.taken.images, "deals": rows + refused}
+
+
+def deal_as_json(one: PricedDeal) -> dict[str, Any]:
+    timed = one.batch_s is not None
+    return {
+        **one.deal._asdict(),
+        "ranks": one.ulysses * one.ring,
+        "ulysses": one.ulysses,
+        "ring": one.ring,
+        "rank_mib": one.need.total / MIB,
+        "fits": one.fits,
+        "image_s": one.batch_s,
+        "images_per_hour": one.images_per_hour if timed else None,
+        "job_s": one.job_s if timed else None,
+        "first_s": one.first_s if timed else None,
+        "bytes_per_image": one.sent,
+        "output_bytes_per_image": one.outputs,
+    }
+
+
+# Times ----------------------------------------------------------------------------------------------------------------
+
+
+def add_times(
+    values: dict[str, Any], pricer: Pricer, work: Workload, deal: Deal, plan: dict[str, Any], folder: Path | None
+) -> None:
+    """Says the times of one replica and adds them to the plan; with --compare those of all presets, with plan.png in
+    the folder that there is."""
+    topology, latencies = pricer.topology, Latencies.of(pricer.topology.machine)
+    first = parts_of(topology, work, deal)[0][0]
+    chosen, config = pricer.step(work, deal), first.work.config
+    codec = with_codec_chosen(work.config, first.topology, AttentionWork(work.shape.heads, work.shape.head_dim))[1]
+    if codec is not None:
+        say(codec)
+    say("\n".join(summary(chosen)))
+    plan["time"] = step_json(chosen)
+    if config.selection == "full" and not config.exact_attention:
+        exact = pricer.step(exactly(work), deal)
+        what = [name for name, plain in ((config.codec, "none"), (config.arrival, "now")) if name != plain]
+        say(beside(chosen, exact, " and ".join(what)))
+        plan["without_codec"] = step_json(exact)
+    replayed = decisions_of(config, work.steps, work.decisions) if topology.size > 1 else None
+    if replayed is not None:
+        say(f"displaced as in a recorded run, {replayed.title()}")
+        if folder is not None:
+            (folder / "decisions.yaml").write_text(as_file(*(work.decisions or [replayed])))
+    stable = values["stable"] if config.schedule == "threshold" else None
+    decided = None if replayed is None else replayed.title()
+    plan["assumed"] = {**latencies._asdict(), "stable": stable, "decisions": decided}
+    if values["explain"]:
+        told = explain(first, latencies)
+        say("\n".join(told))
+        if folder is not None:
+            (folder / "explain.txt").write_text("\n".join(told) + "\n")
+    if values["compare"] and values["images"] is None:
+        rows = compare(values, pricer, work, deal, {values["preset"]: chosen})
+        plan["compare"] = rows
+        say("\n".join(compared(rows)))
+        if folder is None:
+            return
+        from cocodiff.console.plots import plot_presets
+
+        side = values["size"]
+        sides = "" if side is None else f" {side}x{side}"
+        where = f"{work.shape.name}{sides} batch {values['batch']}, {topology.size} ranks on "
+        plot_presets(rows, where + f"{topology.nodes} node(s) of {topology.machine.name}", folder / "plan.png")
+
+
+def summary(step: DealStep) -> list[str]:
+    plan = step.plan
+
+    sent = ", ".join(f"{link} {plan.bytes[link] / 1e9:.2f}" for link in LINK_CLASSES)
+    outputs = ", ".join(f"{link} {count / 1e6:.1f}" for link, count in step.outputs.items() if count)
+    lines = [
+        f"a step: {plan.step_s * 1e3:.1f} ms, of them {plan.compute_s * 1e3:.1f} ms compute and "
+        f"{plan.communication_share:.0%} communication that nothing hides",
+        f"an image ({plan.steps} steps, denoising alone): {plan.image_s:.2f} s",
+        f"GB sent in a step by all ranks: {sent}",
+    ]
+    return [*lines, f"MB of outputs that guidance branches exchange in a step: {outputs}"] if outputs else lines
+
+
+def exactly(work: Workload) -> Workload:
+    """The same work with tensors as they are, and all of them waited for."""
+    config = work.config.with_(codec="none", arrival="now")
+    return replace(work, config=config, load=replace(work.load, state=state_sizes(config)))
+
+
+def beside(coded: DealStep, uncoded: DealStep, codec: str) -> str:
+    """What a codec or displacement gains, in words: the step and the bytes of both. codec: their names."""
+    step_s, whole_s = coded.plan.step_s, uncoded.plan.step_s
+    sent, whole = (sum(step.plan.bytes.values()) for step in (coded, uncoded))
+    told = f"without {codec}: {whole_s * 1e3:.1f} ms a step, exact"
+    if not whole:
+        return f"{told}; nothing is sent, so there is nothing to code"
+    gain = f"{codec} takes {step_s / whole_s:.3f} of that time and sends {sent / whole:.3f} of the bytes"
+    return f"{told}; {gain}" + ("" if step_s < whole_s else ": it does not pay here, choose codec none, arrival now")
+
+
+def step_json(step: DealStep) -> dict[str, Any]:
+    plan = step.plan
+    return {
+        "step_s": plan.step_s,
+        "image_s": plan.image_s,
+        "steps": plan.steps,
+        "compute_s": plan.compute_s,
+        "communication_share": plan.communication_share,
+        "bytes_per_step": plan.bytes,
+        "bytes_per_image": {link: count * plan.steps for link, count in plan.bytes.items()},
+        "output_bytes_per_step": step.outputs,
+    }
+
+
+# All presets ----------------------------------------------------------------------------------------------------------
+
+
+def compare(
+    values: dict[str, Any], pricer: Pricer, work: Workload, deal: Deal, known: Mapping[str, DealStep]
+) -> list[dict[str, Any]]:
+    """One row for each preset, flat first. A preset that this machine cannot run says why instead of times."""
+    rows: list[dict[str, Any]] = []
+    for name in sorted(preset_names(), key=lambda name: name != "flat"):
+        config = engine_record().preset(name, machine=values["machine"])
+        of_preset = replace(work, config=config, load=replace(work.load, state=state_sizes(config)))
+        row: dict[str, Any] = {"preset": name, "exact": config.exact}
+        try:
+            step = known.get(name) or pricer.step(of_preset, deal)
+            need = pricer.need(of_preset, deal)
+        except UserError as error:
+            rows.append(row | {"error": str(error)})
+            continue
+        tile = int(pricer.topology.machine.device.memory_gib * 2**30)
+        row |= step_json(step) | {"rank_mib": need.total / 2**20, "fits": misfit(need, tile) is None if tile else None}
+        row["over_flat"] = rows[0]["step_s"] / step.plan.step_s if rows and "step_s" in rows[0] else 1.0
+        rows.append(row)
+    return rows
+
+
+def compared(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    heading = ["preset", "ms a step", "s an image", "over flat", "comm.", *(f"{link} GB" for link in LINK_CLASSES)]
+    table = [[*heading, "memory"]]
+    for row in rows:
+        if "error" in row:
+            table.append([row["preset"], row["error"]])
+            continue
+        times = [f"{row['step_s'] * 1e3:.1f}", f"{row['image_s']:.2f}", f"{row['over_flat']:.2f}x"]
+        sent = [f"{row['bytes_per_step'][link] / 1e9:.2f}" for link in LINK_CLASSES]
+        fits = {True: "fits", False: "does not fit", None: "unknown"}[row["fits"]] + ("" if row["exact"] else "; lossy")
+        memory = f"{row['rank_mib']:.0f} MiB a rank: {fits}"
+        table.append([row["preset"], *times, f"{row['communication_share']:.0%}", *sent, memory])
+    return aligned(table, "<" + ">" * 8 + "<")
+
+
+# One layer ------------------------------------------------------------------------------------------------------------
+
+
+def explain(part: Part, latencies: Latencies) -> list[str]:
+    """The spans of the rank that computes longest, of its main thread and lanes, in one layer of each kind, and whom
+    rank 0 sends what. part: its own."""
+    work, lines = part.work, []
+    case = part.case(work.load)
+    for kind, plans in plan_layers(case, latencies):
+        for call, plan in plans.items():
+            lines.append(
+                f"layer {kind.name}, {named(call, work.config)}: {plan.seconds * 1e3:.3f} ms; ms from its start:"
+            )
+            lines += [
+                f"  {span.start_s * 1e3:9.3f} to {span.end_s * 1e3:9.3f}  {span.lane:<8} {span.name}"
+                for span in sorted(plan.spans, key=lambda span: (span.start_s, span.end_s))
+            ]
+    return lines + messages(case)
+
+
+def named(kind: CallKind, config: Config) -> str:
+    """What calls of a kind send, and what they do not wait for."""
+    if config.selection != "full":
+        return "all tokens travel" if kind.whole else f"{kind.stable:.0%} of the tokens stay"
+    if kind.whole:
+        return "all tokens travel" if config.exact_attention else "whole"
+    coded = "as they are" if config.codec == "none" else f"coded in {config.codec}" + ", twice the bits" * kind.fine
+    if not kind.displaced:
+        return coded
+    return f"{coded}, {', '.join(kind.displaced)} displaced (the last of {SITES} layers)"
+
+
+def messages(case: Case) -> list[str]:
+    """The meshes of Ulysses and Ring that ranks and heads allow, and rank 0's plan of messages in its Ulysses group, of
+    q, k or v with all tokens, coded where the settings have a codec."""
+    if case.topology.size == 1:
+        return ["one rank: nothing is sent"]
+    head_bytes = costs_of(case.config).head_bytes(case.config, case.shape.head_dim, case.load.itemsize)
+    work = AttentionWork(case.shape.heads, case.shape.head_dim, case.load.segments, case.load.batch, case.load.itemsize)
+    work = replace(work, head_bytes=head_bytes)
+    lines = ["meshes of Ulysses and Ring for one attention call, all ranks' MB (docs/mesh.md):"]
+    lines += meshes_table(worth_listing(case.topology, work, case.mesh), case.mesh)
+    group, slot = case.mesh.group_and_slot(0)
+    topology = case.mesh.parts[group]
+    if topology.size == 1:
+        return lines
+    layout = case.mesh.layouts(case.load.segments, case.shape.heads)[group]
+    cell = case.load.batch * head_bytes
+    names = list(EXCHANGES) if case.config.exchange == "auto" else [case.config.exchange]
+    for name in names:
+        plan = load(EXCHANGES, name)(topology, slot)
+        if name == "split" and case.config.nic_balance:
+            plan = split_plan(topology, slot, nic_detours(topology))
+        for number, phase in enumerate(plan, 1):
+            lines.append(f"rank 0, {name}, phase {number} of q, k or v, lane {phase.lane}:")
+            lines += sends(phase, topology, slot, layout, cell)
+    return lines
+
+
+def sends(phase: Phase, topology: Topology, slot: int, layout: Layout, cell: int) -> list[str]:
+    lines = []
+    for peer, blocks in list(phase.sends.items())[:PEERS_SHOWN]:
+        size = sum(layout.rows[block.rows] * layout.heads[block.heads] * cell for block in blocks)
+        about = ", ".join(f"{block.rows} for {block.heads}" for block in blocks[:4]) + (
+            ", ..." if len(blocks) > 4 else ""
+        )
+        lines.append(f"  to {peer:<4} {topology.link_class(slot, peer):<12} {size / 1e6:9.3f} MB  rows of {about}")
+    hidden = len(phase.sends) - PEERS_SHOWN
+    return lines + ([f"  and {hidden} more"] if hidden > 0 else [])
