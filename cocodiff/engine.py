@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import chain, starmap
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,6 @@ from cocodiff import checks
 from cocodiff.agreement import check_agreement, weights_digest
 from cocodiff.assemble import AttentionWork
 from cocodiff.attention.strategy import LazyQKV, Site
-from cocodiff.attention.ulysses import Ulysses
 from cocodiff.comm.connect import connect, place_rank
 from cocodiff.comm.health import Limits, OnLoss
 from cocodiff.comm.launch import Launch, detect
@@ -34,13 +34,12 @@ from cocodiff.models.family import EXPERTS
 from cocodiff.progress import StepCounter
 from cocodiff.registry import PLANNER, STEP_CACHES, load
 from cocodiff.replacing import replace, replace_forward, signature_of
-from cocodiff.results import HasResults
 from cocodiff.sequence import SequenceRanks
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.layout import Segments
 from cocodiff.topology.machine import Topology
-from cocodiff.trace import Trace
-from cocodiff.wire.coding import Moment
+from cocodiff.trace import LINK_CLASSES, PURPOSES, Trace
+from cocodiff.wire.coding import Moment, merge_notes
 
 if TYPE_CHECKING:
     from cocodiff.compiling import Compiler
@@ -83,7 +82,26 @@ def open_transport(
     return connect(launch, name, device, alike, limits, on_loss, config.check_messages)
 
 
-class Engine(HasResults):
+OwnResults = tuple[dict[str, dict[str, int]], list[Any]]  # bytes by purpose and link class; every report of steps
+
+
+@dataclass(frozen=True)
+class Results:
+    """bytes: by purpose and link class. drift: of every step, see `Engine.drift_profile`."""
+
+    bytes: dict[str, dict[str, int]]
+    drift: list[dict[str, Any]]
+
+    @classmethod
+    def merged(cls, of_ranks: Sequence[OwnResults]) -> Results:
+        sums = {
+            purpose: {link: sum(sent[purpose][link] for sent, _ in of_ranks) for link in links}
+            for purpose, links in of_ranks[0][0].items()
+        }
+        return cls(sums, merge_notes([report for _, reports in of_ranks for report in reports]))
+
+
+class Engine:
     """A parallel transformer, or a pipeline's several. Use as a context manager; see `parallelize`.
 
     model: of the current call. A run's part in which one model is called is a run of that model: codings begin anew
@@ -116,6 +134,7 @@ class Engine(HasResults):
         self._rule = self._guidance_rule()
         self._guided = GuidedRanks(self.topology, self.transport, self._rule, self.trace, self._sequence_of)
         self._inside = False
+        self._results: Results | None = None  # of all ranks, when the last block ended
         self._undo = ExitStack()  # what leaving the block puts back
         self._sized: set[tuple[Any, ...]] = set()  # the calls for which there is memory
 
@@ -150,21 +169,6 @@ class Engine(HasResults):
     def sequence(self) -> SequenceRanks:
         """The ranks that compute the current call."""
         return self._guided.current
-
-    @property
-    def mesh(self) -> Mesh:
-        """Of Ulysses and Ring, over the ranks that share the current call's sequence."""
-        return self.sequence.mesh
-
-    @property
-    def strategy(self) -> Ulysses:
-        """The attention of the current call."""
-        return self.sequence.strategy
-
-    @property
-    def chosen(self) -> str | None:
-        """In words, what `codec: auto` is for the ranks of the current call; None for settings that name a codec."""
-        return self.sequence.chosen
 
     @property
     def compiled(self) -> str:
@@ -247,6 +251,54 @@ class Engine(HasResults):
         rises, or where it is the first one again with other noise; this says so in every case. Every rank calls it."""
         self.counter.new_run()
 
+    # What was sent, and what was noted of each step -----------------------------------------------------------------
+
+    def bytes(self, purpose: str = "attention") -> dict[str, int]:
+        """Attention bytes per link class, summed over all ranks: on every rank, and of all blocks so far. Inside the
+        `with` block it asks the others, so every rank calls it; afterwards it tells what was so at the block's end.
+
+        purpose: "attention" for all of these, "unsplit" for the part of them that all ranks sent while computing a
+        guidance branch together, though guidance is parallel; "guidance" for what its two parts sent each other, and
+        "gather" for the model's output within a part, "notes" for what codecs and the step cache decide by, "whole" for
+        what attention's tensors would have been without V-Major or a codec, along the same routes, and "late" and
+        "overflow" for parts of "attention": what no call waited for, and the lossless codec's rests."""
+        sent = self._current_results().bytes
+        # What all ranks sent for a branch of guidance together is attention's as well.
+        also = sent["unsplit"] if purpose == "attention" else {}
+        return {link: sent[purpose][link] + also.get(link, 0) for link in LINK_CLASSES}
+
+    def drift_profile(self) -> list[dict[str, Any]]:
+        """Of every step so far, over all sites, runs and ranks: with V-Major the mean relative change of v against its
+        reference and the fraction of image tokens that stayed; with a codec or displacement `CodedStep.merged`; with a
+        step cache the fraction of calls that were cached. Empty where everything is computed, travels as it is and is
+        waited for. Every rank calls it inside the block, as `bytes`."""
+        return list(self._current_results().drift)
+
+    def forget_drift(self) -> None:
+        """Starts the drift profile afresh, for the runs that follow. Every rank calls it."""
+        for one in self._reporting:
+            one.forget_report()
+        if self._results is not None:
+            self._results = Results(self._results.bytes, [])
+
+    @property
+    def _reporting(self) -> list[Any]:
+        """What notes something of every step, by `report` and `forget_report`."""
+        return [*(ranks.strategy.coding for ranks in self._guided.sequences), *self._caches]
+
+    def _own_results(self) -> OwnResults:
+        return {purpose: self.trace.bytes(purpose) for purpose in PURPOSES}, [one.report() for one in self._reporting]
+
+    def _current_results(self) -> Results:
+        if self._inside:
+            return self._results_of_all_ranks()
+        return self._results or Results.merged([self._own_results()])
+
+    def _results_of_all_ranks(self) -> Results:
+        of_ranks = self.transport.gather_object(self._own_results())
+        results: Results = self.transport.broadcast_object(Results.merged(of_ranks) if of_ranks else None)
+        return results
+
     # What happens during a model call -------------------------------------------------------------------------------
 
     def _on_call(
@@ -307,7 +359,7 @@ class Engine(HasResults):
         counter, number = self.counter, self._models.index(self.model)
         run = counter.run * len(self._models) + number  # of this model
         moment = Moment(run, counter.step, self._steps(), counter.sigma)
-        self.strategy.coding.begin_step(moment)
+        self.sequence.strategy.coding.begin_step(moment)
         if self._caches:
             self._caches[number].begin_call(moment, counter.branch, self.sequence, arguments)
 
@@ -329,7 +381,7 @@ class Engine(HasResults):
         """As `_check_memory`, for a model of which no more is known than its current call: before the first one of so
         many layers of a kind that keep something for a branch. qkv: of the first of them."""
         key = self.sequence, qkv.segments, kind, self.counter.branch
-        if self.strategy.coding.keeps_state and key not in self._sized:
+        if self.sequence.strategy.coding.keeps_state and key not in self._sized:
             self._sized.add(key)
             load(PLANNER, "room for layers")(layers, qkv, self.sequence, self._ranks_on_node)
 
@@ -349,12 +401,9 @@ class Engine(HasResults):
         if self.model is not self._models[0]:
             layer = f"{EXPERTS[1]}.{layer}"
         site = Site(layer, self.counter.branch)
-        self.sequence.transport.arrive(f"attention {layer}")
-        out_BLHD = self.strategy.attend(qkv, site)
+        ranks = self.sequence
+        ranks.transport.arrive(f"attention {layer}")
+        out_BLHD = ranks.strategy.attend(qkv, site)
         if not self._guided.call.own:
-            self.strategy.coding.forget(site)
+            ranks.strategy.coding.forget(site)
         return out_BLHD
-
-    @property
-    def _reporting(self) -> list[Any]:
-        return [*(ranks.strategy.coding for ranks in self._guided.sequences), *self._caches]

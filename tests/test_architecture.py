@@ -62,7 +62,6 @@ MAY_IMPORT = {
     "cocodiff.replacing": (),
     "cocodiff.compiling": ("cocodiff.checks", "cocodiff.replacing", "cocodiff.trace"),
     "cocodiff.agreement": ("cocodiff.comm.transport", "cocodiff.device", "cocodiff.digest"),
-    "cocodiff.results": ("cocodiff.wire", "cocodiff.trace", "cocodiff.comm.transport"),
     "cocodiff.assemble": (
         "cocodiff.topology",
         "cocodiff.routes",
@@ -115,7 +114,6 @@ MAY_IMPORT = {
         "cocodiff.replacing",
         "cocodiff.compiling",
         "cocodiff.agreement",
-        "cocodiff.results",
     ),
     "cocodiff.verification": (
         "cocodiff.agreement",

@@ -10,6 +10,7 @@ from covering import all_but, examples, thorough
 from exactness import Case, Expected, check_ranks, parallel_outputs
 from hypothesis import given
 from hypothesis import strategies as st
+from planned_models import PLANNED
 from tiny_models import FAMILIES, HEADS
 from torch import nn
 
@@ -154,10 +155,14 @@ def test_layers_without_a_weight_to_view(family, change):
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.5])
-def test_the_scale_of_a_lora_is_passed_on(scale):
-    make, inputs_of = FAMILIES["flux2"]
-    call = inputs_of(1, 6, 7, 5) | {"joint_attention_kwargs": {"scale": scale}}
-    model = with_lora(make(6))
+@pytest.mark.parametrize("family", ["flux2", "wan"])
+def test_the_scale_of_a_lora_is_passed_on(family, scale):
+    """Which diffusers takes out of a call's arguments by name, in a family and by a plan."""
+    if family == "wan":
+        model, call = with_lora(PLANNED["wan"].model()), PLANNED["wan"].call() | {"attention_kwargs": {"scale": scale}}
+    else:
+        make, inputs_of = FAMILIES[family]
+        model, call = with_lora(make(6)), inputs_of(1, 6, 7, 5) | {"joint_attention_kwargs": {"scale": scale}}
     with torch.no_grad():
         plain = model(**call).sample
 

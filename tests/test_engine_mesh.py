@@ -82,7 +82,7 @@ def test_more_ranks_than_heads(family, size, heads, meshed):
     def work(transport: Any) -> Any:
         own = copy.deepcopy(expected.model)
         with torch.no_grad(), parallelize(own, transport=transport) as engine:
-            return (engine.mesh.ulysses, engine.mesh.ring), own(**case.inputs()).sample
+            return (engine.sequence.mesh.ulysses, engine.sequence.mesh.ring), own(**case.inputs()).sample
 
     of_ranks = run_ranks(size, work)
     expected.check(of_ranks[0][1])

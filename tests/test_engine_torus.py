@@ -36,7 +36,7 @@ def test_equals_one_process(family, size, batch, dtype, settings):
         own = copy.deepcopy(expected.model)
         with torch.no_grad(), parallelize(own, transport=transport, **settings) as engine:
             output = own(**case.inputs()).sample
-            assert engine.strategy.exchange.staged is not None
+            assert engine.sequence.strategy.exchange.staged is not None
             return output
 
     outputs = run_ranks(size, work)

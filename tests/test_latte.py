@@ -295,7 +295,7 @@ def test_what_coded_transposes_keep_is_what_room_is_looked_for(codec, monkeypatc
         with parallelize(own, "flat", transport=transport, codec=codec, steps=3) as engine:
             for call in calls:
                 output_of(own, call)
-            return engine.strategy.coding.bytes_held()
+            return engine.sequence.strategy.coding.bytes_held()
 
     held = run_ranks(2, work)
     assert sorted(needs) == sorted(held) and min(held) > 0

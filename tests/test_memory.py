@@ -153,8 +153,8 @@ def test_caches_are_as_those_of_whole_models(family, kept, size, ring):
             own(**inputs)
             load = Load(image_and_text(42, 5), 2, 4, 1, state(kept))
             shape = shape_of_config(family_of(own), own.config, parameters)
-            expected = run_cache(shape, engine.topology, load, engine.mesh)[transport.rank].cache
-            return engine.strategy.coding.bytes_held(), expected
+            expected = run_cache(shape, engine.topology, load, engine.sequence.mesh)[transport.rank].cache
+            return engine.sequence.strategy.coding.bytes_held(), expected
 
     assert all(real == expected > 0 for real, expected in run_ranks(size, work))
 
@@ -174,7 +174,9 @@ def test_step_caches_are_as_those_of_whole_models(family, more, size, ring):
             load = Load(image_and_text(42, 0 if family == "sd3" else 5), 2, 4, 1, state_sizes(config))
             shape = shape_of_config(family_of(own), own.config, 1)
             (cache,) = engine._caches
-            return cache.bytes_held(), run_cache(shape, engine.topology, load, engine.mesh)[transport.rank].step_cache
+            return cache.bytes_held(), run_cache(shape, engine.topology, load, engine.sequence.mesh)[
+                transport.rank
+            ].step_cache
 
     assert all(real == expected > 0 for real, expected in run_ranks(size, work))
 
@@ -363,7 +365,7 @@ def test_what_a_model_by_a_plan_keeps_has_to_be_free(name, settings, monkeypatch
         with torch.no_grad(), parallelize(own, transport=transport, steps=4, **settings) as engine:
             for call in calls:
                 own(**call)
-            return engine.strategy.coding.bytes_held()
+            return engine.sequence.strategy.coding.bytes_held()
 
     of_branch = max(run_ranks(3, run)) // 2
     for free in (of_branch, of_branch - 1):

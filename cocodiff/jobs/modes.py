@@ -84,7 +84,7 @@ class Engines(Mapping[str, "Engine"]):
 
     def chosen(self) -> list[str]:
         """What they have chosen by themselves, a line each."""
-        return [f"{mode}: {engine.chosen}" for mode, engine in self.made.items() if engine.chosen]
+        return [f"{mode}: {engine.sequence.chosen}" for mode, engine in self.made.items() if engine.sequence.chosen]
 
     def compiled(self) -> list[str]:
         """What torch.compile did for them on this rank, a line each."""

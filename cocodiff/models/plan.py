@@ -1,4 +1,4 @@
-"""Plans: where the tokens of a transformer are cut into shards and gathered again, as data.
+"""Plans: where the tokens of a transformer are cut into shards and gathered again, as data; and a model with one on it.
 
 A plan is what diffusers' models have as `_cp_plan`, a dictionary from module names to what is cut of a module's
 arguments (by name) or of its output (by number), or to how its output is gathered; with `Cut` and `Gather` in the place
@@ -27,7 +27,7 @@ class Cut:
 
     dim     the dimension of the tokens
     ndim    of the tensors that are cut: those with another number of dimensions stay whole; None for all
-    tokens  a name for these tokens, to be used in `of`
+    tokens  a name for these tokens, to be used in `of`; in a family's plan the segment that they are
     of      the names of several sorts of tokens that follow each other in this dimension, each of which is cut for
             itself: a mask over the tokens of a video and of its text, for instance
     """
@@ -40,8 +40,8 @@ class Cut:
 
 @dataclass(frozen=True)
 class Gather:
-    """A module's output, of which every rank gets all tokens back. dim: the dimension of the tokens. tokens: the name
-    that they were cut by, where a family names them."""
+    """A module's output, of which every rank gets all tokens back. dim: the dimension of the tokens. tokens: in a
+    family's plan the segment that they are."""
 
     dim: int = 1
     tokens: str = ""

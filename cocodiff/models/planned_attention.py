@@ -185,7 +185,7 @@ class PlannedAttention:
         """Whether keys and values that several heads of queries share travel once: as they are, where every rank has
         one."""
         config = self._host.config
-        return config.codec == "none" and config.arrival == "now" and self._host.mesh.ulysses <= key_heads
+        return config.codec == "none" and config.arrival == "now" and self._host.sequence.mesh.ulysses <= key_heads
 
     def _gathered(
         self, k_BHLD: Tensor, v_BHLD: Tensor, call: dict[str, Any], found: Followed

@@ -42,7 +42,7 @@ def work(ending: str, exchange: str, transport: Any) -> None:
     model = qwen_transformer(4)
     settings = {"exchange": exchange, "codec": "int2", "arrival": "adaptive", "tau": 10.0}
     with torch.no_grad(), parallelize(model, "flat", transport=transport, **settings) as engine:
-        coding = engine.strategy.coding
+        coding = engine.sequence.strategy.coding
         alone = denoise(model, 1, 4)
         assert coding.bytes_held() > 0
         denoise(model, 2, 3)  # an image that nobody goes on with
