@@ -18,11 +18,10 @@ from cocodiff.engine import Engine
 from cocodiff.jobs.items import Batch, Drawn
 from cocodiff.jobs.job import Job, Judged, Modes
 from cocodiff.jobs.judging import Seen, psnr_vs_exact_db
-from cocodiff.jobs.modes import EXACT
 from cocodiff.jobs.replicas import Queue, Replica
 from cocodiff.jobs.restoring import Restorer
 from cocodiff.jobs.running import Presets, make_batches
-from cocodiff.jobs.session import load_requested
+from cocodiff.jobs.session import EXACT, load_requested
 from cocodiff.jobs.sweep.lines import Key, SweepRecord, count_lines
 from cocodiff.jobs.sweep.points import Point, Sweep
 from cocodiff.jobs.tasks import slice_name
