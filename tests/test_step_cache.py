@@ -19,7 +19,7 @@ from cocodiff.comm.transport import Part
 from cocodiff.config import Config
 from cocodiff.engine import parallelize
 from cocodiff.errors import PeerLost, UserError
-from cocodiff.jobs.modes import same_bits
+from cocodiff.jobs.session import same_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 

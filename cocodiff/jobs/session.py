@@ -1,9 +1,10 @@
-"""Starting, loading, measuring and writing results, for all commands that run a model on ranks."""
+"""Starting, loading, measuring and writing results, for all commands that run a model on ranks; the modes of a job: its
+presets, or the settings of a bound, and the exact run that they are compared with; and what results depend on."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -14,19 +15,21 @@ from typing import TYPE_CHECKING, Any
 from cocodiff import __version__
 from cocodiff.comm.launch import Launch, detect
 from cocodiff.config import Config
-from cocodiff.console.terminal import limit_threads, note, quiet_libraries, say
-from cocodiff.jobs.modes import Engines, describe, with_exact
+from cocodiff.console.options import engine_record, engine_settings
+from cocodiff.console.terminal import limit_threads, note, quiet_libraries, say, threads
 from cocodiff.jobs.prepared import Prepared
-from cocodiff.jobs.record import as_read, first_difference
-from cocodiff.jobs.replicas import Replica
+from cocodiff.jobs.record import REMEMBERED, as_read, first_difference, lasting
+from cocodiff.jobs.replicas import Replica, topology_of_replica
 from cocodiff.loading.pipelines import Model, Request, import_pipeline, load_model
 from cocodiff.outputs.folder import OutputFolder
 from cocodiff.outputs.settings import FOUND, write_settings
 from cocodiff.processes.children import check_room
 from cocodiff.processes.ranks import run_ranks
+from cocodiff.setting import settings_of
 from cocodiff.trace import save_traces
 
 if TYPE_CHECKING:
+    from cocodiff.engine import Engine
     from cocodiff.jobs.job import Done, Job, Way
 
 EVERY_RANK_IMPORTS = (
@@ -39,6 +42,37 @@ EVERY_RANK_IMPORTS = (
     "cocodiff_eval.report",
 )
 DTYPES = ("auto", "fp32", "bf16", "fp16")
+EXACT = "flat"  # the preset that others are judged against
+LOSSY = ("selection", "codec", "arrival", "step_cache")  # settings that give up exactness
+ROUTES = ("exchange", "exchange_table", "nic_balance", "transport", "check_messages")  # change no bit of an exact run
+
+
+class Engines(Mapping[str, "Engine"]):
+    """An engine for each mode, made when it is first asked for: it costs groups of ranks. All ranks of a replica ask
+    in the same order. made: those that there are."""
+
+    def __init__(self, modes: Mapping[str, Config], make: Callable[[Config], Engine]) -> None:
+        self._modes, self._make = modes, make
+        self.made: dict[str, Engine] = {}
+
+    def __getitem__(self, mode: str) -> Engine:
+        if mode not in self.made:
+            self.made[mode] = self._make(self._modes[mode])
+        return self.made[mode]
+
+    def chosen(self) -> list[str]:
+        """What they have chosen by themselves, a line each."""
+        return [f"{mode}: {engine.sequence.chosen}" for mode, engine in self.made.items() if engine.sequence.chosen]
+
+    def compiled(self) -> list[str]:
+        """What torch.compile did for them on this rank, a line each."""
+        return [f"{mode}: {engine.compiled}" for mode, engine in self.made.items() if engine.compiled]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._modes)
+
+    def __len__(self) -> int:
+        return len(self._modes)
 
 
 @dataclass(frozen=True)
@@ -184,6 +218,55 @@ def import_before_fork(request: Request, ranks: int | None = None) -> None:
     import_pipeline(request)
     for name in EVERY_RANK_IMPORTS if ranks != 1 else ():
         import_module(name)
+
+
+# Modes ----------------------------------------------------------------------------------------------------------------
+
+
+def describe(prepared: Prepared, ranks: int) -> dict[str, Any]:
+    """What the results of any job depend on, beside its inputs. How many replicas there are is not in it. ranks: of all
+    replicas."""
+    replicas = prepared.deal.replicas
+    return {
+        "cocodiff": __version__,
+        "ranks of a replica": ranks // replicas,
+        "their nodes, cards and planes": topology_of_replica(prepared.values, ranks, replicas).relative_places,
+        **threads(),
+        **{name: prepared.values[name] for name in REMEMBERED if name in prepared.values},
+        "steps": prepared.values["steps"],
+        "presets": [{"name": name, **lasting(config)} for name, config in prepared.presets.items()],
+        "exact": with_exact(prepared)[1],
+        **({} if prepared.quality is None else {"quality": prepared.quality.lasting()}),
+    }
+
+
+def with_exact(prepared: Prepared) -> tuple[dict[str, Config], str | None]:
+    """The modes to run, and which of them is the exact one: a preset that gives its bits, or one mode more. For a bound
+    on quality the modes are the settings that it is kept with."""
+    if prepared.quality is not None:
+        return dict(prepared.quality.rungs), prepared.quality.exact
+    if not prepared.values["exact"]:
+        return dict(prepared.presets), None
+    whole = {"selection": "full", "codec": "none", "arrival": "now", "step_cache": "none"}
+    settings = engine_settings(prepared.values) | {"exchange": "flat", "chunks": 1, **whole}
+    settings["guidance_parallel"] = prepared.deal.guidance
+    exact = engine_record().preset(EXACT, **settings)
+    for mode, config in prepared.presets.items():
+        if same_bits(config, exact):
+            return dict(prepared.presets), mode
+    return prepared.presets | {"exact": exact}, "exact"
+
+
+def same_bits(config: Config, exact: Config) -> bool:
+    """Whether settings that send all tokens differ from others in what changes no bit: the route of the tokens, and
+    settings that do nothing with them."""
+    if not config.exact:
+        return False
+    of_lossy = {name for name, one in settings_of(type(config)).items() if one.only_with and one.only_with[0] in LOSSY}
+    free = {*ROUTES, *LOSSY, *of_lossy}
+    return {k: v for k, v in vars(config).items() if k not in free} == {
+        k: v for k, v in vars(exact).items() if k not in free
+    }
 
 
 # On every rank --------------------------------------------------------------------------------------------------------
