@@ -8,19 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from cocodiff import __version__
+from cocodiff.cli.inpaint import OPTIONS as OF_INPAINT
 from cocodiff.cli.inpaint import find_tasks
 from cocodiff.comm.launch import Launch
 from cocodiff.config import Config
-from cocodiff.console.options import (
-    HEADINGS,
-    RESUME,
-    RUN_OPTIONS,
-    Option,
-    check_counts,
-    engine_settings,
-    parse,
-    with_settings,
-)
+from cocodiff.console.options import RESUME, RUN_OPTIONS, Option, check_counts, engine_settings, parse, with_settings
 from cocodiff.console.terminal import note, say
 from cocodiff.errors import UserError
 from cocodiff.jobs.session import run_holding, settle
@@ -32,17 +24,9 @@ ABOUT = (
     "tells whether it helps; `cocodiff inpaint --model FOLDER` takes the result."
 )
 NOTHING = "none"
-SHOWN = {"data": "input mask slices roi range", "training": "model anew iterations batch patches rate seed", **HEADINGS}
+SHOWN = {"data": "input mask slices roi range", "training": "model anew iterations batch patches rate seed"}
 # How inputs are opened: as those that are restored in slices along z.
-AS_RESTORED = {
-    "truth": None,
-    "axes": ["z"],
-    "hidden_test": False,
-    "samples": 1,
-    "quality": None,
-    "keep_samples": False,
-    "method": "cocodiff",
-}
+AS_RESTORED = {one.name: one.default for one in OF_INPAINT} | {"axes": ["z"], "hidden_test": False}
 OPTIONS = (
     Option("input", "volumes or slices, in every format that inpaint reads", many=True, required=True),
     Option("mask", f"mask file of what is missing in the inputs, or {NOTHING}", NOTHING),
@@ -87,7 +71,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
         return 0
     if launch.speaks:
         say(f"cocodiff {__version__}: training on {ranks} rank(s) into {values['out']}")
-    tasks = find_tasks(values | AS_RESTORED | {"mask": [values["mask"]]}, unmasked=NOTHING)
+    tasks = find_tasks(AS_RESTORED | values | {"mask": [values["mask"]]}, unmasked=NOTHING)
     alike = {name: str(value) for name, value in values.items() if name != "ranks"}
     config = Config.preset("flat", **engine_settings(values))
 

@@ -35,9 +35,8 @@ def plot_presets(rows: Rows, where: str, path: Path) -> None:
     stacked_steps(times, names, shown, "communication that nothing hides", "step_s", notes)
     times.set_title("time (speed-up over flat)")
     below = [0.0] * len(shown)
-    for link, colour in zip(
-        ("sibling", "plane", "cross_plane", "node"), ("#76b7b2", "#59a14f", "#edc948", "#e15759"), strict=True
-    ):
+    colours = {"sibling": "#76b7b2", "plane": "#59a14f", "cross_plane": "#edc948", "node": "#e15759"}
+    for link, colour in colours.items():
         count = [row["bytes_per_step"][link] / 1e9 for row in shown]
         sent.bar(names, count, bottom=below, color=colour, label=link)
         below = [a + b for a, b in zip(below, count, strict=True)]
