@@ -317,21 +317,20 @@ def load_exchange_table(machine: str, nodes: int, path: str | None = None) -> li
     The file maps machine -> nodes -> rows. Raises UserError where it has no such entry, or something else in it.
     """
     file = Path(path) if path is not None else shipped_folder("exchange") / "auto.yaml"
+    known = read_yaml(file)
     remedy = "measure one with cocodiff bench alltoall --tune and name it as exchange_table, or choose another exchange"
     try:
-        rows, there = _measured(file, machine, nodes)
-        if rows is None:
-            raise UserError(
-                f"exchange auto: {file.name} has no table for machine {machine} on {nodes} node(s) but for {there}; "
-                f"{remedy}"
-            )
-        table = [(math.inf if limit is None else float(limit), str(name)) for limit, name in rows]
-    except UserError:
-        raise
+        rows, there = _measured(known, machine, nodes)
+        table = rows and [(math.inf if limit is None else float(limit), str(name)) for limit, name in rows]
     except (TypeError, ValueError, AttributeError) as error:
         raise UserError(
             f"{file}: not a table of machine -> nodes -> [[MB, exchange], ...] ({error}); {remedy}"
         ) from error
+    if table is None:
+        raise UserError(
+            f"exchange auto: {file.name} has no table for machine {machine} on {nodes} node(s) but for {there}; "
+            f"{remedy}"
+        )
     for _, name in table:
         check_choice(f"exchange in {file.name}", name, EXCHANGES)
     if not table or table != sorted(table, key=lambda row: row[0]) or table[-1][0] != math.inf:
@@ -342,7 +341,7 @@ def load_exchange_table(machine: str, nodes: int, path: str | None = None) -> li
 def load_chunk_table(machine: str, nodes: int) -> tuple[int, float]:
     """For `chunks: auto`: in how many chunks, and from how many MB of q, k and v per rank on, by a machine's table for
     so many nodes. The file maps machine -> nodes -> [chunks, MB]. Raises UserError where it has no such entry."""
-    found, there = _measured(shipped_folder("exchange") / "chunks.yaml", machine, nodes)
+    found, there = _measured(read_yaml(shipped_folder("exchange") / "chunks.yaml"), machine, nodes)
     if found is None:
         raise UserError(
             f"chunks auto: machine {machine} on {nodes} node(s) was not measured, but {there} were; give a number of "
@@ -352,9 +351,8 @@ def load_chunk_table(machine: str, nodes: int) -> tuple[int, float]:
     return int(chunks), float(from_mb)
 
 
-def _measured(file: Path, machine: str, nodes: int) -> tuple[Any, str]:
-    """What a file of machine -> nodes -> ... holds for these, None where nothing, and which others it has, in words."""
-    known = read_yaml(file)
+def _measured(known: dict[str, Any], machine: str, nodes: int) -> tuple[Any, str]:
+    """Of machine -> nodes -> ..., what there is for these, None where nothing, and in words for which there is some."""
     there = ", ".join(f"{name} on {count}" for name, of in known.items() for count in of)
     return known.get(machine, {}).get(nodes), there
 

@@ -44,18 +44,18 @@ def read_text(path: str | Path, form: str) -> str:
 
     Raises UserError where it cannot be read, is no regular file, is larger than SETTINGS_BYTES or no UTF-8.
     """
+    data = b""
     try:
         kind = irregular(path)
-        if kind:
-            raise UserError(f"cannot read {path}: it is {kind}; name a regular file")
-        with Path(path).open("rb") as file:
-            data = file.read(SETTINGS_BYTES + 1)
-    except UserError:
-        raise
+        if not kind:
+            with Path(path).open("rb") as file:
+                data = file.read(SETTINGS_BYTES + 1)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:  # a null character
         raise UserError(f"cannot read {str(path)!r}: {error}") from error
+    if kind:
+        raise UserError(f"cannot read {path}: it is {kind}; name a regular file")
     if len(data) > SETTINGS_BYTES:
         raise UserError(f"cannot read {path}: it is larger than {SETTINGS_BYTES // MIB} MiB, so it holds no settings")
     try:
@@ -87,8 +87,5 @@ def replace_text(path: Path, text: str) -> None:
 
 def flush(path: Path) -> None:
     """Returns when a file that was written is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())

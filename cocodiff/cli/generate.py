@@ -8,16 +8,7 @@ from typing import Any
 
 from cocodiff import __version__
 from cocodiff.comm.launch import Launch
-from cocodiff.console.options import (
-    DEAL_OPTIONS,
-    HEADINGS,
-    RESUME,
-    RUN_OPTIONS,
-    Option,
-    check_counts,
-    parse,
-    with_settings,
-)
+from cocodiff.console.options import DEAL_OPTIONS, RESUME, RUN_OPTIONS, Option, check_counts, parse, with_settings
 from cocodiff.console.terminal import say
 from cocodiff.errors import UserError
 from cocodiff.jobs.prepared import Prepared
@@ -27,7 +18,7 @@ from cocodiff.loading.pipelines import Request
 from cocodiff.models.family import GENERATE
 
 ABOUT = "Make images or videos from text with a diffusion transformer."
-SHOWN = {"images": "model prompt image frames height width steps seed guidance", **HEADINGS}
+SHOWN = {"images": "model prompt image frames height width steps seed guidance"}
 OPTIONS = (
     Option(
         "model",

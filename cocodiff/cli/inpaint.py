@@ -13,7 +13,6 @@ from cocodiff import __version__
 from cocodiff.comm.launch import Launch, detect
 from cocodiff.console.options import (
     DEAL_OPTIONS,
-    HEADINGS,
     RESUME,
     RUN_OPTIONS,
     Option,
@@ -36,7 +35,6 @@ ABOUT = "Restore masked regions of slices with a diffusion transformer."
 SHOWN = {
     "data": "input mask slices roi range truth",
     "restoring": "model prompt guidance steps strength seed samples axes hidden_test method",
-    **HEADINGS,
 }
 OPTIONS = (
     Option(

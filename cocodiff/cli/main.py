@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):  # a terminal that has not all letters of a file's name shows others
             stream.reconfigure(errors="backslashreplace")
     try:
-        code = _run(list(sys.argv[1:] if argv is None else argv))
+        code = run_command(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
         return code
     except BrokenPipeError:
@@ -48,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
 
 
-def _run(words: list[str]) -> int:
+def run_command(words: Sequence[str], launch: Launch | None = None) -> int:
+    """The exit code of a subcommand and its options. launch: by default what the environment tells."""
     if not words or words[0] in ("-h", "--help"):
         lines = [f"  {name:<10} {what}" for name, what in COMMANDS.items()]
         print("\n".join(["usage: cocodiff SUBCOMMAND [--help] [options]", "", *lines]))
@@ -56,11 +57,6 @@ def _run(words: list[str]) -> int:
     if words[0] == "--version":
         print(f"cocodiff {__version__}")
         return 0
-    return run_command(words)
-
-
-def run_command(words: Sequence[str], launch: Launch | None = None) -> int:
-    """The exit code of a subcommand and its options. launch: by default what the environment tells."""
     try:
         launch = launch or detect()
         presence = Presence.of_job(launch)

@@ -30,22 +30,21 @@ from cocodiff.models.family import INPAINT
 from cocodiff.topology.machine import Topology
 
 ABOUT = "Run a grid of settings (base, grid and points of the --config file) and compare each with the exact run."
-OWN = (
-    *(replace(one, required=False) for one in OF_INPAINT if one.name == "input"),  # --report_only needs none
-    Option("mask", "block, center or mask files; by default the file's", many=True),
-    Option("steps", "denoising steps that run; one or more numbers; by default the file's", many=True, type=int),
-    Option("out", "folder of the results", "sweep"),
-    Option("overwrite", "start afresh where a sweep has been", False, type=bool),
-    Option("report_only", "compare what --out holds already (and run nothing)", False, type=bool),
-)
 # What a sweep fixes of inpaint's options: it restores each slice once along z, and compares all with the exact run.
 FIXED = {**SLICE_BY_SLICE, "exact": True, "exact_slices": 10**9}
-LEFT_AWAY = (*FIXED, "preset", *(own.name for own in (*BOUND_OPTIONS, *OWN)))
-# One replica, unless told: a point's bytes and seconds are those of its preset on all ranks.
-CHANGED = {"parallel": "off", "resume": True}
+LEFT_AWAY = (*FIXED, "preset", *(one.name for one in BOUND_OPTIONS))
+CHANGED: dict[str, dict[str, Any]] = {
+    "input": {"required": False},  # --report_only needs none
+    "mask": {"help": "block, center or mask files; by default the file's", "default": None},
+    "steps": {"help": "steps that run; one or more numbers; by default the file's", "default": None, "many": True},
+    "parallel": {"default": "off"},  # a point's bytes and seconds are those of its preset on all ranks, unless told
+    "resume": {"default": True},
+    "out": {"default": "sweep"},
+    "overwrite": {"help": "start afresh where a sweep has been"},
+}
 OPTIONS = (
-    *OWN,
-    *(replace(one, default=CHANGED.get(one.name, one.default)) for one in OF_INPAINT if one.name not in LEFT_AWAY),
+    *(replace(one, **CHANGED.get(one.name, {})) for one in OF_INPAINT if one.name not in LEFT_AWAY),
+    Option("report_only", "compare what --out holds already (and run nothing)", False, type=bool),
 )
 
 

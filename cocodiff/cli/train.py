@@ -11,16 +11,7 @@ from cocodiff import __version__
 from cocodiff.cli.inpaint import SLICE_BY_SLICE, find_tasks
 from cocodiff.comm.launch import Launch
 from cocodiff.config import Config
-from cocodiff.console.options import (
-    HEADINGS,
-    RESUME,
-    RUN_OPTIONS,
-    Option,
-    check_counts,
-    engine_settings,
-    parse,
-    with_settings,
-)
+from cocodiff.console.options import RESUME, RUN_OPTIONS, Option, check_counts, engine_settings, parse, with_settings
 from cocodiff.console.terminal import note, say
 from cocodiff.errors import UserError
 from cocodiff.jobs.session import run_holding, settle
@@ -32,7 +23,7 @@ ABOUT = (
     "tells whether it helps; `cocodiff inpaint --model FOLDER` takes the result."
 )
 NOTHING = "none"
-SHOWN = {"data": "input mask slices roi range", "training": "model anew iterations batch patches rate seed", **HEADINGS}
+SHOWN = {"data": "input mask slices roi range", "training": "model anew iterations batch patches rate seed"}
 OPTIONS = (
     Option("input", "volumes or slices, in every format that inpaint reads", many=True, required=True),
     Option("mask", f"mask file of what is missing in the inputs, or {NOTHING}", NOTHING),

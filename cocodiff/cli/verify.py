@@ -74,15 +74,13 @@ def inputs_of(target: Any, values: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call: those of the file, or a pipeline's usual ones."""
     import torch
 
-    if values["inputs"] is not None:
+    if (path := values["inputs"]) is not None:
         try:
-            inputs = torch.load(values["inputs"], weights_only=True)
+            inputs = torch.load(path, weights_only=True)
         except Exception as error:
-            raise UserError(
-                f"--inputs {values['inputs']}: no file of torch.save that holds tensors: {error}"
-            ) from error
+            raise UserError(f"--inputs {path}: no file of torch.save that holds tensors: {error}") from error
         if not isinstance(inputs, dict):
-            raise UserError(f"--inputs {values['inputs']} holds a {type(inputs).__name__}: save a dictionary")
+            raise UserError(f"--inputs {path} holds a {type(inputs).__name__}: save a dictionary")
         return inputs
     if isinstance(target, torch.nn.Module):
         raise UserError(f"a {type(target).__name__} alone: say what it is called with, by --inputs FILE")

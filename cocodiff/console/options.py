@@ -48,13 +48,12 @@ RESUME = Option(
     False,
     type=bool,
 )
-# What --help shows of a job's options, under these headings beside its own; --help-all shows the others too.
+# What --help shows of a job's options, after those under the job's own headings; --help-all shows the others too.
 HEADINGS = {
     "ranks": "ranks preset parallel replicas dry_run machine device exchange codec guidance_parallel vae compile",
     "results": "out format keep_samples exact quality overwrite resume report_only quiet",
 }
 FILES = ("input", "mask", "truth", "image", "out")  # name files or folders: an empty name is the current folder
-MOST_OF_OTHERS = 10**9
 # Beyond these a number is a slip of the pen: schedules, batches and images of such sizes fit in no memory.
 MOST = {"steps": 10**6, "batch": 10**6, "ranks": 10**6, "nodes": 10**5, "samples": 1000, "branches": 100, "fps": 1000}
 MOST |= dict.fromkeys(("height", "width", "size", "frames"), 2**16)
@@ -93,11 +92,12 @@ def parse(
 
     `--any-key` and `--any_key` are the same. Booleans are `--key`, `--no_key`, or `--key true` or `false`.
     sections: keys that only the file may have; they are returned as they stand there, None where they do not.
-    headings: what --help shows, the options' names under each heading; None for all of them under one.
+    headings: of a job, what --help shows before HEADINGS: options' names under each. Others show all that they have.
     Raises UserError for unknown options and keys (with a suggestion), wrong types and missing values.
     """
     full = headings is None or not {"--help-all", "--help_all"}.isdisjoint(words)
-    given = _of_words(_parser(command, about, options, headings or {}, full), options, words)
+    parser = _parser(command, about, options, {**headings, **HEADINGS} if headings else {}, full)
+    given = _of_words(parser, options, words)
     values = {option.name: option.default for option in options} | dict.fromkeys(sections)
     if "config" in given:
         path = given.pop("config")
@@ -134,11 +134,11 @@ def preset_configs(values: dict[str, Any]) -> dict[str, Config]:
 def check_counts(values: dict[str, Any], *names: str) -> None:
     """Raises UserError for options that are given and below 1, or beyond what any run can have."""
     for name in names:
+        most = MOST.get(name, 10**9)
         for value in values[name] if isinstance(values[name], list) else [values[name]]:
-            if value is not None and value < 1:
-                raise UserError(f"--{name} {_shown(value)}: at least 1 is needed")
-            if value is not None and value > MOST.get(name, MOST_OF_OTHERS):
-                raise UserError(f"--{name} {_shown(value)}: at most {MOST.get(name, MOST_OF_OTHERS):,} are possible")
+            if value is not None and not 1 <= value <= most:
+                said = "at least 1 is needed" if value < 1 else f"at most {most:,} are possible"
+                raise UserError(f"--{name} {_shown(value)}: {said}")
 
 
 def check_strength(strength: float, steps: Sequence[int]) -> None:
@@ -244,22 +244,22 @@ def _of_words(parser: ArgumentParser, options: Sequence[Option], words: Sequence
         name = word[2:].partition("=")[0].replace("-", "_")
         if word.startswith("--"):
             known = [*by_name, *(f"no_{option.name}" for option in options if option.type is bool)]
-            raise UserError(f"unknown option --{name}{suggestion(name, known)}; see {parser.prog} --help")
+            parser.error(f"unknown option --{name}{suggestion(name, known)}")
     if extra:
         parser.error(f"unrecognized arguments: {' '.join(extra)}")
-    return {name: _typed(by_name[name], value, parser.prog) for name, value in vars(found).items()}
+    return {name: _typed(by_name[name], value, parser) for name, value in vars(found).items()}
 
 
-def _typed(option: Option, word: Any, program: str) -> Any:
+def _typed(option: Option, word: Any, parser: ArgumentParser) -> Any:
     """A word of the command line, or several, in the option's type."""
     if isinstance(word, list):
-        return [_typed(option, one, program) for one in word]
+        return [_typed(option, one, parser) for one in word]
     if option.type is bool:
         return word == "true"
     for kind in option.kinds:
         with suppress(ValueError):
             return kind(word)
-    raise UserError(f"--{option.name} {word[:20]}: not a number; see {program} --help")
+    return parser.error(f"--{option.name} {word[:20]}: not a number")
 
 
 def _from_file(path: str, options: Sequence[Option], sections: Sequence[str]) -> dict[str, Any]:

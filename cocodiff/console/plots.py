@@ -27,9 +27,8 @@ def plot_presets(rows: Rows, where: str, path: Path) -> None:
     times.set(ylabel="ms a step", ylim=(0, max(whole) * 1.25), title="time (speed-up over flat)")
     times.legend(fontsize=8)
     below = [0.0] * len(shown)
-    for link, colour in zip(
-        ("sibling", "plane", "cross_plane", "node"), ("#76b7b2", "#59a14f", "#edc948", "#e15759"), strict=True
-    ):
+    colours = {"sibling": "#76b7b2", "plane": "#59a14f", "cross_plane": "#edc948", "node": "#e15759"}
+    for link, colour in colours.items():
         count = [row["bytes_per_step"][link] / 1e9 for row in shown]
         sent.bar(names, count, bottom=below, color=colour, label=link)
         below = [a + b for a, b in zip(below, count, strict=True)]

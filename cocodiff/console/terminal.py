@@ -153,12 +153,8 @@ class JobBar:
 
 def reading_bar(shown: bool) -> Callable[[range, str], Iterable[int]]:
     """A function that wraps the numbers of slices while they are read, and shows a bar on stderr after two seconds."""
-
-    def wrapped(numbers: range, what: str) -> Iterable[int]:
-        found: Iterable[int] = _bar(iterable=numbers, desc=what, unit="slice", disable=not shown, delay=2, leave=False)
-        return found
-
-    return wrapped
+    about = {"unit": "slice", "disable": not shown, "delay": 2, "leave": False}
+    return lambda numbers, what: _bar(iterable=numbers, desc=what, **about)
 
 
 def say(text: str = "") -> None:

@@ -22,7 +22,7 @@ from typing import Any
 from cocodiff.config import Config, preset_names
 from cocodiff.console.options import engine_record, engine_settings
 from cocodiff.errors import UserError, check_choice, check_keys
-from cocodiff.jobs.modes import EXACT
+from cocodiff.jobs.session import EXACT
 from cocodiff.setting import settings_of
 
 SECTIONS = ("base", "grid", "points")
