@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cocodiff.errors import PeerLost, UserError
-from cocodiff.outputs.journal import Journals
+from cocodiff.outputs.journal import PARTIAL, Journals
 from cocodiff.processes.children import without_launcher
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ def _run(words: Sequence[str], out: Path, progress: bool) -> None:
 def _watch(job: subprocess.Popen[bytes], out: Path, progress: bool) -> None:
     from tqdm.auto import tqdm
 
-    journals = Journals(out.parent / f".{out.name}.partial")
+    journals = Journals(out / PARTIAL)
     with tqdm(desc="restoring", unit="slice", disable=not progress, total=None) as bar:
         while True:
             with suppress(subprocess.TimeoutExpired):

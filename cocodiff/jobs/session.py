@@ -216,7 +216,7 @@ def open_session(prepared: Prepared, transport: Any) -> Session:
     folder = prepared.output.open() if transport.rank == 0 else None
     if folder is not None:
         (folder / "images").mkdir(exist_ok=True)
-    prepared.output.run = transport.broadcast_object(prepared.output.run)  # all ranks have their model
+    transport.broadcast_object(None)  # all ranks have their model
     if folder is not None:
         replica.say_ready(prepared.started)
         for line in engines.chosen():
@@ -235,7 +235,7 @@ def finish(
 ) -> None:
     """Writes results, publishes the folder and prints the table; all ranks call it, and nobody leaves before.
 
-    inputs: by `Task.record`; volumes: by `Verdict.record`; jumps: by `report_pictures.jumps`; pictures,
+    inputs: by `Task.record`; volumes: by `Verdict.record`; jumps: by `judging.jumps`; pictures,
     report: arguments of `cocodiff_eval.report.write_report`.
     """
     transport = session.transport

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,18 +18,26 @@ from cocodiff.console.terminal import reading_bar, say
 from cocodiff.errors import UserError
 from cocodiff.jobs.bound import Bound, Slices
 from cocodiff.jobs.cost import Cost
-from cocodiff.jobs.created import CreatedFiles
 from cocodiff.jobs.groups import Group
-from cocodiff.jobs.items import Batch, Drawn
+from cocodiff.jobs.items import Batch, Drawn, batches_of
 from cocodiff.jobs.job import Done, Job, Judged, Way
-from cocodiff.jobs.judging import Restored, Seen, judge_slice, picture_of, psnr_vs_exact_db, save_previews
+from cocodiff.jobs.judging import (
+    ReportPictures,
+    Restored,
+    Seen,
+    is_volume,
+    judge_slice,
+    jumps,
+    picture_of,
+    psnr_vs_exact_db,
+    save_previews,
+    shown_volume,
+)
 from cocodiff.jobs.quality import Quality
 from cocodiff.jobs.record import described_inputs, lasting
-from cocodiff.jobs.report_pictures import ReportPictures, is_volume, jumps, shown_volume
 from cocodiff.jobs.restoring import Restorer, slices_together
-from cocodiff.jobs.samples import batches_of
 from cocodiff.jobs.session import Session
-from cocodiff.jobs.tasks import Task, checksums, result_files, save_mask, slice_name
+from cocodiff.jobs.tasks import Task, WorkingFile, checksums, export, result_files, slice_name
 from cocodiff.jobs.volumes import Volumes
 
 if TYPE_CHECKING:
@@ -76,10 +85,10 @@ class SliceJob(Job[Batch]):
             together = slices_together(task.stack.shape[1:], native, restorer.batch)
             apart = self._masks[number].apart(number) if self._masks else []
             self.batches += batches_of(number, of_task, together, compared, self.samples, apart)
-        self._journals = session.prepared.output.journals.folder
-        self._created = CreatedFiles(self._journals)
+        journals = session.prepared.output.journals.folder
+        self._store = journals / "results"
         plan = plan_pictures(masked, len(self.presets) * (1 + (self.samples > 1)) + 1)
-        self.pages = ReportPictures(self._journals, plan)
+        self.pages = ReportPictures(journals, plan)
         self._way: Way | None = None
         self._last: tuple[Batch | None, list[Seen]] = (None, [])
 
@@ -95,15 +104,22 @@ class SliceJob(Job[Batch]):
     def begin(self, way: Way, first: bool) -> None:
         """Makes the files of results, where an earlier start has not."""
         self._way = way
-        if first:
-            files = (file for number in range(len(self.tasks)) for file in self._files(number, to_write=True).values())
-            CreatedFiles(self._journals).create(files)
+        if not first:
+            return
+        self._store.mkdir(exist_ok=True)
+        files = [file for number in range(len(self.tasks)) for file in self._files(number).values()]
+        for file in files:
+            file.create()
+        results, free = sum(file.bytes for file in files), shutil.disk_usage(self._store).free
+        there = sum(512 * file.path.stat().st_blocks for file in files)
+        if 2 * results - there > free:
+            say(
+                f"results take {results / 2**30:.1f} GiB while they are made, and then as much in their own format; "
+                f"the disk of {self.session.prepared.output.out} has {free / 2**30:.1f} GiB left"
+            )
 
-    def _files(self, task: int, to_write: bool = False) -> dict[str, Any]:
-        """to_write: whether they may be created or finished, and tell how they are made."""
-        made = self._provenance(task) if to_write else None
-        further = self.volumes.further(task)
-        return result_files(self.tasks[task], self.presets, self.session.images, self.samples, made, further)
+    def _files(self, task: int) -> dict[str, WorkingFile]:
+        return result_files(self.tasks[task], self.presets, self._store, self.samples, self.volumes.further(task))
 
     def _provenance(self, task: int) -> dict[str, dict[str, Any]]:
         """How a task's results of each preset are made, for the files' own metadata: plain data."""
@@ -152,15 +168,12 @@ class SliceJob(Job[Batch]):
 
     def write(self, batch: Batch, place: int, result: Restored) -> None:
         index = batch.indices[place]
-        for name, file in self._files(batch.task, to_write=True).items():
+        for name, file in self._files(batch.task).items():
             file.write(index, result.native[name])
         self.pages.add(batch.task, index, result.picture)
 
     def sums(self, batch: Batch) -> list[int]:
         return checksums(self._files(batch.task).values(), batch.indices)
-
-    def holds(self, batch: Batch, sums: Sequence[int]) -> bool:
-        return all(map(self._created.has, self._files(batch.task).values())) and super().holds(batch, sums)
 
     def groups(self, quality: Quality) -> dict[int, Group]:
         groups = {id(mask): mask.group(self.tasks, self.batches) for mask in self._masks.values()}
@@ -174,17 +187,15 @@ class SliceJob(Job[Batch]):
         return None if before is None or after is None else before - after
 
     def complete(self, done: Done) -> dict[str, Any]:
-        """Completes the files of results, on rank 0. Returns what `session.finish` takes besides the rows."""
+        """Writes results in their own format, on rank 0. Returns what `session.finish` takes besides the rows."""
         values, images = self.session.prepared.values, self.session.images
         progress, found = reading_bar(not values["quiet"]), []
         if self.session.folder is not None:
             for number, (task, of_task) in enumerate(zip(self.tasks, self.masked, strict=True)):
-                for file in self._files(number, to_write=True).values():
-                    file.finish()
-                found += jumps(task, self.presets, self._files(number), of_task, progress)
-                for line in save_mask(task, self.presets, images, {"version": __version__, "seed": values["seed"]}):
-                    say(line)
-                save_previews(task, of_task, self.presets, images)
+                files, about = self._files(number), {"version": __version__, "seed": values["seed"]}
+                export(task, files, images, self._provenance(number), about)
+                found += jumps(task, self.presets, files, of_task, progress)
+                save_previews(task, of_task, files, self.presets, images)
         numbers = {task.stack.name: task.stack.numbers for task in self.tasks if len(task.stack) > 1}
         return {
             "pictures": self.pages.all(done.rows, self._picture, progress),
@@ -201,7 +212,7 @@ class SliceJob(Job[Batch]):
         }
 
     def _picture(self, task: int, index: int) -> Any:
-        return picture_of(self.tasks[task], index, self.presets, self.session.images, self.samples)
+        return picture_of(self.tasks[task], index, self.presets, self._store, self.samples)
 
 
 def find_masked(tasks: Sequence[Task]) -> list[list[bool]]:

@@ -20,8 +20,8 @@ from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld
 from cocodiff.console.terminal import limit_threads, threads
 from cocodiff.errors import UserError
 from cocodiff.jobs.cost import Cost
+from cocodiff.jobs.items import batches_of
 from cocodiff.jobs.replicas import Replica
-from cocodiff.jobs.samples import batches_of
 from cocodiff.outputs.journal import Entry, Journals
 
 SLICES = 10

@@ -46,7 +46,7 @@ def check_folder(out: str, settings: Mapping[str, Any], overwrite: bool) -> None
     """Raises UserError where `out` can take no results, holds something else, or a sweep with other settings."""
     with refusing(out):
         folder = Path(out).resolve()
-    check_place(out, folder, folder / _UNFINISHED)
+    check_place(out, folder)
     for name in (SETTINGS, LINES):
         if os.path.lexists(folder / name) and not (folder / name).is_file():
             raise UserError(f"--out {out}: its {name} is no file, so it is no sweep's: choose another folder")
