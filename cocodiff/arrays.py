@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from cocodiff.comm.launch import without_launcher
 from cocodiff.errors import PeerLost, UserError
-from cocodiff.outputs.journal import Journals
+from cocodiff.outputs.journal import PARTIAL, Journals
 
 if TYPE_CHECKING:
     import numpy as np
@@ -166,7 +166,7 @@ def _run(words: Sequence[str], out: Path, progress: bool) -> None:
 def _watch(job: subprocess.Popen[bytes], out: Path, progress: bool) -> None:
     from tqdm.auto import tqdm
 
-    journals = Journals(out.parent / f".{out.name}.partial")
+    journals = Journals(out / PARTIAL)
     with tqdm(desc="restoring", unit="slice", disable=not progress, total=None) as bar:
         while True:
             with suppress(subprocess.TimeoutExpired):

@@ -20,6 +20,7 @@ from cocodiff.jobs.replicas import Replica
 from cocodiff.jobs.running import Presets, run_batches
 from cocodiff.jobs.trials import Trials
 from cocodiff.outputs.folder import OutputFolder
+from cocodiff.outputs.journal import PARTIAL
 
 BOUND = Quality(
     Bound.parse("50dB"), 2, 3, "toy", {}, {name: {} for name in ERRORS}, {name: Config() for name in ERRORS}
@@ -60,7 +61,7 @@ def run(
 
 
 def files(out: Path) -> list[str]:
-    return [(out.parent / f".{out.name}.partial" / str(number)).read_text() for number in range(8)]
+    return [(out / PARTIAL / str(number)).read_text() for number in range(8)]
 
 
 def test_replicas_share_its_batches_and_another_start_goes_on(
@@ -73,7 +74,7 @@ def test_replicas_share_its_batches_and_another_start_goes_on(
         run(out, seed=1)
     kept = OutputFolder(str(out), overwrite=False, resume=True).journals.kept()
     assert kept is not None and 1 <= kept.done < kept.total == 8 and kept.unit == "squares"
-    (tmp_path / ".out.partial" / "0").unlink(missing_ok=True)
+    (out / PARTIAL / "0").unlink(missing_ok=True)
     capsys.readouterr()
     done, made = run(out, ranks=2, replicas=1)
     lost = kept.done - 1 if "damaged or gone" in capsys.readouterr().out else kept.done

@@ -155,8 +155,8 @@ def deal(prepared: Prepared, tasks: list[Any], ranks: int) -> Prepared:
     """The job with its ranks dealt to replicas and guidance. Raises UserError."""
     from cocodiff_eval.tiling import TilingSettings
 
+    from cocodiff.jobs.items import count_batches
     from cocodiff.jobs.restoring import SMALL_MODEL, mean_call, slices_together, tiles_in_a_call
-    from cocodiff.jobs.slices import count_batches
 
     values, native = prepared.values, own_pixels(prepared.request.model)
     settings = TilingSettings(strength=values["strength"])
@@ -179,8 +179,8 @@ def find_tasks(values: dict[str, Any], unmasked: str | None = None) -> list[Any]
     """The work: a `tasks.Task` for each input and mask. Raises UserError; reads, writes nothing.
 
     unmasked: the word for a mask that hides nothing, where there may be one."""
-    from cocodiff_eval.formats.region import Part
     from cocodiff_eval.formats.table import result_format
+    from cocodiff_eval.formats.volume import Part
     from cocodiff_eval.intensity import intensity_range, parse_range
     from cocodiff_eval.masks import make_mask, nothing_masked
     from cocodiff_eval.slices import open_stacks, open_truth

@@ -296,7 +296,7 @@ def open_session(prepared: Prepared, transport: Any) -> Session:
     if prepared.quality is None:  # else those of the settings that are tried
         _ = [*engines.values()]
     folder = prepared.output.open() if transport.rank == 0 else None
-    prepared.output.run = transport.broadcast_object(prepared.output.run)  # all ranks have their model
+    transport.broadcast_object(None)  # all ranks have their model
     if folder is not None:
         replica.say_ready(prepared.started)
         for line in engines.chosen():
@@ -316,7 +316,7 @@ def finish(
 ) -> None:
     """Writes results, publishes the folder and prints the table; all ranks call it, and nobody leaves before.
 
-    inputs: by `Task.record`; volumes: by `Verdict.record`; jumps: by `report_pictures.jumps`; told: in the table's
+    inputs: by `Task.record`; volumes: by `Verdict.record`; jumps: by `judging.jumps`; told: in the table's
     place; pictures, report: arguments of `cocodiff_eval.report.write_report`.
     """
     transport = session.transport

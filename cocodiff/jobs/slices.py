@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,25 +17,31 @@ from cocodiff import __version__
 from cocodiff.console.terminal import reading_bar, say
 from cocodiff.errors import UserError
 from cocodiff.jobs.bound import Bound, Slices
-from cocodiff.jobs.created import CreatedFiles
-from cocodiff.jobs.items import Batch, Cost, Drawn, evenly
+from cocodiff.jobs.items import Batch, Cost, Drawn, batches_of
 from cocodiff.jobs.job import Done, Job, Judged, Way
-from cocodiff.jobs.judging import Restored, Seen, judge_slice, picture_of, psnr_vs_exact_db, save_previews
+from cocodiff.jobs.judging import (
+    ReportPictures,
+    Restored,
+    Seen,
+    is_volume,
+    judge_slice,
+    jumps,
+    picture_of,
+    psnr_vs_exact_db,
+    save_previews,
+    shown_volume,
+)
 from cocodiff.jobs.quality import Group, Quality
 from cocodiff.jobs.record import described_inputs, lasting
-from cocodiff.jobs.report_pictures import ReportPictures, is_volume, jumps, shown_volume
 from cocodiff.jobs.restoring import TOGETHER, Restorer, slices_together
 from cocodiff.jobs.session import Session
-from cocodiff.jobs.tasks import Task, checksums, result_files, save_mask, slice_name
+from cocodiff.jobs.tasks import Task, WorkingFile, checksums, export, result_files, slice_name
 from cocodiff.jobs.volumes import Volumes
 
 if TYPE_CHECKING:
     from cocodiff.jobs.replicas import Queue
 
 VOLUME_OPTIONS = ("axes", "hidden_test", "method", "keep_samples")
-BATCHES = 16  # of a task; with fewer, samples are dealt to replicas too
-SHARING = 2  # samples that a small model restores in one call at least
-COPIED_TOGETHER = 64  # slices without masked voxels in a batch
 
 
 def check_truth(bound: Bound, tasks: Sequence[Task]) -> None:
@@ -78,10 +85,10 @@ class SliceJob(Job[Batch]):
             together = min(self.together, slices_together(task.stack.shape[1:], native, restorer.batch))
             apart = self._masks[number].apart(number) if self._masks else []
             self.batches += batches_of(number, of_task, together, compared, self.samples, apart)
-        self._journals = session.prepared.output.journals.folder
-        self._created = CreatedFiles(self._journals)
+        journals = session.prepared.output.journals.folder
+        self._store = journals / "results"
         plan = plan_pictures(masked, len(self.presets) * (1 + (self.samples > 1)) + 1)
-        self.pages = ReportPictures(self._journals, plan)
+        self.pages = ReportPictures(journals, plan)
         self._way: Way | None = None
         self._last: tuple[Batch | None, list[Seen]] = (None, [])
 
@@ -101,16 +108,23 @@ class SliceJob(Job[Batch]):
     def begin(self, way: Way, first: bool) -> None:
         """Makes the files of results, where an earlier start has not."""
         self._way = way
-        if first:
-            self.session.images.mkdir(exist_ok=True)
-            files = (file for number in range(len(self.tasks)) for file in self._files(number, to_write=True).values())
-            CreatedFiles(self._journals).create(files)
+        if not first:
+            return
+        self.session.images.mkdir(exist_ok=True)
+        self._store.mkdir(exist_ok=True)
+        files = [file for number in range(len(self.tasks)) for file in self._files(number).values()]
+        for file in files:
+            file.create()
+        results, free = sum(file.bytes for file in files), shutil.disk_usage(self._store).free
+        there = sum(512 * file.path.stat().st_blocks for file in files)
+        if 2 * results - there > free:
+            say(
+                f"results take {results / 2**30:.1f} GiB while they are made, and then as much in their own format; "
+                f"the disk of {self.session.prepared.output.out} has {free / 2**30:.1f} GiB left"
+            )
 
-    def _files(self, task: int, to_write: bool = False) -> dict[str, Any]:
-        """to_write: whether they may be created or finished, and tell how they are made."""
-        made = self._provenance(task) if to_write else None
-        further = self.volumes.further(task)
-        return result_files(self.tasks[task], self.presets, self.session.images, self.samples, made, further)
+    def _files(self, task: int) -> dict[str, WorkingFile]:
+        return result_files(self.tasks[task], self.presets, self._store, self.samples, self.volumes.further(task))
 
     def _provenance(self, task: int) -> dict[str, dict[str, Any]]:
         """How a task's results of each preset are made, for the files' own metadata: plain data."""
@@ -162,15 +176,12 @@ class SliceJob(Job[Batch]):
 
     def write(self, batch: Batch, place: int, result: Restored) -> None:
         index = batch.indices[place]
-        for name, file in self._files(batch.task, to_write=True).items():
+        for name, file in self._files(batch.task).items():
             file.write(index, result.native[name])
         self.pages.add(batch.task, index, result.picture)
 
     def sums(self, batch: Batch) -> list[int]:
         return checksums(self._files(batch.task).values(), batch.indices)
-
-    def holds(self, batch: Batch, sums: Sequence[int]) -> bool:
-        return all(map(self._created.has, self._files(batch.task).values())) and super().holds(batch, sums)
 
     def groups(self, quality: Quality) -> dict[int, Group]:
         groups = {id(mask): mask.group(self.tasks, self.batches) for mask in self._masks.values()}
@@ -184,17 +195,15 @@ class SliceJob(Job[Batch]):
         return None if before is None or after is None else before - after
 
     def complete(self, done: Done) -> dict[str, Any]:
-        """Completes the files of results, on rank 0. Returns what `session.finish` takes besides the rows."""
+        """Writes results in their own format, on rank 0. Returns what `session.finish` takes besides the rows."""
         values, images = self.session.prepared.values, self.session.images
         progress, found = reading_bar(not values["quiet"]), []
         if self.session.folder is not None:
             for number, (task, of_task) in enumerate(zip(self.tasks, self.masked, strict=True)):
-                for file in self._files(number, to_write=True).values():
-                    file.finish()
-                found += jumps(task, self.presets, self._files(number), of_task, progress)
-                for line in save_mask(task, self.presets, images, {"version": __version__, "seed": values["seed"]}):
-                    say(line)
-                save_previews(task, of_task, self.presets, images)
+                files, about = self._files(number), {"version": __version__, "seed": values["seed"]}
+                export(task, files, images, self._provenance(number), about)
+                found += jumps(task, self.presets, files, of_task, progress)
+                save_previews(task, of_task, files, self.presets, images)
         numbers = {task.stack.name: task.stack.numbers for task in self.tasks if len(task.stack) > 1}
         return {
             "pictures": self.pages.all(done.rows, self._picture, progress),
@@ -211,7 +220,7 @@ class SliceJob(Job[Batch]):
         }
 
     def _picture(self, task: int, index: int) -> Any:
-        return picture_of(self.tasks[task], index, self.presets, self.session.images, self.samples)
+        return picture_of(self.tasks[task], index, self.presets, self._store, self.samples)
 
 
 def find_masked(tasks: Sequence[Task]) -> list[list[bool]]:
@@ -239,54 +248,6 @@ def describe_inputs(tasks: Sequence[Task], values: Mapping[str, Any]) -> dict[st
         described |= {name: values[name] for name in VOLUME_OPTIONS}
     others = [task.format for task in tasks]
     return described if set(others) == {"tiff"} else described | {"formats": others}
-
-
-def batches_of(
-    task: int,
-    masked: Sequence[bool],
-    together: int,
-    sample: int,
-    samples: int = 1,
-    apart: Sequence[Collection[int]] = (),
-) -> list[Batch]:
-    """The slices of a task in batches, which depend on nothing but these arguments. The samples of a slice, each with
-    noise of its own, are made in one batch where there are slices enough for many replicas. Otherwise they are cut into
-    batches as well, whose sums lie beside the journals until rank 0 puts them together, in the order of samples.
-
-    masked: which slices have something to restore. together: so many of them, or samples of one, at most share calls.
-    sample: so many slices, evenly spread, are compared with an exact run, and have batches of their own: it then runs
-    the same calls. samples: of each slice. apart: sets of slices that are compared as well, each with batches of its
-    own.
-    """
-    hidden = [index for index, has_mask in enumerate(masked) if has_mask]
-    slices, at_once = shape_of_batch(len(hidden), together, samples)
-    groups, left = [], {*hidden}
-    for compared in (*apart, shown_slices(masked, sample)):
-        groups += [(group, True) for group in evenly(sorted(left & {*compared}), slices)]
-        left -= {*compared}
-    groups += [(group, False) for group in evenly(sorted(left), slices)]
-    batches = [
-        Batch(task, group, compared, part, samples, together)
-        for group, compared in groups
-        for part in evenly(range(samples), at_once)
-    ]
-    empty = evenly(sorted({*range(len(masked))} - {*hidden}), COPIED_TOGETHER)
-    batches += [Batch(task, group, False, tuple(range(samples)), samples, copied=True) for group in empty]
-    return sorted(batches, key=lambda batch: (batch.indices, batch.samples))
-
-
-def shape_of_batch(slices: int, together: int, samples: int) -> tuple[int, int]:
-    """At most so many slices, and samples of each, in a batch of a task with so many slices to restore."""
-    least = SHARING if together > 1 else 1
-    at_once = min(samples, max(least, -(-slices * samples // BATCHES)))
-    return max(1, together // at_once), at_once
-
-
-def count_batches(slices: int, together: int, samples: int) -> tuple[int, int]:
-    """How many batches a task has with so many slices to restore, and how many calls of the model take a batch's
-    slices, as far as tiles of one strength fit a call."""
-    of_slices, at_once = shape_of_batch(slices, together, samples)
-    return -(-slices // of_slices) * -(-samples // at_once), -(-at_once // together)
 
 
 @dataclass(frozen=True)

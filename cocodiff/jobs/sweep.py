@@ -36,7 +36,7 @@ class SweepJob(SliceJob):
             self.make(self.presets, batch)
         self.restorers = own
 
-    def _files(self, task: int, to_write: bool = False) -> dict[str, Any]:
+    def _files(self, task: int) -> dict[str, Any]:
         return {}
 
     def _mode(self, point: str, steps: int) -> str:

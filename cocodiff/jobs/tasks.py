@@ -1,20 +1,19 @@
-"""The work of a job: stacks and their masks, and the files that their results go to."""
+"""The work of a job: stacks and their masks, the files that their results go to while it runs, and in the end."""
 
 from __future__ import annotations
 
+import math
 import os
-import shutil
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from cocodiff_eval.formats.ome_zarr_file import ZarrFile
-from cocodiff_eval.formats.table import new_volume
-from cocodiff_eval.formats.volume import VolumeFile
+from cocodiff_eval.formats.table import write_volume
+from cocodiff_eval.formats.volume import NewVolume
 from cocodiff_eval.intensity import IntensityRange
 from cocodiff_eval.masks import Mask
 from cocodiff_eval.slices import Stack, unique_names
@@ -123,68 +122,92 @@ def _cut(name: str) -> str:
     return os.fsencode(name)[: LONGEST_STEM // 2 - 2].decode(errors="ignore")
 
 
+@dataclass(frozen=True)
+class WorkingFile:
+    """The voxels of a result while a job runs: raw, slice after slice, so that any process writes any slice. preset:
+    whose result it is."""
+
+    path: Path
+    shape: tuple[int, int, int]
+    dtype: np.dtype
+    preset: str
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def create(self) -> None:
+        """Makes the file where it is not there, or not whole; slices are zero until they are written."""
+        with self.path.open("ab") as file:
+            file.truncate(self.bytes)
+
+    def write(self, index: int, image_YX: np.ndarray) -> None:
+        """Slice `index`, of the file's dtype and shape. Returns when it is on the disk."""
+        assert image_YX.dtype == self.dtype and image_YX.shape == self.shape[1:], (image_YX.dtype, image_YX.shape)
+        with self.path.open("r+b") as file:
+            file.seek(index * image_YX.nbytes)
+            file.write(image_YX.tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+
+    def read(self, index: int) -> np.ndarray:
+        """Slice `index` as it was written, [Y, X]."""
+        count = self.shape[1] * self.shape[2]
+        image = np.fromfile(self.path, self.dtype, count, offset=index * count * self.dtype.itemsize)
+        return image.reshape(self.shape[1:])
+
+
 def result_files(
-    task: Task,
-    presets: Sequence[str],
-    folder: Path,
-    samples: int = 1,
-    provenance: Mapping[str, Mapping[str, Any]] | None = None,
-    more: Sequence[str] = (),
-) -> dict[str, VolumeFile]:
+    task: Task, presets: Sequence[str], folder: Path, samples: int = 1, more: Sequence[str] = ()
+) -> dict[str, WorkingFile]:
     """For each preset the file of its restored slices. Of several samples it holds the mean, and one more file,
     `spread_of(preset)`, their standard deviation in the input's units: float32, 0 outside the mask. more: what is added
-    to a preset's name for further files in the input's dtype, as of BOUNDS and of `kept_samples`.
-
-    provenance: how each preset's results are made, for those who create and finish the files.
-    """
-    spread = np.dtype(np.float32)
-    dtypes = {preset: (preset, task.stack.dtype) for preset in presets}
+    to a preset's name for further files in the input's dtype, as of BOUNDS and of `kept_samples`."""
+    own = task.stack.dtype
+    kinds = {preset: (own, preset) for preset in presets}
     if samples > 1:
-        dtypes |= {spread_of(preset): (preset, spread) for preset in presets}
-    dtypes |= {f"{preset}{one}": (preset, task.stack.dtype) for preset in presets for one in more}
+        kinds |= {spread_of(preset): (np.dtype(np.float32), preset) for preset in presets}
+    kinds |= {f"{preset}{one}": (own, preset) for preset in presets for one in more}
     return {
-        name: new_volume(
-            task.format,
-            folder,
-            partial(task.files.result, name),
-            task.stack.volume,
-            dtype,
-            {**provenance[preset], "mask": task.mask.name} if provenance else {},
-        )
-        for name, (preset, dtype) in dtypes.items()
+        name: WorkingFile(folder / task.files.result(name, ".raw"), task.stack.shape, *kind)
+        for name, kind in kinds.items()
     }
 
 
-def checksums(files: Iterable[VolumeFile], indices: Iterable[int]) -> list[int]:
+def checksums(files: Iterable[WorkingFile], indices: Iterable[int]) -> list[int]:
     """Of slices as they are read from files of results."""
     numbers = [*indices]
     return [zlib.crc32(file.read(index).tobytes()) for file in files for index in numbers]
 
 
-def save_mask(task: Task, presets: Sequence[str], folder: Path, about: Mapping[str, Any]) -> list[str]:
-    """Saves a mask that was made beside the files of results, in their format, where 255 is restored; in stores of
-    results as a label image, with the labels of a Zarr input.
+def export(
+    task: Task,
+    files: Mapping[str, WorkingFile],
+    folder: Path,
+    provenance: Mapping[str, Mapping[str, Any]],
+    of_mask: Mapping[str, Any],
+) -> None:
+    """Writes a task's results in its format, slice by slice, and beside them a mask that was made, where 255 is
+    restored; in stores of results it is a label image.
 
-    about: how it was made, for the file's own metadata. Returns a line for each label of the input's that is not kept.
+    provenance: how each preset's results are made, of_mask: how the mask was, for the files' own metadata.
     """
-    made = None if task.mask.from_file else task.mask
-    about = {**about, "mask": task.mask.name}
-    if task.format == "zarr":
-        from cocodiff_eval.formats.labels import write_labels
+    mask, volume, byte = task.mask, task.stack.volume, np.dtype(np.uint8)
+    made = not mask.from_file
 
-        stores = [file for name, file in result_files(task, presets, folder).items() if isinstance(file, ZarrFile)]
-        read = None if made is None else made.read
-        return [line for store in stores for line in write_labels(store, task.stack.volume, read, about)]
-    if made is not None:
-        name = partial(task.files.result, MASK)
-        file = new_volume(task.format, folder, name, task.stack.volume, np.dtype(np.uint8), about)
-        if file.path.is_dir():  # of a start that was killed here
-            shutil.rmtree(file.path)
-        file.create()
-        for index in range(len(task.stack)):
-            file.write(index, made.read(index) * np.uint8(255))
-        file.finish()
-    return []
+    def write(name: str, dtype: np.dtype, read: Callable[[int], np.ndarray], about: Mapping[str, Any]) -> NewVolume:
+        about = {**about, "mask": mask.name}
+        return write_volume(task.format, folder, partial(task.files.result, name), volume, dtype, read, about)
+
+    for name, file in files.items():
+        written = write(name, file.dtype, file.read, provenance[file.preset])
+        if made and task.format == "zarr" and name == file.preset:
+            from cocodiff_eval.formats.ome_zarr_file import write_label  # Zarr's library, which takes a second
+
+            label = replace(written, dtype=byte, provenance={**of_mask, "mask": mask.name})
+            write_label(replace(label, read=lambda index: mask.read(index).astype(byte)), mask.name)
+    if made and task.format != "zarr":
+        write(MASK, byte, lambda index: mask.read(index) * np.uint8(255), of_mask)
 
 
 def kept_samples(samples: int) -> list[str]:

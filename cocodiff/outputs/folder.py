@@ -1,4 +1,4 @@
-"""A folder of results: it appears whole or not at all, one run at a time writes to it, and of what it held before only
+"""A folder of results: they appear when all are there, one run at a time writes to it, and of what it held before only
 files that cocodiff wrote are ever removed."""
 
 from __future__ import annotations
@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import os
 import secrets
 import shutil
@@ -13,13 +14,41 @@ import socket
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from cocodiff.errors import OwnRankError, UserError
-from cocodiff.outputs.journal import FOLDER, Journals
-from cocodiff.outputs.manifest import MANIFEST, UNFINISHED, Manifest
+from cocodiff.files import replace_text
+from cocodiff.outputs.journal import FOLDER, PARTIAL, Journals
 
-_PARTIAL, _LOCK = ".cocodiff.partial", ".cocodiff.lock"  # inside a folder that is there already
+MANIFEST = ".cocodiff-files.json"
+LOCK = ".cocodiff.lock"
 _STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
+
+
+class Manifest(NamedTuple):
+    """The files that cocodiff wrote into a folder. run: of which run; settings: what the results depend on, if it kept
+    journals."""
+
+    run: str
+    files: list[str]
+    settings: dict[str, Any] | None = None
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest | None:
+        """None where there is none, or no whole one."""
+        if not (folder / MANIFEST).is_file():
+            return None
+        try:
+            found = json.loads((folder / MANIFEST).read_text())
+            names = [Path(name) for name in found["files"]]
+            below = [str(name) for name in names if name.parts and not name.is_absolute() and ".." not in name.parts]
+            return cls(str(found["run"]), below, dict(found.get("settings") or {}))
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return None
+
+    def write(self, folder: Path) -> None:
+        about = "what cocodiff wrote here: --overwrite removes these files and no others"
+        replace_text(folder / MANIFEST, json.dumps({"about": about, **self._asdict()}, indent=1))
 
 
 def shown(out: str) -> str:
@@ -41,60 +70,31 @@ def refusing(out: str) -> Iterator[None]:
         ) from error
 
 
-def check_place(out: str, final: Path, hidden: Path) -> None:
-    """Raises UserError where no folder `final`, and none called `hidden` beside or in it, can be made or written to."""
+def check_place(out: str, final: Path) -> None:
+    """Raises UserError where the folder `final` cannot be made or written to."""
     with refusing(out):
         if final.exists() and not final.is_dir():
             raise UserError(f"--out {shown(out)} is a file: name a folder")
         above = next(path for path in (final, *final.parents) if path.exists())
         if not above.is_dir() or not os.access(above, os.W_OK):
             raise UserError(f"--out {shown(out)}: no permission to write in {above}: choose another folder")
-        longest = os.pathconf(above, "PC_NAME_MAX")
-        for part in (*hidden.relative_to(above).parts, final.name):
-            if len(os.fsencode(part)) > longest:
-                raise UserError(
-                    f"--out {shown(out)}: with the hidden folder beside it ({len(os.fsencode(part))} bytes), the name "
-                    f"is too long for {above}, which takes {longest}: choose a shorter one"
-                )
         with tempfile.TemporaryFile(dir=above):  # /proc and full disks show only when something is written
             pass
 
 
-def _remove_hidden(partial: Path) -> None:
-    """Its manifest goes last, so that what a kill leaves of it is known as ours."""
-    for path in partial.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        elif path.name != MANIFEST:
-            path.unlink()
-    shutil.rmtree(partial)
-
-
-def _is_hollow(folder: Path) -> bool:
-    """Whether a kill left no more than this of a hidden folder: folders without files."""
-    if folder.is_symlink() or not folder.is_dir():
-        return False
-    return all(path.name == UNFINISHED or (path.is_dir() and not path.is_symlink()) for path in folder.rglob("*"))
-
-
-def remove_free(lock: Path) -> None:
-    """Removes a lock file of a run that no process holds any more."""
-    with contextlib.suppress(OSError):
-        held = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError, an OSError: a run is at its end
-            if os.pread(held, 4, 0) == b"pid ":
-                lock.unlink()
-        finally:
-            os.close(held)
+def _move(source: Path, target: Path) -> None:
+    """Moves all but a manifest from one folder into another; a folder that is not there is renamed as a whole."""
+    for one in [*source.iterdir()]:
+        there = target / one.name
+        if one.is_dir() and there.is_dir():
+            _move(one, there)
+        elif one.name != MANIFEST:
+            one.replace(there)
 
 
 class OutputFolder:
-    """Results are written to `partial`, a hidden folder, and put into `final` by `publish`.
-
-    A folder that is not there yet appears by one rename. Into one that is there (it may be a mount point, somebody's
-    working directory, or hold files of the user's) files are moved one by one, and then the older run's are removed;
-    the next start completes a move that was cut short. Links are followed and stay.
+    """Results are written to `partial`, a hidden folder in `final`, and moved into `final` by `publish`, which then
+    removes those of an older run; the next start completes a move that was cut short. Links are followed and stay.
 
     All ranks make the same object. `held` keeps other runs out; its owner is the process that ranks are forked from, or
     rank 0 under a launcher. Rank 0 opens and publishes. Whoever outlives a failed run calls `discard`, which keeps the
@@ -109,11 +109,8 @@ class OutputFolder:
         self.run = secrets.token_hex(8)
         with refusing(self.out):
             self.final = Path(out).resolve()
-            self._inside = self.final.is_dir()
-            hidden = (_PARTIAL, _LOCK) if self._inside else (f".{self.final.name}.partial", f".{self.final.name}.lock")
-            place = self.final if self._inside else self.final.parent
-            self.partial, self._lock_file = (place / name for name in hidden)
-        check_place(out, self.final, self.partial)
+        self.partial, self._lock_file = self.final / PARTIAL, self.final / LOCK
+        check_place(out, self.final)
         with refusing(self.out):
             if self._lock_file.is_file() and self.finished is None:  # so that nobody prepares a run for nothing
                 lock = os.open(self._lock_file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -130,9 +127,9 @@ class OutputFolder:
         if not self.resume or self.overwrite:
             return None
         manifest = Manifest.read(self.partial)  # of a run that was killed while it put its results in place
-        if (manifest is None or not manifest.ready) and not self._replaces():
+        if manifest is None and not self._replaces():
             manifest = Manifest.read(self.final)
-        return manifest if manifest is not None and manifest.ready and manifest.settings else None
+        return manifest if manifest is not None and manifest.settings else None
 
     def confirm(self, difference: tuple[str, str, str] | None) -> None:
         """Returns when the results of a run that is `finished` are in place. difference: between its settings and this
@@ -159,8 +156,8 @@ class OutputFolder:
 
     def _check_leftover(self) -> bool:
         """Whether what a run that did not end has finished is kept, for this one to go on with."""
-        manifest, kept = Manifest.read(self.partial), self.journals.kept()
-        if manifest is None or manifest.ready:
+        kept = self.journals.kept()
+        if Manifest.read(self.partial) is not None:
             return False
         if kept is None:
             if self.journals.finished() and not self.overwrite:
@@ -182,7 +179,7 @@ class OutputFolder:
         return self.overwrite or (header is not None and header.get("overwrite") is True)
 
     def _check_free(self) -> None:
-        if not self._inside or not {path.name for path in self.final.iterdir()} - {_PARTIAL, _LOCK}:
+        if not self.final.is_dir() or not {path.name for path in self.final.iterdir()} - {PARTIAL, LOCK}:
             return
         if self.finished is not None:
             return
@@ -196,7 +193,7 @@ class OutputFolder:
 
     def keep_apart(self, paths: Sequence[str]) -> None:
         """Raises UserError where one of the run's inputs is among the files that it would replace."""
-        manifest = Manifest.read(self.final) if self._inside else None
+        manifest = Manifest.read(self.final)
         replaced = {(self.final / name).resolve() for name in manifest.files} if manifest else set()
         for path in paths if replaced else ():
             if "\0" not in path and self._is_among(path, replaced):
@@ -219,14 +216,12 @@ class OutputFolder:
     def held(self) -> Iterator[None]:
         """Keeps every other run out while the block lasts, and clears what no living run owns: first of earlier ones
         that were killed, at the end of this one if it failed. Raises UserError where another run is at work."""
-        with refusing(self.out):
-            made = [path for path in self._lock_file.parents if not path.exists()]
-            self._lock_file.parent.mkdir(parents=True, exist_ok=True)
+        made = [path for path in (self.final, *self.final.parents) if not path.exists()]
         lock = None
         try:
             with refusing(self.out):
+                self.final.mkdir(parents=True, exist_ok=True)
                 lock = self._take_lock()
-                remove_free(self.final.parent / f".{self.final.name}.lock")  # left by a kill right after a rename
                 self._clear_leftover()
                 self._check_free()
             yield
@@ -270,21 +265,11 @@ class OutputFolder:
 
     def _clear_leftover(self) -> None:
         """Puts finished results of a killed run in place, and removes unfinished ones."""
-        if not os.path.lexists(self.partial):
-            return
         manifest = Manifest.read(self.partial)
-        if manifest is None or self.partial.lstat().st_uid != os.geteuid():
-            if not _is_hollow(self.partial):
-                raise UserError(
-                    f"--out {self.out}: {self.partial} is in the way and not ours (it holds no {MANIFEST}, or is "
-                    f"another user's): move it elsewhere"
-                )
-            shutil.rmtree(self.partial)
-        elif manifest.ready:
+        if manifest is not None:
             self._put_in_place(manifest)
-            self._inside = self.final.is_dir()
-        elif not self._check_leftover():
-            _remove_hidden(self.partial)
+        elif os.path.lexists(self.partial) and not self._check_leftover():
+            shutil.rmtree(self.partial)
 
     def open(self) -> Path:
         """`partial`: empty, or with what a run has finished that this one goes on with; what else a killed run left
@@ -292,7 +277,6 @@ class OutputFolder:
         with refusing(self.out):
             self._clear_leftover()
             self.partial.mkdir(parents=True, exist_ok=True)
-            Manifest(self.run, False, []).write(self.partial)
         return self.partial
 
     def publish(self) -> None:
@@ -300,8 +284,7 @@ class OutputFolder:
         found = (path.relative_to(self.partial) for path in self.partial.rglob("*") if not path.is_dir())
         files = sorted(str(path) for path in found if path.parts[0] != FOLDER)
         header = self.journals.header()
-        settings = header["settings"] if header is not None else None
-        manifest = Manifest(self.run, True, [name for name in files if name != MANIFEST], settings)
+        manifest = Manifest(self.run, files, header["settings"] if header is not None else None)
         manifest.write(self.partial)
         try:
             self._put_in_place(manifest)
@@ -314,24 +297,18 @@ class OutputFolder:
 
     def _put_in_place(self, manifest: Manifest) -> None:
         self.journals.remove()
-        if not os.path.lexists(self.final):
-            self.partial.rename(self.final)
-            return
         older = Manifest.read(self.final)
         old = older.files if older else []
-        fresh = [name for name in manifest.files if os.path.lexists(self.partial / name)]
-        for name in set(fresh) - set(old):
-            if os.path.lexists(self.final / name):
+        for name in set(manifest.files) - set(old):
+            if os.path.lexists(self.final / name) and os.path.lexists(self.partial / name):
                 raise UserError(f"{self.final / name} is in the way and was not written by cocodiff: move it elsewhere")
         # Both runs' files are on record until the older one's are gone.
-        Manifest(older.run if older else "", False, sorted({*old, *manifest.files})).write(self.final)
-        for name in fresh:
-            (self.final / name).parent.mkdir(parents=True, exist_ok=True)
-            (self.partial / name).replace(self.final / name)
+        Manifest(older.run if older else "", sorted({*old, *manifest.files})).write(self.final)
+        _move(self.partial, self.final)
         for name in set(old) - set(manifest.files):
             self._remove(name)
         manifest.write(self.final)
-        _remove_hidden(self.partial)
+        shutil.rmtree(self.partial)
 
     def _remove(self, name: str) -> None:
         """Removes a file of an older run and the folders that it leaves empty; nothing outside `final`."""
@@ -346,17 +323,14 @@ class OutputFolder:
 
     def discard(self) -> None:
         """Removes what this run has written, unless a batch is finished."""
-        manifest = Manifest.read(self.partial)
-        ours = manifest is not None and manifest.run == self.run and not manifest.ready
-        if (ours and self.journals.kept() is None) or (manifest is None and _is_hollow(self.partial)):
-            with contextlib.suppress(OSError):
-                _remove_hidden(self.partial)
+        if Manifest.read(self.partial) is None and self.journals.kept() is None:
+            shutil.rmtree(self.partial, ignore_errors=True)
 
     def left(self) -> str:
         """Says what a run that ended badly has left."""
         for folder in (self.final, self.partial):
             manifest = Manifest.read(folder)
-            if manifest is not None and manifest.run == self.run and manifest.ready:
+            if manifest is not None and manifest.run == self.run:
                 return f"the results are finished, in {folder}"
         kept = self.journals.kept()
         return f"{kept} are kept: go on with --resume" if kept is not None else "nothing was written"

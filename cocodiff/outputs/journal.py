@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 from cocodiff.files import flush, replace_text
 
-FOLDER = ".progress"  # within the hidden folder of a run's results
+PARTIAL = ".cocodiff.partial"  # the hidden folder of unfinished results, in that of results
+FOLDER = ".progress"  # within the hidden one
 _HEADER, _CLAIMS = "job.json", "claims"
 
 

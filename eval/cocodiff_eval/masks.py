@@ -10,9 +10,8 @@ import numpy as np
 
 from cocodiff.errors import UserError
 from cocodiff.files import is_there
-from cocodiff_eval.formats.region import matched
 from cocodiff_eval.formats.table import open_volume
-from cocodiff_eval.formats.volume import Progress, RawVolume, format_shape, unwatched
+from cocodiff_eval.formats.volume import Progress, RawVolume, format_shape, matched, unwatched
 from cocodiff_eval.slices import Stack, safe_stem
 
 GENERATED = ("block", "center")

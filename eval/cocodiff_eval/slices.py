@@ -10,9 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from cocodiff.errors import UserError
-from cocodiff_eval.formats.region import Part, matched
 from cocodiff_eval.formats.table import open_volume
-from cocodiff_eval.formats.volume import Metadata, RawVolume, format_shape
+from cocodiff_eval.formats.volume import Metadata, Part, RawVolume, format_shape, matched
 
 WHOLE = Part()
 SMALLEST_SIDE = 16  # two latent cells of the usual 8-fold autoencoder, and more than the SSIM window of 7

@@ -23,8 +23,8 @@ from strikes import LIMITS, ON_FIRE, SIGNALS, Strike
 from struck_run import STAGES
 from warm import Started
 
-from cocodiff.outputs.journal import Journals
-from cocodiff.outputs.manifest import Manifest
+from cocodiff.outputs.folder import Manifest
+from cocodiff.outputs.journal import PARTIAL, Journals
 
 LIMIT_S = 240.0  # a run that has not ended by then hangs
 
@@ -269,14 +269,14 @@ class Job:
 
     def judge_folder(self, whole: Path, said: str) -> list[str]:
         """What is wrong with what a run that ended badly, and could clean up, has left."""
-        partial = partial_of(self.out)
+        partial = self.out / PARTIAL
         kept = Journals(partial).kept()
         finished = (self.out / "metrics.json").exists()
         wrong = [f"left {path.name}" for path in self.temporary.iterdir()]
         places = {*self.disk.iterdir(), *self.out.glob(".cocodiff.*")}
         wrong += [f"left {path.name}" for path in places - {self.out, partial}]
         manifest = Manifest.read(partial)
-        if manifest is not None and manifest.ready:
+        if manifest is not None:
             told = f"the results are finished, in {partial}"
         else:
             told = f"{kept} are kept: go on with --resume" if kept is not None else ""
@@ -284,7 +284,7 @@ class Job:
         wrong += [f"did not say that {told}"] if told not in said else []
         if finished:
             self.compare(whole)
-        elif self.out.exists():
+        elif self.out.exists() and not {path.name for path in self.out.iterdir()} <= {PARTIAL}:
             wrong.append(f"half a result: {sorted(path.name for path in self.out.iterdir())}")
         return wrong
 
@@ -295,10 +295,6 @@ class Job:
         files, expected = ({path.name for path in folder.glob("[!.]*")} for folder in (self.out, whole))
         if files != expected:
             self.wrong.append(f"files {files}, not {expected}")
-
-
-def partial_of(out: Path) -> Path:
-    return out / ".cocodiff.partial" if out.exists() else out.parent / f".{out.name}.partial"
 
 
 def wait_for_session(leader: int) -> list[str]:
@@ -319,15 +315,16 @@ def wait_for_session(leader: int) -> list[str]:
 
 def damage(out: Path, chance: random.Random) -> list[str]:
     """What a purge of old files or a faulty disk may do to an unfinished job. Returns what was done."""
-    partial = partial_of(out)
-    manifest = Manifest.read(partial)
-    if manifest is None or manifest.ready:
+    partial = out / PARTIAL
+    if Manifest.read(partial) is not None or not partial.exists():
         return []
-    images = sorted(path for path in partial.glob("images/**/*") if path.is_file())
+    folders = ("images/**/*", ".progress/results/*")
+    images = sorted(path for folder in folders for path in partial.glob(folder) if path.is_file())
     kept = sorted(partial.glob(".progress/*/*.npz")) + sorted(partial.glob(".progress/*.jsonl"))
     kind = chance.choice(("purge", "remove", "truncate", "overwrite"))
     if kind == "purge" and images:
         shutil.rmtree(partial / "images")
+        shutil.rmtree(partial / ".progress" / "results", ignore_errors=True)
         return ["images purged"]
     if kind == "purge" or not [*images, *kept]:
         return []

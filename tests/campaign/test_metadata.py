@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zarr
-from cocodiff_eval.formats.table import new_volume, open_volume
+from cocodiff_eval.formats.table import open_volume, write_volume
 from cocodiff_eval.formats.units import LENGTHS
 from cocodiff_eval.formats.volume import RawVolume
 from inputs_checks import bits, voxels_of
@@ -47,11 +47,8 @@ def written(volume: RawVolume, voxels: np.ndarray, word: str, folder: Path) -> R
     place = folder / str(len([*folder.iterdir()]))
     place.mkdir()
     about: dict[str, Any] = {"version": "1.0", "prompt": "ein Zahn, größer\x00"}
-    file = new_volume(word, place, lambda suffix: f"scan{suffix}", volume, volume.dtype, about)
-    file.create()
-    for index, image_YX in enumerate(voxels):
-        file.write(index, image_YX)
-    file.finish()
+    named = lambda suffix: f"scan{suffix}"  # noqa: E731
+    file = write_volume(word, place, named, volume, volume.dtype, lambda index: voxels[index], about)
     if word == "zarr" and volume.metadata.kind != "zarr":
         about = zarr.open_group(file.path, mode="r").attrs.asdict()
         assert all(one.get("unit", "meter") in LENGTHS for one in about["multiscales"][0]["axes"]), "no unit of NGFF"

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 from warm import Started
 
-from cocodiff.outputs.journal import Journals
+from cocodiff.outputs.journal import PARTIAL, Journals
 
 
 def results(out: Path) -> tuple[dict[str, bytes], list[dict[str, Any]]]:
@@ -29,7 +29,7 @@ class Killed:
     """A run on four ranks in two replicas, from its start until it has finished more batches than there were."""
 
     def __init__(self, folder: Path, words: list[str]) -> None:
-        self.log, self.journals = folder / "log", Journals(folder / ".out.partial")
+        self.log, self.journals = folder / "log", Journals(folder / "out" / PARTIAL)
         before = len(self.journals.finished())
         self.process = Started(words, self.log)
         deadline = time.monotonic() + 180

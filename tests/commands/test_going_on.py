@@ -3,10 +3,12 @@ finished already."""
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,8 +18,9 @@ import tiny_pipelines
 from killed_runs import results
 
 from cocodiff.cli.main import main
+from cocodiff.jobs import tasks
 from cocodiff.jobs.replicas import Queue
-from cocodiff.outputs.journal import Entry, Journals
+from cocodiff.outputs.journal import PARTIAL, Entry, Journals
 
 SLICES = 4
 
@@ -34,7 +37,7 @@ class Runs:
     """Runs of one job in this process, the first of which is interrupted once some batches are finished."""
 
     def __init__(self, words: Sequence[object], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        self.out, self.partial = folder / "out", folder / ".out.partial"
+        self.out, self.partial = folder / "out", folder / "out" / PARTIAL
         self._words, self._capsys = [*map(str, words), "--quiet"], capsys
         self.whole = folder / "whole"
         assert self("--out", self.whole)[0] == 0
@@ -59,8 +62,7 @@ class Runs:
 
     def restore(self) -> None:
         """To where the run was interrupted."""
-        for folder in (self.out, self.partial):
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(self.out, ignore_errors=True)
         shutil.copytree(self._saved, self.partial)
 
     def go_on_after(self, damage: Callable[[Path], object]) -> str:
@@ -88,46 +90,61 @@ def overwritten(path: Path) -> None:
     path.write_bytes(bytes(path.stat().st_size))
 
 
-def emptied(path: Path) -> None:
-    """As a kill leaves what is being created."""
-    shutil.rmtree(path) if path.is_dir() else path.unlink()
-    path.mkdir() if path.suffix == ".zarr" else path.touch()
-
-
 def purged(partial: Path) -> None:
     shutil.rmtree(partial / "images")
+    shutil.rmtree(partial / ".progress" / "results", ignore_errors=True)
 
 
 def result(partial: Path) -> Path:
-    (found,) = (partial / "images").iterdir()
+    (found,) = (partial / ".progress" / "results").iterdir()
     return found
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("word", "damages"),
-    [
-        ("tiff", [purged, lambda partial: cut(result(partial)), lambda partial: emptied(result(partial))]),
-        ("h5", [purged, lambda partial: overwritten(result(partial)), lambda partial: emptied(result(partial))]),
-        ("sequence", [purged, lambda partial: cut(next(result(partial).iterdir()))]),
-        (
-            "zarr",
-            [
-                purged,
-                lambda partial: emptied(result(partial)),
-                lambda partial: shutil.rmtree(result(partial) / "0" / "1"),
-                lambda partial: (result(partial) / "0" / ".zarray").unlink(),
-            ],
-        ),
-    ],
-)
-def test_results_that_are_gone_are_made_again(runs_of: Callable[..., Runs], word: str, damages: list[Any]) -> None:
+@pytest.mark.parametrize("word", ["tiff", "h5", "sequence", "zarr", "npy"])
+def test_results_that_are_gone_are_made_again(runs_of: Callable[..., Runs], word: str) -> None:
     runs = runs_of("--format", word)
     assert "going on: 3 of 4 slices are there already" in runs.go_on_after(lambda partial: None)
+    damages: list[Callable[[Path], object]] = [
+        purged,
+        lambda partial: cut(result(partial)),
+        lambda partial: overwritten(result(partial)),
+        lambda partial: result(partial).unlink(),
+    ]
     for damage in damages:
         said = runs.go_on_after(damage)
         assert "finished batch(es) are damaged or gone: these are done again" in said
         assert "going on: 3 of" not in said
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("word", ["tiff", "h5", "sequence", "zarr", "npy"])
+def test_what_was_half_written_in_the_results_format_is_written_again(
+    runs_of: Callable[..., Runs], monkeypatch: pytest.MonkeyPatch, word: str
+) -> None:
+    """A full disk when all slices are there; none is made again."""
+    runs = runs_of("--format", word)
+    runs.restore()
+    with monkeypatch.context() as patch:
+        write = tasks.write_volume
+
+        def full(*given: Any) -> Any:
+            def failing(index: int) -> np.ndarray:
+                if index == 2:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                return given[5](index)
+
+            return write(*given[:5], failing, *given[6:])
+
+        patch.setattr(tasks, "write_volume", full)
+        patch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=0))
+        code, said = runs("--out", runs.out, "--resume")
+    assert code == 1 and "could not be written: No space left on device" in said
+    assert "results take 0.0 GiB while they are made, and then as much in their own format; the disk of" in said
+    assert "4 of 4 slices are kept: go on with --resume" in said and not (runs.out / "images").exists()
+    code, said = runs("--out", runs.out, "--resume")
+    assert code == 0 and "going on: 4 of 4 slices are there already" in said
+    assert results(runs.out) == results(runs.whole)
 
 
 def test_images_that_are_gone_are_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -199,9 +216,8 @@ def test_a_run_that_is_finished_has_nothing_left_to_do(scan: Path, runs_of: Call
 
 def test_a_run_that_was_to_replace_results_and_was_killed_names_what_it_has_kept(runs_of: Callable[..., Runs]) -> None:
     runs = runs_of()
-    shutil.copytree(runs.whole, runs.out)
-    runs.partial.rename(hidden := runs.out / ".cocodiff.partial")
-    job = hidden / ".progress" / "job.json"
+    shutil.copytree(runs.whole, runs.out, dirs_exist_ok=True)
+    job = runs.partial / ".progress" / "job.json"
     job.write_text(job.read_text().replace('"overwrite": false', '"overwrite": true'))
     code, said = runs("--out", runs.out)
     assert code == 2 and "has finished 3 of 4 slices there: go on with --resume, or start afresh with --over" in said

@@ -11,8 +11,7 @@ import pytest
 from output_folders import names, open_with_image, publish
 
 from cocodiff.errors import OwnRankError, UserError
-from cocodiff.outputs.folder import OutputFolder
-from cocodiff.outputs.manifest import MANIFEST
+from cocodiff.outputs.folder import MANIFEST, OutputFolder
 from cocodiff.outputs.settings import MARK
 
 
@@ -21,8 +20,7 @@ def test_results_appear_at_once(tmp_path):
     folder = OutputFolder(str(out), overwrite=False)
     partial = folder.open()
     (partial / MARK).write_text("new")
-    assert partial.parent == out.parent
-    assert not out.exists()
+    assert [path.name for path in out.iterdir()] == [partial.name]
     folder.publish()
     assert (out / MARK).read_text() == "new"
     assert [path.name for path in out.parent.iterdir()] == ["results"]
@@ -90,7 +88,7 @@ def test_discard_leaves_nothing(tmp_path):
     folder.open()
     folder.discard()
     folder.discard()
-    assert list(tmp_path.iterdir()) == []
+    assert names(tmp_path) == []
 
 
 def test_what_a_killed_run_left_is_not_published(tmp_path):
@@ -218,9 +216,8 @@ def test_a_link_is_followed_and_stays(tmp_path, exists):
         ("/proc/x", "choose another folder"),
         ("/proc/x/y", "choose another folder"),
         ("loop", "choose another folder"),
-        ("n" * 247, "takes 255: choose a shorter one"),
         ("n" * 300, "File name too long"),
-        ("é" * 125, "takes 255: choose a shorter one"),
+        ("é" * 128, "File name too long"),
         ("d/" * 3000, "File name too long"),
         ("a\0b", "choose another folder"),
     ],
@@ -238,8 +235,8 @@ def test_impossible_targets_are_refused_in_one_line(tmp_path, monkeypatch, out, 
 def test_a_name_with_dots_means_what_it_says(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     publish("a/../out", "new")
-    publish("n" * 246, "new")
-    assert {path.name for path in tmp_path.iterdir()} == {"out", "n" * 246}
+    publish("n" * 255, "new")
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "n" * 255}
 
 
 def test_results_go_into_the_working_directory(tmp_path, monkeypatch):

@@ -42,12 +42,12 @@ def test_a_second_run_is_refused_and_the_next_start_clears_what_a_kill_left(
     try:
         assert main(words) == 2
         assert f"another run (pid {run.process.pid} on " in capsys.readouterr().err
-        assert (tmp_path / ".out.partial" / "images").is_dir()  # the first run still has its hidden folder
+        assert (run.out / ".cocodiff.partial" / "images").is_dir()  # the first run still has its hidden folder
     finally:
         run.process.kill()
         run.end(10)
     psutil.wait_procs(ranks, timeout=10)
-    assert names(tmp_path) == [".out.lock", ".out.partial", "log"]
+    assert names(run.out) == [".cocodiff.lock", ".cocodiff.partial"]
     assert main(words) == 0
     assert names(tmp_path) == ["log", "out"]
 
@@ -94,7 +94,8 @@ def test_a_full_disk_is_one_line_and_leaves_earlier_results(scan: Path, tmp_path
 def test_under_mpi_the_whole_job_hears_that_the_folder_is_taken(scan: Path, tmp_path: Path) -> None:
     import fcntl
 
-    with (tmp_path / ".out.lock").open("w") as lock:
+    (tmp_path / "out").mkdir()
+    with (tmp_path / "out" / ".cocodiff.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         words = ["inpaint", "--input", str(scan), "--steps", "1", "--quiet", "--out", str(tmp_path / "out")]
         done = warm_mpiexec(2, COCODIFF, *words)

@@ -19,9 +19,8 @@ from cocodiff.cli.main import main
 from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld
 from cocodiff.console.terminal import limit_threads, threads
 from cocodiff.errors import UserError
-from cocodiff.jobs.items import Cost
+from cocodiff.jobs.items import Cost, batches_of
 from cocodiff.jobs.replicas import Replica
-from cocodiff.jobs.slices import batches_of
 from cocodiff.outputs.journal import Entry, Journals
 
 SLICES = 10

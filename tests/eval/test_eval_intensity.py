@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tifffile
 from cocodiff_eval.baseline import biharmonic
-from cocodiff_eval.formats.region import Part
+from cocodiff_eval.formats.volume import Part
 from cocodiff_eval.intensity import IntensityRange, compose_native, intensity_range, parse_range, prepare_slice
 from cocodiff_eval.masks import block_mask, center_mask, make_mask
 from cocodiff_eval.pyramid import downsample, fill_from_outside, halve_shape, upsample

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import tifffile
 import zarr
-from cocodiff_eval.formats.region import Part
-from cocodiff_eval.formats.table import new_volume, open_volume
+from cocodiff_eval.formats.table import open_volume, write_volume
 from cocodiff_eval.formats.units import LENGTHS, one_unit, unit_name, unit_symbol
-from cocodiff_eval.formats.volume import RawVolume
+from cocodiff_eval.formats.volume import Part, RawVolume
 from cocodiff_eval.slices import open_stack
 
 from cocodiff.errors import UserError
@@ -22,11 +21,8 @@ VOLUME = np.arange(3 * 20 * 24, dtype=np.uint16).reshape(3, 20, 24)
 
 def result(volume: RawVolume, word: str, folder: Path) -> RawVolume:
     """As it is read from a result."""
-    file = new_volume(word, folder, lambda suffix: f"result{suffix}", volume, volume.dtype, {"version": "1.0"})
-    file.create()
-    for index in range(volume.shape[0]):
-        file.write(index, np.asarray(volume.reader(index)))
-    file.finish()
+    named, about = (lambda suffix: f"result{suffix}"), {"version": "1.0"}
+    file = write_volume(word, folder, named, volume, volume.dtype, volume.reader, about)
     return open_volume(str(file.path))
 
 

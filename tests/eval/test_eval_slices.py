@@ -6,13 +6,16 @@ import tracemalloc
 import warnings
 import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
 import tifffile
-from cocodiff_eval.formats.tiff import StackFile
+from cocodiff_eval.formats.table import open_volume, write_volume
+from cocodiff_eval.formats.tiff import write_tiff
+from cocodiff_eval.formats.volume import NewVolume
 from cocodiff_eval.slices import Stack, open_stack, open_stacks, open_truth, safe_stem, save_preview_png, to_grey8
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -49,11 +52,7 @@ def test_tiff_goes_in_and_out(tmp_path: Path, dtype: str, shape: tuple[int, ...]
     tifffile.imwrite(tmp_path / "in.tif", expected, photometric="minisblack")
     stack = open_stack(str(tmp_path / "in.tif"))
     assert_holds(stack, expected)
-    written = StackFile(tmp_path / "out.tif", stack.shape, stack.dtype, stack.ndim)
-    written.create()
-    for index in reversed(range(len(stack))):
-        StackFile(written.path, stack.shape, stack.dtype, stack.ndim).write(index, stack.read(index))
-        np.testing.assert_array_equal(written.read(index), stack.read(index))
+    write_tiff(NewVolume(tmp_path / "out.tif", stack.shape, stack.dtype, stack.ndim, stack.read))
     assert_holds(open_stack(str(tmp_path / "out.tif")), expected)
     np.testing.assert_array_equal(tifffile.imread(tmp_path / "out.tif"), expected)
 
@@ -169,10 +168,8 @@ def test_a_stack_is_never_wholly_in_memory(tmp_path: Path) -> None:
     shape = (60, 256, 256)
     slice_bytes = 256 * 256 * 2
     tracemalloc.start()
-    written = StackFile(tmp_path / "big.tif", shape, np.dtype("uint16"), 3)
-    written.create()
-    for index in range(shape[0]):
-        written.write(index, np.full(shape[1:], index, dtype=np.uint16))
+    read = partial(np.full, shape[1:], dtype=np.uint16)
+    write_tiff(NewVolume(tmp_path / "big.tif", shape, np.dtype("uint16"), 3, read))
     stack = open_stack(str(tmp_path / "big.tif"))
     assert [int(stack.read(index)[5, 7]) for index in range(len(stack))] == list(range(60))
     _, peak = tracemalloc.get_traced_memory()
@@ -246,8 +243,9 @@ def test_preview(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    volume = open_volume(_png(tmp_path / "in.png", np.zeros((16, 16), np.uint8)))
     with pytest.raises(UserError, match=r"cannot be written.*--out"):
-        StackFile(tmp_path / "no" / "x.tif", (2, 16, 16), np.dtype("uint8"), 3).create()
+        write_volume("tiff", tmp_path / "no", lambda suffix: f"x{suffix}", volume, volume.dtype, volume.reader, {})
 
 
 def _png(path: Path, array: np.ndarray) -> str:

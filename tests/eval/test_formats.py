@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 import tifffile
 import zarr
-from cocodiff_eval.formats.region import Part
-from cocodiff_eval.formats.table import FORMATS, open_volume, result_format
-from cocodiff_eval.formats.volume import RawVolume, Region, VolumeFile
+from cocodiff_eval.formats.table import FORMATS, open_volume, result_format, write_volume
+from cocodiff_eval.formats.volume import NewVolume, Part, RawVolume, Region
 from cocodiff_eval.formats.words import WRITTEN
 from cocodiff_eval.masks import make_mask
 from cocodiff_eval.slices import open_stack, open_truth
@@ -147,24 +146,11 @@ def slice_of(volume: RawVolume, index: int) -> np.ndarray:
     return np.ascontiguousarray(volume.reader(index), dtype=volume.dtype)
 
 
-def restored(volume: RawVolume, word: str, folder: Path) -> VolumeFile:
-    """A result with the volume's own voxels, written in any order by objects of their own, as ranks have them."""
+def restored(volume: RawVolume, word: str, folder: Path) -> NewVolume:
+    """A result with the volume's own voxels."""
     word = result_format(word, volume)
-    writer = FORMATS[word].writer
-    assert writer is not None
-
-    def make() -> VolumeFile:
-        path = folder / f"out{FORMATS[word].suffix}"
-        return writer(path, volume.shape, volume.dtype, volume.ndim, volume.metadata, PROVENANCE, volume.region)
-
-    make().create()
-    for index in reversed(range(volume.shape[0])):
-        make().write(index, slice_of(volume, index))
-    result = make()
-    for index in range(volume.shape[0]):
-        assert result.read(index).tobytes() == slice_of(volume, index).tobytes()
-    result.finish()
-    return result
+    read = lambda index: slice_of(volume, index)  # noqa: E731
+    return write_volume(word, folder, lambda suffix: f"out{suffix}", volume, volume.dtype, read, PROVENANCE)
 
 
 def assert_bits(path: Any, expected: np.ndarray) -> RawVolume:

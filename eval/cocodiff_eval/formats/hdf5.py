@@ -1,9 +1,13 @@
-"""HDF5 datasets as volumes. A file may name other files, as links, external storage or sources of virtual datasets;
-what they hold is read only where the user allows it."""
+"""HDF5 datasets as volumes, and as results: contiguous, with what the input said beside its voxels.
+
+A file may name other files, as links, external storage or sources of virtual datasets; what they hold is read only
+where the user allows it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -17,9 +21,10 @@ import numpy as np
 from cocodiff.errors import UserError
 from cocodiff.files import irregular, is_there
 from cocodiff_eval.formats.tiff_metadata import NOTES
-from cocodiff_eval.formats.units import one_unit
+from cocodiff_eval.formats.units import LENGTHS, one_unit
 from cocodiff_eval.formats.volume import (
     Metadata,
+    NewVolume,
     RawVolume,
     Slabs,
     as_volume_shape,
@@ -246,25 +251,12 @@ def _check_storage(dataset: Any, follow_links: bool, depth: int = 0) -> None:
 
 
 def _sources(dataset: Any) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Of each source of a virtual dataset the file, the dataset and the least shape; of numbered ones (`part%b.h5`) up
-    to the last that is there."""
+    """Of each source of a virtual dataset the file, the dataset and the least shape."""
     for source in dataset.virtual_sources() if dataset.is_virtual else ():
         shape: tuple[int, ...] = ()
         with contextlib.suppress(RuntimeError, ValueError):  # all of it, whatever its shape, or without an end
             shape = tuple(end + 1 for end in source.src_space.get_select_bounds()[1])
-        own, last = source.file_name == ".", 0
-        if "%b" in (source.dset_name if own else source.file_name).replace("%%", ""):
-            for number in range(MOST_VISITED):
-                places = _places(dataset.file.filename, numbered(source.file_name, number))
-                if numbered(source.dset_name, number) in dataset.file if own else any(map(is_there, places)):
-                    last = number
-        for number in range(last + 1):
-            yield numbered(source.file_name, number), numbered(source.dset_name, number), shape
-
-
-def numbered(name: str, number: int) -> str:
-    """The name of a source of a virtual dataset as HDF5 spells it, with its number in the place of `%b`."""
-    return re.sub("%([%b])", lambda sign: "%" if sign[1] == "%" else str(number), name)
+        yield source.file_name, source.dset_name, shape
 
 
 def _places(file: str, other: str) -> list[Path]:
@@ -287,3 +279,104 @@ def _check_other(file: str, what: str, other: str, follow_links: bool, places: S
     if kind := irregular(place):
         raise UserError(f"{file}: {what} {other}, which is {kind}; name a regular file")
     return place
+
+
+MOST_COPIED = 2**20  # bytes of a dataset beside the voxels that is copied: angles, positions, names
+LONGEST_ATTRIBUTE = 2**15  # bytes; HDF5 takes 64 KiB with all that goes with it
+
+
+def write_hdf5(new: NewVolume) -> None:
+    """Writes an HDF5 file. Of an HDF5 input its names, attributes and small datasets are kept, and a frame stays a
+    dataset; else it is Data Exchange's `/exchange/data`."""
+    kept, details = new.metadata, new.metadata.details
+    of_hdf5 = kept.kind == "hdf5"
+    place = str(details["object"]) if of_hdf5 else DATA_EXCHANGE
+    frames = details.get("frames", ()) if of_hdf5 else ()
+    first = new.region.start[0] if new.region is not None else 0
+    names = [f"{place.rstrip('/')}/{name}" for name in frames] or [f"/{place.strip('/')}"]
+    own = names[first : first + new.shape[0]] if frames else names
+    with h5py.File(new.path, "w") as file:
+        if of_hdf5:
+            with h5py.File(details["file"], "r") as old:
+                _copy_around(old, file, [name.strip("/") for name in names])  # not of frames outside a region either
+                _write_voxels(file, own, new)
+                for name in own:
+                    _copy_attributes(old[name], file[name])
+        else:
+            file["implements"] = "exchange"
+            _write_voxels(file, own, new)
+            _describe(file[place], new)
+        if new.provenance:
+            _say(file[place], NOTES, json.dumps(new.notes()))
+
+
+def _write_voxels(file: h5py.File, names: Sequence[str], new: NewVolume) -> None:
+    """names: of the one dataset, or of frames."""
+    if "frames" not in new.metadata.details:
+        dataset = file.create_dataset(names[0], new.stored_shape, new.stored)
+        for index, image_YX in enumerate(new.slices()):
+            dataset[index if new.ndim == 3 else ...] = image_YX.astype(new.stored)
+        return
+    for name, image_YX in zip(names, new.slices(), strict=True):
+        file[name] = image_YX.astype(new.stored).reshape((1,) * (new.metadata.details["ndim"] - 2) + image_YX.shape)
+
+
+def _describe(dataset: h5py.Dataset, new: NewVolume) -> None:
+    kept = new.metadata
+    if kept.voxel_size and kept.unit:
+        dataset.attrs["element_size_um"] = np.array(kept.voxel_size) * (LENGTHS[kept.unit][1] / 1e-6)
+    elif kept.voxel_size:
+        dataset.attrs["voxel_size"], dataset.attrs["unit"] = kept.voxel_size, kept.unit
+    if kept.description:
+        _say(dataset, "description", kept.description)
+    if new.ndim == 3:
+        dataset.attrs["axes"] = "z:y:x"
+    if kept.attributes:
+        _say(dataset, "attributes", json.dumps(kept.attributes))
+
+
+def _say(node: Any, name: str, text: str) -> None:
+    """A text as an attribute; one that is too long for an attribute as a dataset of its own."""
+    if len(text.encode()) < LONGEST_ATTRIBUTE:
+        node.attrs[name] = text
+    else:
+        node.file[f"/process/{NOTES}/{name}"] = text
+
+
+def _copy_around(old: Any, new: Any, voxels: Sequence[str]) -> None:
+    """Attributes of all groups, and the small datasets beside the voxels; nothing that lies in other files."""
+    skipped = set(voxels)
+    _copy_attributes(old, new)
+    left = MOST_VISITED + len(skipped)
+
+    def visit(name: str, node: Any) -> bool | None:
+        nonlocal left
+        left -= 1
+        if isinstance(node, h5py.Group):
+            _copy_attributes(node, new.require_group(name))
+        elif name not in skipped and _is_small(node):
+            old.copy(node, new.require_group(str(Path(name).parent)), Path(name).name)
+        return True if left <= 0 else None
+
+    old.visititems(visit)
+
+
+def _is_small(dataset: Any) -> bool:
+    if not isinstance(dataset, h5py.Dataset) or dataset.external or dataset.is_virtual:
+        return False
+    return dataset.shape is None or dataset.size * dataset.dtype.itemsize <= MOST_COPIED
+
+
+def _copy_attributes(old: Any, new: Any) -> None:
+    """All but references to objects, which mean nothing in another file."""
+    for name in old.attrs:
+        try:
+            value = old.attrs[name]
+            if h5py.check_ref_dtype(getattr(value, "dtype", np.dtype("u1"))) is None and not _holds_references(value):
+                new.attrs.create(name, value, dtype=old.attrs.get_id(name).dtype)
+        except (TypeError, ValueError, OSError):  # types that h5py has not
+            continue
+
+
+def _holds_references(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype.kind in "OV" and not h5py.check_string_dtype(value.dtype)

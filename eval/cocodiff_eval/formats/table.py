@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,16 +12,12 @@ from typing import Any
 import numpy as np
 
 from cocodiff.errors import UserError, check_choice
-from cocodiff.files import is_there
-from cocodiff_eval.formats.hdf5 import open_hdf5
-from cocodiff_eval.formats.hdf5_file import Hdf5File
-from cocodiff_eval.formats.npy import NpyFile, open_npy
+from cocodiff.files import flush, is_there
+from cocodiff_eval.formats.hdf5 import open_hdf5, write_hdf5
 from cocodiff_eval.formats.ome_zarr import is_store, open_zarr, split_store
-from cocodiff_eval.formats.ome_zarr_file import ZarrFile
-from cocodiff_eval.formats.png import open_png
-from cocodiff_eval.formats.sequence import SequenceFiles, holds_slices, is_pattern, open_sequence
-from cocodiff_eval.formats.tiff import StackFile, open_tiff
-from cocodiff_eval.formats.volume import RawVolume, VolumeFile, check_file, check_memory, is_folder
+from cocodiff_eval.formats.png_npy import open_npy, open_png, write_npy
+from cocodiff_eval.formats.tiff import holds_slices, is_pattern, open_sequence, open_tiff, write_sequence, write_tiff
+from cocodiff_eval.formats.volume import NewVolume, RawVolume, check_file, check_memory, is_folder, writing
 from cocodiff_eval.formats.words import SAME, WRITTEN
 
 SUPPORTED = (
@@ -30,6 +27,12 @@ SUPPORTED = (
 _HDF5_PATTERN = re.compile(r"^(?P<file>.+\.(?:h5|hdf5|hdf|nxs))(?::(?P<dataset>.*))?$", re.IGNORECASE)
 
 
+def write_zarr(new: NewVolume) -> None:
+    from cocodiff_eval.formats.ome_zarr_file import ZarrStore  # Zarr's library, which takes a second
+
+    ZarrStore(new).write()
+
+
 @dataclass(frozen=True)
 class Format:
     """A format of files. suffixes: of files that `opener` reads; writer and suffix: of results, none where it is only
@@ -37,18 +40,18 @@ class Format:
 
     suffixes: tuple[str, ...]
     opener: Callable[[str], RawVolume] | None = None
-    writer: type[VolumeFile] | None = None
+    writer: Callable[[NewVolume], None] | None = None
     suffix: str = ""
 
 
 # By the word of --format. Folders, patterns, stores and datasets within files are told apart by `open_volume`.
 FORMATS = {
     "png": Format((".png",), open_png),
-    "tiff": Format((".tif", ".tiff"), open_tiff, StackFile, ".tif"),
-    "sequence": Format((), open_sequence, SequenceFiles, ""),
-    "zarr": Format((), None, ZarrFile, ".ome.zarr"),
-    "h5": Format((".h5", ".hdf5", ".hdf", ".nxs"), None, Hdf5File, ".h5"),
-    "npy": Format((".npy",), open_npy, NpyFile, ".npy"),
+    "tiff": Format((".tif", ".tiff"), open_tiff, write_tiff, ".tif"),
+    "sequence": Format((), open_sequence, write_sequence, ""),
+    "zarr": Format((), None, write_zarr, ".ome.zarr"),
+    "h5": Format((".h5", ".hdf5", ".hdf", ".nxs"), None, write_hdf5, ".h5"),
+    "npy": Format((".npy",), open_npy, write_npy, ".npy"),
 }
 
 
@@ -64,13 +67,32 @@ def result_format(word: str, volume: RawVolume) -> str:
     return kind if kind in WRITTEN else "tiff"
 
 
-def new_volume(
-    word: str, folder: Path, name: Callable[[str], str], like: RawVolume, dtype: np.dtype, provenance: Mapping[str, Any]
-) -> VolumeFile:
-    """A result of an input's shape in one of FORMATS, not created yet. name: of the file, from its suffix."""
+def write_volume(
+    word: str,
+    folder: Path,
+    name: Callable[[str], str],
+    like: RawVolume,
+    dtype: np.dtype,
+    read: Callable[[int], np.ndarray],
+    provenance: Mapping[str, Any],
+) -> NewVolume:
+    """Writes a result of an input's shape in one of FORMATS, in the place of one of that name; returns when it is on
+    the disk. name: of the file, from its suffix; read: a slice of the dtype, [Y, X].
+
+    Raises UserError for what the format cannot hold; a full disk stays an OSError.
+    """
     one = FORMATS[word]
     assert one.writer is not None, word
-    return one.writer(folder / name(one.suffix), like.shape, dtype, like.ndim, like.metadata, provenance, like.region)
+    path = folder / name(one.suffix)
+    new = NewVolume(path, like.shape, dtype, like.ndim, read, like.metadata, provenance, like.region)
+    if path.is_dir():  # of a start that was killed here
+        shutil.rmtree(path)
+    with writing(path):
+        one.writer(new)
+        for file in path.rglob("*") if path.is_dir() else [path]:
+            if file.is_file():
+                flush(file)
+    return new
 
 
 def split_hdf5(path: str) -> tuple[str, str | None]:

@@ -10,7 +10,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from cocodiff_eval.formats.units import Sides, one_unit, unit_symbol
-from cocodiff_eval.formats.volume import Metadata, VolumeFile, kept_alone, plain
+from cocodiff_eval.formats.volume import Metadata, NewVolume, kept_alone, plain
 
 # Tags of text that are kept: document, maker, model, page, date, artist, host, copyright.
 TEXTS = (269, 271, 272, 285, 306, 315, 316, 33432)
@@ -105,7 +105,7 @@ def _of_ome(xml: str) -> tuple[Sides, str]:
     return one_unit([given[name] for name in there], [given.get(f"{name}Unit", "µm") for name in there]), text
 
 
-def tiff_options(file: VolumeFile) -> tuple[dict[str, Any], dict[str, Any]]:
+def tiff_options(file: NewVolume) -> tuple[dict[str, Any], dict[str, Any]]:
     """Arguments of `tifffile.TiffWriter` and of its `write`, so that the new file says what the input said.
 
     Of another format's metadata an OME-TIFF is made where a voxel's size is known, else a plain one.
@@ -144,7 +144,7 @@ def tiff_options(file: VolumeFile) -> tuple[dict[str, Any], dict[str, Any]]:
     }, options
 
 
-def _json(file: VolumeFile, notes: Mapping[str, Any], details: Mapping[str, Any]) -> dict[str, Any]:
+def _json(file: NewVolume, notes: Mapping[str, Any], details: Mapping[str, Any]) -> dict[str, Any]:
     """What a plain TIFF says in JSON, as tifffile writes it."""
     kept, said = file.metadata, dict(file.metadata.attributes) if details else {}
     if not details and kept.attributes:
@@ -154,7 +154,7 @@ def _json(file: VolumeFile, notes: Mapping[str, Any], details: Mapping[str, Any]
     return {**said, **notes}
 
 
-def _imagej(file: VolumeFile, notes: Mapping[str, Any]) -> dict[str, Any]:
+def _imagej(file: NewVolume, notes: Mapping[str, Any]) -> dict[str, Any]:
     of_image = PLACED if file.region is not None else ()
     binary = {name: one for name, one in file.metadata.details["imagej"].items() if name not in of_image}
     said = {**file.metadata.attributes, **binary, "axes": "ZYX"[-file.ndim :]}
@@ -165,7 +165,7 @@ def _imagej(file: VolumeFile, notes: Mapping[str, Any]) -> dict[str, Any]:
     return said
 
 
-def _new_ome(file: VolumeFile, notes: Mapping[str, Any]) -> dict[str, Any]:
+def _new_ome(file: NewVolume, notes: Mapping[str, Any]) -> dict[str, Any]:
     kept, said = file.metadata, dict[str, Any](axes="ZYX"[-file.ndim :], UUID=_identity(file))
     for axis, side in zip("ZYX", kept.voxel_size or (), strict=False):
         said |= {f"PhysicalSize{axis}": side}
@@ -179,13 +179,13 @@ def _new_ome(file: VolumeFile, notes: Mapping[str, Any]) -> dict[str, Any]:
     return said | ({"MapAnnotation": annotations} if annotations else {})
 
 
-def _identity(file: VolumeFile) -> str:
+def _identity(file: NewVolume) -> str:
     """The same for the same result: tifffile's own would tell the time and this machine's address."""
     about = [file.path.name, str(file.shape), file.dtype.str, file.notes(), dict(file.metadata.attributes)]
     return str(uuid.uuid5(uuid.NAMESPACE_OID, json.dumps(about, sort_keys=True)))
 
 
-def _changed_ome(xml: str, file: VolumeFile, notes: Mapping[str, Any]) -> bytes | None:
+def _changed_ome(xml: str, file: NewVolume, notes: Mapping[str, Any]) -> bytes | None:
     """The input's OME-XML for the result: its first image, the voxels' size and type as they are now. None where it
     has no image."""
     root = ElementTree.fromstring(xml)

@@ -1,4 +1,5 @@
-"""What the formats of slices and masks share: a volume whose voxels are not read yet, and what is refused of one.
+"""What the formats of slices and masks share: a volume whose voxels are not read yet, regions of it (`--slices` and
+`--roi`) and of masks beside it, results that are not written yet, and what is refused of them.
 
 A reader knows the shape and dtype at once and reads one slice at a time: a stack larger than memory is no special case.
 Every failure is a `UserError` that names the file and the remedy.
@@ -13,7 +14,6 @@ import math
 import os
 import re
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -99,49 +99,34 @@ class RawVolume:
 
 
 @dataclass(frozen=True)
-class VolumeFile(ABC):
-    """A result that slices are written to in any order, by any process: [Y, X] for ndim 2, [N, Y, X] for ndim 3.
+class NewVolume:
+    """A result as a writer of a format takes it: [Y, X] for ndim 2, [N, Y, X] for ndim 3, read slice by slice.
 
-    metadata: the input's, kept; provenance: how the result was made; region: the part of the input that it is. The
-    caller chooses a path and moves it into place afterwards. One process calls `create` before and `finish` after all
-    others `write`.
+    metadata: the input's, kept; provenance: how the result was made; region: the part of the input that it is.
     """
 
     path: Path
     shape: tuple[int, int, int]
     dtype: np.dtype
     ndim: int
+    read: Callable[[int], np.ndarray]
     metadata: Metadata = field(default_factory=Metadata)
     provenance: Mapping[str, Any] = field(default_factory=dict)
     region: Region | None = None
 
-    def create(self) -> None:
-        """Makes the file; its slices are zero until they are written. Raises UserError where that cannot be."""
-        with writing(self.path):
-            self._create()
-
-    @abstractmethod
-    def _create(self) -> None: ...
-
-    @abstractmethod
-    def write(self, index: int, image_YX: np.ndarray) -> None:
-        """Slice `index`, of the volume's dtype and shape. Returns when it is on the disk."""
-
-    @abstractmethod
-    def read(self, index: int) -> np.ndarray:
-        """Slice `index` as it was written, [Y, X]."""
-
     @property
-    def _stored(self) -> np.dtype:
+    def stored(self) -> np.dtype:
         """The dtype with the byte order of the file."""
         return self.dtype.newbyteorder(">" if self.metadata.byteorder == ">" else "<")
 
-    def _check(self, image_YX: np.ndarray) -> None:
-        assert image_YX.dtype == self.dtype and image_YX.shape == self.shape[1:], (image_YX.dtype, image_YX.shape)
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Of the array in the file."""
+        return self.shape[-self.ndim :]
 
-    def finish(self) -> None:
-        """Writes what needs all slices: smaller levels of a pyramid."""
-        return
+    def slices(self) -> Iterator[np.ndarray]:
+        """All slices [Y, X] in their order."""
+        return map(self.read, range(self.shape[0]))
 
     def notes(self) -> dict[str, Any]:
         """How the result was made, for the file's own metadata: plain data that JSON takes, empty for no provenance."""
@@ -151,40 +136,18 @@ class VolumeFile(ABC):
         return notes
 
 
-class RowFile(VolumeFile):
-    """A file in which the voxels of a slice lie in a row, uncompressed, so that any process may write any of them."""
-
-    @abstractmethod
-    def _offset(self, index: int) -> int:
-        """Where the voxels of a slice begin in the file, in bytes."""
-
-    @property
-    def _slice_bytes(self) -> int:
-        return self.shape[1] * self.shape[2] * self.dtype.itemsize
-
-    def write(self, index: int, image_YX: np.ndarray) -> None:
-        self._check(image_YX)
-        with self.path.open("r+b") as file:
-            file.seek(self._offset(index))
-            file.write(image_YX.astype(self._stored).tobytes())
-            file.flush()
-            os.fsync(file.fileno())
-
-    def read(self, index: int) -> np.ndarray:
-        image = np.fromfile(self.path, self._stored, self.shape[1] * self.shape[2], offset=self._offset(index))
-        return image.reshape(self.shape[1:]).astype(self.dtype)
-
-
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """What the file system or a library refuses of a new file. Raises UserError; a full disk stays an OSError."""
+    """What the file system or a library refuses of a new file: a UserError; a full or failing disk stays an OSError."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG):
             raise
+        if f"errno = {errno.ENOSPC}," in str(error) or str(error).endswith(" written"):  # so say HDF5 and numpy
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
         option = "--out" if isinstance(error, OSError) else "--format"
         raise UserError(f"{path}: cannot be written ({one_line(error)}); choose another {option}") from error
 
@@ -366,3 +329,55 @@ def same_channels(image_YXC: np.ndarray, path: str) -> np.ndarray:
         if alpha_YX.size and not bool((alpha_YX == opaque).all()):
             raise UserError(f"{path}: has transparent pixels; remove the alpha channel and save it as grey")
     return np.ascontiguousarray(first_YX)
+
+
+_RANGE = re.compile(r"^\s*(\d{0,9})\s*:\s*(\d{0,9})\s*$")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of every input, as the user wrote it. slices: `100:200`; roi: `y0:y1,x0:x1`. Ends are not included, and
+    may be left away; "" is all."""
+
+    slices: str = ""
+    roi: str = ""
+
+    def of(self, volume: RawVolume) -> RawVolume:
+        """That part of a volume. Raises UserError for words that name none, and for a part outside it."""
+        if not self.slices and not self.roi:
+            return volume
+        rows, comma, columns = (self.roi or ":,:").partition(",")
+        if not comma:
+            raise UserError(f"--roi {self.roi!r}: give rows and columns as y0:y1,x0:x1, such as 0:512,128:640")
+        words = (("slices", self.slices or ":"), ("roi", rows), ("roi", columns))
+        ends = [_ends(option, word, side, volume) for (option, word), side in zip(words, volume.shape, strict=True)]
+        start, stop = zip(*ends, strict=True)
+        return volume.cropped(Region((start[0], start[1], start[2]), (stop[0], stop[1], stop[2])))
+
+
+def _ends(option: str, word: str, side: int, volume: RawVolume) -> tuple[int, int]:
+    match = _RANGE.match(word)
+    if match is None:
+        form = "100:200" if option == "slices" else "y0:y1,x0:x1"
+        raise UserError(f"--{option} {word!r}: not a range; give {form}, from the first to before the second")
+    start, stop = int(match[1] or 0), int(match[2] or side)
+    if not start < stop <= side:
+        raise UserError(
+            f"--{option} {word}: not within {volume.path}, which has {format_shape(volume.shape)} voxels; give a start "
+            f"below the end, and an end of at most {side}"
+        )
+    return start, stop
+
+
+def matched(volume: RawVolume, of: RawVolume) -> RawVolume:
+    """What of a mask or a truth belongs to a region: of one with the shape of the whole volume that part, of any other
+    all. of: the input, or a region of it."""
+    if of.region is None or of.whole is None:
+        return volume
+    fits = volume.shape[1:] == of.whole[1:] and (volume.ndim == 2 or volume.shape == of.whole)
+    if not fits:
+        return volume
+    region = of.region
+    if volume.ndim == 2:
+        region = Region((0, *region.start[1:]), (1, *region.stop[1:]))
+    return volume.cropped(region)

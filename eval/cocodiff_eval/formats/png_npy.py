@@ -1,4 +1,5 @@
-"""PNG images, which have no random access: the image is read when it is opened."""
+"""Files of voxels and nothing else: PNG, which has no random access, so that an image is read when it is opened; and
+NumPy's own, .npy."""
 
 from __future__ import annotations
 
@@ -10,11 +11,13 @@ import numpy as np
 from cocodiff.errors import UserError
 from cocodiff_eval.formats.volume import (
     Metadata,
+    NewVolume,
     RawVolume,
     as_volume_shape,
     check_memory,
     one_line,
     quiet_libraries,
+    reading,
     same_channels,
 )
 
@@ -60,3 +63,26 @@ def open_png(file: str) -> RawVolume:
         return image_YX
 
     return RawVolume(file, Path(file).stem, shape, image_YX.dtype, 2, read, Metadata("png"))
+
+
+def open_npy(file: str) -> RawVolume:
+    """Raises UserError for files with objects in them, which would have to be unpickled, and for damaged ones."""
+    with reading(f"{file}: not a readable .npy file", "save it again with numpy.save"):
+        voxels = np.load(file, mmap_mode="r", allow_pickle=False)
+    shape = as_volume_shape(voxels.shape, file)
+    check_memory(file, shape[1:], voxels.dtype.itemsize)
+    byteorder = ">" if voxels.dtype.newbyteorder("S").isnative and voxels.dtype.itemsize > 1 else "<"
+
+    def read(index: int) -> np.ndarray:
+        return np.asarray(voxels if voxels.ndim == 2 else voxels[index])
+
+    metadata = Metadata("npy", byteorder=byteorder)
+    return RawVolume(file, Path(file).stem, shape, voxels.dtype.newbyteorder("="), voxels.ndim, read, metadata)
+
+
+def write_npy(new: NewVolume) -> None:
+    about = {"descr": new.stored.str, "fortran_order": False, "shape": new.stored_shape}
+    with new.path.open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, about)
+        for image_YX in new.slices():
+            file.write(image_YX.astype(new.stored).tobytes())
