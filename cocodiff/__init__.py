@@ -9,19 +9,23 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from cocodiff.config import Config
-from cocodiff.errors import PeerLost, UserError
+from cocodiff.config.config import Config
+from cocodiff.config.errors import PeerLost, UserError
 
 if TYPE_CHECKING:
-    from cocodiff.arrays import restore
-    from cocodiff.engine import parallelize
-    from cocodiff.verification import verify
+    from cocodiff.engine.engine import parallelize
+    from cocodiff.engine.verification import verify
+    from cocodiff.jobs.arrays import restore
 
 __all__ = ["Config", "PeerLost", "UserError", "parallelize", "restore", "verify"]
 __version__ = "0.1.0"
 
 
-WHERE = {"parallelize": "cocodiff.engine", "restore": "cocodiff.arrays", "verify": "cocodiff.verification"}
+WHERE = {
+    "parallelize": "cocodiff.engine.engine",
+    "restore": "cocodiff.jobs.arrays",
+    "verify": "cocodiff.engine.verification",
+}
 
 
 def __getattr__(name: str) -> Any:

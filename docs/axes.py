@@ -3,9 +3,9 @@
 python docs/axes.py > docs/axes.svg
 """
 
-from cocodiff.config import load_machine
+from cocodiff.config.config import load_machine
+from cocodiff.config.machine import Place, Topology
 from cocodiff.topology.axes import Axes
-from cocodiff.topology.machine import Place, Topology
 
 CASES = (  # nodes, replicas, guidance; left edge and top of the drawing; what it shows
     (1, 1, 2, 60, 16, "one image; each branch has a plane"),

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from cocodiff.comm.launch import detect
 from cocodiff.comm.transport import Transport
-from cocodiff.config import Config, load_machine
-from cocodiff.decoding import ShardedVAE
-from cocodiff.loading.model_shapes import load_shape
+from cocodiff.config.config import Config, load_machine
+from cocodiff.config.machine import Topology
+from cocodiff.jobs.model_shapes import load_shape
+from cocodiff.jobs.ranks import run_ranks
+from cocodiff.models.decoding import ShardedVAE
 from cocodiff.models.family import Video
-from cocodiff.planning.memory import MIB, size_peaks
-from cocodiff.processes.ranks import run_ranks
-from cocodiff.topology.machine import Topology
+from cocodiff.planner.memory import MIB, size_peaks
 
 
 def kib(name: str) -> int:

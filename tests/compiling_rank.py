@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from tiny_models import flux_inputs, flux_transformer
 
-from cocodiff import compiling
 from cocodiff.comm.launch import detect
-from cocodiff.config import Config
-from cocodiff.engine import parallelize
-from cocodiff.processes.ranks import run_ranks
+from cocodiff.config.config import Config
+from cocodiff.engine import compiling
+from cocodiff.engine.engine import parallelize
+from cocodiff.jobs.ranks import run_ranks
 
 SECONDS, LOST_S = 6.0, 2.0
 

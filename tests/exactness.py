@@ -11,7 +11,7 @@ from tiny_models import FAMILIES
 from torch import Tensor
 
 from cocodiff.comm.transport import Transport
-from cocodiff.engine import parallelize
+from cocodiff.engine.engine import parallelize
 
 ORDERS = ("joint", "v_first")
 # Whole models take long: split's joint order is left to tests/attention.

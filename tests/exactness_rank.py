@@ -12,8 +12,8 @@ from exactness import Case, Expected, check_ranks, guided_outputs, parallel_outp
 
 from cocodiff.comm.launch import detect
 from cocodiff.comm.transport import Transport
-from cocodiff.config import Config
-from cocodiff.processes.ranks import run_ranks
+from cocodiff.config.config import Config
+from cocodiff.jobs.ranks import run_ranks
 
 CASES = (
     Case(38, 3, 5, 5, batch=2, dual=(0,)),

@@ -17,7 +17,7 @@ from tiny_pipelines import TEXT_WIDTH, flux2_pipeline, flux_pipeline, qwen_pipel
 from torch.nn.functional import avg_pool3d
 
 from cocodiff.comm.loopback import run_ranks
-from cocodiff.engine import parallelize
+from cocodiff.engine.engine import parallelize
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 

@@ -16,8 +16,8 @@ from tiny_models import FAMILIES, flux_transformer, sd3_transformer
 from torch import nn
 
 from cocodiff.comm.loopback import run_ranks
-from cocodiff.engine import parallelize
-from cocodiff.errors import UserError
+from cocodiff.config.errors import UserError
+from cocodiff.engine.engine import parallelize
 from cocodiff.models import family_of
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")

@@ -13,12 +13,12 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from tiny_models import FAMILIES
 from tiny_pipelines import PIPELINES, TEXT_WIDTH
 
-from cocodiff import agreement
-from cocodiff.agreement import form
 from cocodiff.comm.loopback import run_ranks
-from cocodiff.digest import digest
-from cocodiff.engine import parallelize
-from cocodiff.errors import UserError
+from cocodiff.config.errors import UserError
+from cocodiff.engine import agreement
+from cocodiff.engine.agreement import form
+from cocodiff.engine.engine import parallelize
+from cocodiff.kernels.digest import digest
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 SIZE = 3

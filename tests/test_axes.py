@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import topologies, topology_of
 
-from cocodiff.errors import UserError
+from cocodiff.config.errors import UserError
+from cocodiff.config.machine import Topology
 from cocodiff.topology.axes import Axes, Coordinates, Mesh, cut
-from cocodiff.topology.machine import Topology
 
 PLANES = ((0, 3, 4, 6, 8, 11), (1, 2, 5, 7, 9, 10))  # of an Aurora node
 

@@ -18,10 +18,10 @@ from warm_ranks import warm_mpiexec
 
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.comm.transport import Part
-from cocodiff.decoding import ShardedVAE, share_vae
+from cocodiff.config.errors import PeerLost, UserError
 from cocodiff.demo_model.vae import LappedTransformVAE
-from cocodiff.engine import parallelize
-from cocodiff.errors import PeerLost, UserError
+from cocodiff.engine.engine import parallelize
+from cocodiff.models.decoding import ShardedVAE, share_vae
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 

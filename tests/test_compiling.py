@@ -19,13 +19,13 @@ from tiny_models import FAMILIES, sd3_inpaint_pipeline, sd3_transformer
 from torch import Tensor, nn
 from warm import forked
 
-from cocodiff import compiling
-from cocodiff.agreement import tensors_in
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.comm.transport import Lane
-from cocodiff.engine import parallelize
-from cocodiff.errors import UserError
-from cocodiff.sequence import SequenceRanks
+from cocodiff.config.errors import UserError
+from cocodiff.engine import compiling
+from cocodiff.engine.agreement import tensors_in
+from cocodiff.engine.engine import parallelize
+from cocodiff.engine.sequence import SequenceRanks
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 CACHED = {"step_cache": "first_block", "step_cache_threshold": 0.2}

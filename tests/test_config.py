@@ -3,8 +3,8 @@
 import pytest
 
 import cocodiff
-from cocodiff.config import Config, load_machine, preset_names, read_yaml
-from cocodiff.errors import UserError
+from cocodiff.config.config import Config, load_machine, preset_names, read_yaml
+from cocodiff.config.errors import UserError
 
 
 def test_presets_set_the_exchange():

@@ -7,17 +7,17 @@ from dataclasses import replace
 import pytest
 from worlds import topology_of
 
-from cocodiff.config import Config
-from cocodiff.errors import UserError
-from cocodiff.loading.model_shapes import load_shape
+from cocodiff.config.config import Config
+from cocodiff.config.errors import UserError
+from cocodiff.config.machine import Topology
+from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.models.tokens import image_and_text
-from cocodiff.planning.deals import Deal, deals_of
-from cocodiff.planning.layers import Case, plan_step
-from cocodiff.planning.memory import Load, ModelShape
-from cocodiff.planning.partition import OUTPUT_CHANNELS, Pricer, Workload, choose
-from cocodiff.planning.traffic import Latencies
+from cocodiff.planner.deals import Deal, deals_of
+from cocodiff.planner.layers import Case, plan_step
+from cocodiff.planner.memory import Load, ModelShape
+from cocodiff.planner.partition import OUTPUT_CHANNELS, Pricer, Workload, choose
+from cocodiff.planner.traffic import Latencies
 from cocodiff.topology.axes import Axes
-from cocodiff.topology.machine import Topology
 
 AURORA = topology_of("aurora", 12)
 TOY = ModelShape("toy", heads=24, head_dim=64, joint_layers=2, parameters=10**6, text_tokens=24, branches=2)

@@ -11,10 +11,10 @@ from test_engine_pipelines import inpainting, restored
 from tiny_pipelines import flux2_pipeline, image_vae, qwen_pipeline
 
 from cocodiff.comm.loopback import run_ranks
-from cocodiff.decoding import TiledVAE, deal_tiles, share_vae
+from cocodiff.config.errors import UserError
 from cocodiff.demo_model.vae import LappedTransformVAE
-from cocodiff.engine import parallelize
-from cocodiff.errors import UserError
+from cocodiff.engine.engine import parallelize
+from cocodiff.models.decoding import TiledVAE, deal_tiles, share_vae
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 

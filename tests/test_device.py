@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from cocodiff import device as devices
 from cocodiff.comm.health import Health
 from cocodiff.comm.transport import Lane
-from cocodiff.device import IPEX, HandedOver, import_ipex, rank_device, used_on_current_stream
-from cocodiff.errors import OwnRankError
+from cocodiff.config.errors import OwnRankError
+from cocodiff.kernels import device as devices
+from cocodiff.kernels.device import IPEX, HandedOver, import_ipex, rank_device, used_on_current_stream
 
 XPU = torch.device("xpu", 0)
 

@@ -26,8 +26,8 @@ from tiny_models import FAMILIES, sd3_inputs, sd3_transformer
 from tiny_pipelines import PIPELINES, TEXT_WIDTH
 
 from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld, run_ranks
-from cocodiff.engine import parallelize
-from cocodiff.errors import UserError
+from cocodiff.config.errors import UserError
+from cocodiff.engine.engine import parallelize
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 STEPS = 6

@@ -14,8 +14,8 @@ from tiny_models import FAMILIES, flux2_transformer, flux_transformer, sd3_input
 from torch import nn
 
 from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld, run_ranks
-from cocodiff.engine import parallelize
-from cocodiff.errors import UserError
+from cocodiff.config.errors import UserError
+from cocodiff.engine.engine import parallelize
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def refused(size: int, model: nn.Module, settings: dict[str, Any] | None = None,
 
 def test_unknown_models_are_refused_with_the_known_families(alone):
     with pytest.raises(
-        UserError, match=r"no adapter for Linear; known families: SD3 / SD3\.5, FLUX.*docs/new-model.md"
+        UserError, match=r"no adapter for Linear; known families: SD3 / SD3\.5, FLUX.*docs/models.md"
     ):
         parallelize(nn.Linear(2, 2), transport=alone)
 

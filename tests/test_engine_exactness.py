@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cocodiff.comm.loopback import run_ranks
-from cocodiff.engine import parallelize
+from cocodiff.engine.engine import parallelize
 
 WORLDS = (1, 2, 3, 4, 6, 12)
 CASES = {

@@ -15,7 +15,7 @@ from tiny_models import FAMILIES, HEADS
 from torch import nn
 
 from cocodiff.comm.loopback import run_ranks
-from cocodiff.engine import parallelize
+from cocodiff.engine.engine import parallelize
 
 WORLDS = (1, 2, 3, 4, 5, 6, 7, *((12, 24) if thorough() else ()))  # large ones have tests of their own
 

@@ -12,8 +12,8 @@ from tiny_models import sd3_inputs, sd3_transformer
 from tiny_pipelines import TEXT_WIDTH, sd3_pipeline
 
 from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld, run_ranks
-from cocodiff.engine import parallelize
-from cocodiff.errors import PeerLost, UserError
+from cocodiff.config.errors import PeerLost, UserError
+from cocodiff.engine.engine import parallelize
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 

@@ -13,8 +13,8 @@ from test_engine_v_major import STEPS, denoise
 from tiny_models import FAMILIES, HEADS
 
 from cocodiff.comm.loopback import run_ranks
-from cocodiff.engine import parallelize
-from cocodiff.registry import RINGS
+from cocodiff.config.registry import RINGS
+from cocodiff.engine.engine import parallelize
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 LARGE = pytest.mark.exhaustive

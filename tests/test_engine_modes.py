@@ -11,7 +11,7 @@ from covering import covering
 from tiny_models import FAMILIES
 
 from cocodiff.comm.loopback import run_ranks
-from cocodiff.engine import parallelize
+from cocodiff.engine.engine import parallelize
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 TIMESTEPS = (0.9, 0.7, 0.5, 0.3)

@@ -12,8 +12,8 @@ from worlds import topology_of
 
 from cocodiff.comm.loopback import LoopbackTransport, run_ranks
 from cocodiff.comm.transport import Part, Transport
-from cocodiff.engine import parallelize
-from cocodiff.errors import PeerLost, UserError
+from cocodiff.config.errors import PeerLost, UserError
+from cocodiff.engine.engine import parallelize
 from cocodiff.topology.axes import Axes
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")

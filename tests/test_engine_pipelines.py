@@ -10,7 +10,7 @@ from covering import all_but
 from tiny_pipelines import PIPELINES, TEXT_WIDTH
 
 from cocodiff.comm.loopback import run_ranks
-from cocodiff.engine import parallelize
+from cocodiff.engine.engine import parallelize
 from cocodiff.models import families, pipelines_of
 from cocodiff.models.family import INPAINT
 

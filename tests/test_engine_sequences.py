@@ -15,7 +15,7 @@ from test_engine_pipelines import inpainting
 from test_guidance import guiding
 
 from cocodiff.comm.loopback import run_ranks
-from cocodiff.engine import parallelize
+from cocodiff.engine.engine import parallelize
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 

@@ -11,9 +11,9 @@ from exactness import Case, Expected
 from tiny_models import FAMILIES, HEADS
 
 from cocodiff.comm.loopback import run_ranks
-from cocodiff.config import Config
-from cocodiff.engine import parallelize
-from cocodiff.errors import UserError
+from cocodiff.config.config import Config
+from cocodiff.config.errors import UserError
+from cocodiff.engine.engine import parallelize
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 

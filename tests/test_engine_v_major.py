@@ -10,9 +10,9 @@ from covering import all_but
 from tiny_models import FAMILIES, sd3_inpaint_pipeline
 
 from cocodiff.comm.loopback import run_ranks
-from cocodiff.config import Config
-from cocodiff.engine import parallelize
-from cocodiff.errors import UserError
+from cocodiff.config.config import Config
+from cocodiff.config.errors import UserError
+from cocodiff.engine.engine import parallelize
 
 STEPS = 4
 

@@ -10,9 +10,9 @@ import torch
 from cocodiff import models
 from cocodiff.cli.main import main
 from cocodiff.comm.loopback import run_ranks
-from cocodiff.engine import parallelize
-from cocodiff.loading.model_shapes import load_shape
-from cocodiff.planning.memory import ModelShape
+from cocodiff.engine.engine import parallelize
+from cocodiff.jobs.model_shapes import load_shape
+from cocodiff.planner.memory import ModelShape
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cocodiff.config import read_yaml
-from cocodiff.errors import UserError
-from cocodiff.files import is_there, read_json
+from cocodiff.config.config import read_yaml
+from cocodiff.config.errors import UserError
+from cocodiff.config.files import is_there, read_json
 
 pytestmark = pytest.mark.usefixtures("promptly")
 READERS = {"yaml": read_yaml, "json": read_json}

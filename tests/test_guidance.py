@@ -18,13 +18,13 @@ from tiny_models import FAMILIES, HEADS
 from worlds import topology_of
 
 from cocodiff.comm.loopback import run_ranks
+from cocodiff.comm.trace import LINK_CLASSES
 from cocodiff.comm.transport import Part
-from cocodiff.engine import parallelize
-from cocodiff.errors import UserError
-from cocodiff.guidance.parts import Awaited
+from cocodiff.config.errors import UserError
+from cocodiff.engine.engine import parallelize
+from cocodiff.engine.guidance.parts import Awaited
 from cocodiff.topology.axes import Axes
 from cocodiff.topology.layout import Layout
-from cocodiff.trace import LINK_CLASSES
 
 GUIDED = ("sd3", "flux", "klein", "qwen")
 SEQUENTIAL = ("flux", "flux2", "qwen")

@@ -10,8 +10,8 @@ from cocodiff_bench.model_step import Measured, key_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cocodiff.planning.costs import WHOLE, CallKind
-from cocodiff.trace import Span
+from cocodiff.comm.trace import Span
+from cocodiff.planner.costs import WHOLE, CallKind
 
 LAYER = "blocks.attn"
 intervals = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)).map(lambda pair: (pair[0], sum(pair))))

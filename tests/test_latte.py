@@ -17,16 +17,16 @@ from worlds import topology_of
 
 from cocodiff import verify
 from cocodiff.comm.loopback import run_ranks
-from cocodiff.config import Config
-from cocodiff.console.options import parse, with_settings
-from cocodiff.engine import parallelize
-from cocodiff.errors import UserError
+from cocodiff.config.config import Config
+from cocodiff.config.errors import UserError
+from cocodiff.engine.engine import parallelize
+from cocodiff.jobs.folder import OutputFolder
+from cocodiff.jobs.model_shapes import load_shape
+from cocodiff.jobs.options import parse, with_settings
 from cocodiff.kernels.residual import coded_width
-from cocodiff.loading.model_shapes import load_shape
-from cocodiff.outputs.folder import OutputFolder
-from cocodiff.planning import automatic
-from cocodiff.routes.transposes import Piece, Side, pieces
+from cocodiff.planner import automatic
 from cocodiff.topology.layout import Layout
+from cocodiff.topology.routes.transposes import Piece, Side, pieces
 from cocodiff.topology.segments import DealtSegment, Segment
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")

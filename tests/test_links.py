@@ -3,9 +3,9 @@
 import pytest
 from worlds import TRIPLE, topology_of
 
-from cocodiff.errors import UserError
+from cocodiff.config.errors import UserError
+from cocodiff.config.machine import Links, Machine, Topology
 from cocodiff.topology.links import alltoall_bound, next_hops, wires
-from cocodiff.topology.machine import Links, Machine, Topology
 
 
 def test_a_node_of_aurora_has_its_links():

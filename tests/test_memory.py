@@ -17,20 +17,23 @@ from tiny_models import FAMILIES, sd3_transformer
 from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import topology_of
 
-from cocodiff.assemble import build_strategy
 from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.comm.loopback import run_ranks
-from cocodiff.config import Config
-from cocodiff.device import free_memory
-from cocodiff.engine import parallelize
-from cocodiff.errors import UserError
+from cocodiff.comm.trace import Trace
+from cocodiff.config.config import Config
+from cocodiff.config.errors import UserError
+from cocodiff.config.machine import Topology
+from cocodiff.engine.assemble import build_strategy
+from cocodiff.engine.engine import parallelize
+from cocodiff.exchange.coding import Moment
+from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.kernels import Kernels
-from cocodiff.loading.model_shapes import load_shape
+from cocodiff.kernels.device import free_memory
 from cocodiff.models import family_of
 from cocodiff.models.tokens import image_and_text
-from cocodiff.planning import automatic
-from cocodiff.planning.costs import StateSizes, state_sizes
-from cocodiff.planning.memory import (
+from cocodiff.planner import automatic
+from cocodiff.planner.costs import StateSizes, state_sizes
+from cocodiff.planner.memory import (
     MIB,
     Load,
     ModelShape,
@@ -42,9 +45,6 @@ from cocodiff.planning.memory import (
     size_run,
 )
 from cocodiff.topology.axes import Mesh
-from cocodiff.topology.machine import Topology
-from cocodiff.trace import Trace
-from cocodiff.wire.coding import Moment
 
 QWEN = load_shape("qwen-image")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from cocodiff_studies.paper.figures import Paper, Run, figure_11, fit_figure_11
 
-from cocodiff.config import load_machine
-from cocodiff.loading.model_shapes import load_shape
-from cocodiff.planning.calibrate import Fit
-from cocodiff.planning.memory import ModelShape
+from cocodiff.config.config import load_machine
+from cocodiff.jobs.model_shapes import load_shape
+from cocodiff.planner.calibrate import Fit
+from cocodiff.planner.memory import ModelShape
 
 AURORA = load_machine("aurora")
 

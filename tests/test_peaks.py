@@ -18,11 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from worlds import topology_of
 
-from cocodiff.decoding import Bands
-from cocodiff.loading.model_shapes import load_shape
+from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.models import load_family
+from cocodiff.models.decoding import Bands
 from cocodiff.models.family import Video
-from cocodiff.planning.memory import ModelShape, RankMemory, VaePeak, size_peaks, tile_sides
+from cocodiff.planner.memory import ModelShape, RankMemory, VaePeak, size_peaks, tile_sides
 
 
 def on_meta(name: str) -> Any:

@@ -23,10 +23,10 @@ from test_engine_families import with_lora
 from test_engine_pipelines import restored
 from test_guidance import GUIDED, guiding
 
-from cocodiff import compiling
 from cocodiff.comm.loopback import run_ranks
-from cocodiff.engine import parallelize
-from cocodiff.errors import UserError
+from cocodiff.config.errors import UserError
+from cocodiff.engine import compiling
+from cocodiff.engine.engine import parallelize
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 HISTORIES, SAMPLE = 60, (4, 6, 11, 13)  # a family each, and nothing that compiles for long

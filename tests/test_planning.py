@@ -6,27 +6,27 @@ import pytest
 import torch
 from worlds import topology_of
 
-from cocodiff.assemble import AttentionWork, build_strategy, with_codec_chosen
 from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.comm.loopback import run_ranks
-from cocodiff.config import Config
+from cocodiff.comm.trace import LINK_CLASSES, Trace
+from cocodiff.config.config import Config
+from cocodiff.config.machine import Device, Machine, Topology
+from cocodiff.config.registry import EXCHANGES
+from cocodiff.engine.assemble import AttentionWork, build_strategy, with_codec_chosen
+from cocodiff.exchange.coding import Moment
+from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.kernels import Kernels
 from cocodiff.kernels.residual import Prediction, Reconstructions
-from cocodiff.loading.model_shapes import load_shape
 from cocodiff.models.tokens import image_and_text
-from cocodiff.planning.calibrate import AllToAll, Constants
-from cocodiff.planning.costs import WHOLE, CallKind, state_sizes
-from cocodiff.planning.decisions import Decisions, without_seldom
-from cocodiff.planning.layers import Case, kinds_of, kinds_of_steps, of_kind, plan_layers, plan_step, sampled_kinds
-from cocodiff.planning.memory import Load, ModelShape
-from cocodiff.planning.roofline import cost_of, roofline, seconds, started
-from cocodiff.planning.traffic import Latencies
-from cocodiff.registry import EXCHANGES
-from cocodiff.routes.plans import Block, Phase
+from cocodiff.planner.calibrate import AllToAll, Constants
+from cocodiff.planner.costs import WHOLE, CallKind, state_sizes
+from cocodiff.planner.decisions import Decisions, without_seldom
+from cocodiff.planner.layers import Case, kinds_of, kinds_of_steps, of_kind, plan_layers, plan_step, sampled_kinds
+from cocodiff.planner.memory import Load, ModelShape
+from cocodiff.planner.roofline import cost_of, roofline, seconds, started
+from cocodiff.planner.traffic import Latencies
 from cocodiff.topology.links import alltoall_bound
-from cocodiff.topology.machine import Device, Machine, Topology
-from cocodiff.trace import LINK_CLASSES, Trace
-from cocodiff.wire.coding import Moment
+from cocodiff.topology.routes.plans import Block, Phase
 
 AURORA = topology_of("aurora", 12)
 TIMELESS = Constants().machine(AURORA.machine)  # nominal rates, no latencies

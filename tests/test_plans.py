@@ -18,15 +18,15 @@ from toys.planned import PLAN, toy_inputs
 from toys.planned import Planned as Toy
 
 from cocodiff import verify
-from cocodiff.agreement import tensors_in
 from cocodiff.comm.loopback import run_ranks
-from cocodiff.engine import parallelize
-from cocodiff.errors import UserError
+from cocodiff.config.errors import UserError
+from cocodiff.engine.agreement import tensors_in
+from cocodiff.engine.engine import parallelize
+from cocodiff.engine.verification import Trial, Verification, exact_settings
 from cocodiff.models import families
 from cocodiff.models.by_plan import PlanAdapter
 from cocodiff.models.plan import Cut, Gather
 from cocodiff.models.plans import HELIOS, OWN, PLANS
-from cocodiff.verification import Trial, Verification, exact_settings
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 
@@ -330,7 +330,7 @@ WORLDS = {"codec": (4,), "displaced": (4,), "guidance": (2, 4)}
 
 
 def test_the_page_tells_how_a_plan_is_written(capsys):
-    (code,) = re.findall(r"```python\n(import torch.*?)```", (ROOT / "docs/new-model.md").read_text(), re.DOTALL)
+    (code,) = re.findall(r"```python\n(import torch.*?)```", (ROOT / "docs/models.md").read_text(), re.DOTALL)
     assert "plan = {" in code and len(code.splitlines()) <= 22
     exec(compile(code, "new-model.md", "exec"), {})
     assert capsys.readouterr().out.endswith("ChromaTransformer2DModel: exact\n")

@@ -14,8 +14,8 @@ from tiny_models import FAMILIES, sd3_inpaint_pipeline
 from tiny_pipelines import PIPELINES, TEXT_WIDTH
 
 from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld, run_ranks
-from cocodiff.engine import Engine, parallelize
-from cocodiff.progress import StepCounter
+from cocodiff.engine.engine import Engine, parallelize
+from cocodiff.engine.progress import StepCounter
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 CLOSE_SIGMAS = [1.0, 0.9995, 0.999, 0.9985, 0.5, 0.4999, 0.001]  # of which bfloat16 keeps four apart

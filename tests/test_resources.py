@@ -9,15 +9,15 @@ import pytest
 import yaml
 from worlds import topology_of
 
-from cocodiff.assemble import AttentionWork, build_strategy, mesh_of
 from cocodiff.comm.loopback import LoopbackTransport, run_ranks
+from cocodiff.comm.trace import Trace
 from cocodiff.comm.transport import Transport
-from cocodiff.config import Config
-from cocodiff.guidance.parts import GuidanceParts
+from cocodiff.config.config import Config
+from cocodiff.config.machine import Topology
+from cocodiff.engine.assemble import AttentionWork, build_strategy, mesh_of
+from cocodiff.engine.guidance.parts import GuidanceParts
+from cocodiff.engine.sequence import SequenceRanks
 from cocodiff.kernels import Kernels
-from cocodiff.sequence import SequenceRanks
-from cocodiff.topology.machine import Topology
-from cocodiff.trace import Trace
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "design.md"
 ROWS = [line.split("|")[1:4] for line in PAGE.read_text().splitlines() if line.startswith("| `exchange: ")]

@@ -18,8 +18,8 @@ from cocodiff.comm.connect import place_rank
 from cocodiff.comm.health import Health
 from cocodiff.comm.launch import Launch
 from cocodiff.comm.transport import Lane
-from cocodiff.device import HandedOver, free_memory, rank_device, used_on_current_stream
-from cocodiff.errors import OwnRankError
+from cocodiff.config.errors import OwnRankError
+from cocodiff.kernels.device import HandedOver, free_memory, rank_device, used_on_current_stream
 from cocodiff.kernels.dispatch import OPS
 
 

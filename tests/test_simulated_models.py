@@ -14,11 +14,11 @@ import torch
 from covering import covering_set
 from tiny_models import FAMILIES
 
-from cocodiff import engine
 from cocodiff.attention import local
 from cocodiff.comm import loopback
 from cocodiff.comm.launch import Launch
-from cocodiff.engine import parallelize
+from cocodiff.engine import engine
+from cocodiff.engine.engine import parallelize
 
 STEPS = 3
 HALF: dict[str, Any] = {"schedule": "fixed", "ratio": 0.5, "warmup": 1, "steps": STEPS}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cocodiff_eval.harness.session import same_bits
 from diffusers.hooks import FirstBlockCacheConfig, MagCacheConfig
 from planned_models import PLANNED
 from test_engine_checks import painted
@@ -16,10 +17,9 @@ from tiny_pipelines import PIPELINES
 
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.comm.transport import Part
-from cocodiff.config import Config
-from cocodiff.engine import parallelize
-from cocodiff.errors import PeerLost, UserError
-from cocodiff.jobs.session import same_bits
+from cocodiff.config.config import Config
+from cocodiff.config.errors import PeerLost, UserError
+from cocodiff.engine.engine import parallelize
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from cocodiff.config import load_machine
-from cocodiff.errors import UserError
-from cocodiff.topology.machine import Machine, Place, Topology
+from cocodiff.config.config import load_machine
+from cocodiff.config.errors import UserError
+from cocodiff.config.machine import Machine, Place, Topology
 
 
 def test_aurora_planes_are_the_public_colouring():

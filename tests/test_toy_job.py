@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cocodiff_eval.harness.bound import Bound
+from cocodiff_eval.harness.job import Done
+from cocodiff_eval.harness.quality import Quality
+from cocodiff_eval.harness.running import Presets, run_batches
+from cocodiff_eval.harness.trials import Trials
 from toys.job import ERRORS, Squares
 
 from cocodiff.comm.loopback import run_ranks
-from cocodiff.config import Config
-from cocodiff.errors import UserError
-from cocodiff.jobs.bound import Bound
-from cocodiff.jobs.job import Done
-from cocodiff.jobs.quality import Quality
+from cocodiff.config.config import Config
+from cocodiff.config.errors import UserError
+from cocodiff.jobs.folder import OutputFolder
+from cocodiff.jobs.journal import PARTIAL
 from cocodiff.jobs.replicas import Replica
-from cocodiff.jobs.running import Presets, run_batches
-from cocodiff.jobs.trials import Trials
-from cocodiff.outputs.folder import OutputFolder
-from cocodiff.outputs.journal import PARTIAL
 
 BOUND = Quality(
     Bound.parse("50dB"), 2, 3, "toy", {}, {name: {} for name in ERRORS}, {name: Config() for name in ERRORS}

@@ -8,15 +8,15 @@ import pytest
 import tifffile
 import torch
 import yaml
+from cocodiff_eval.cli.inpaint import OPTIONS
+from cocodiff_eval.harness.grid import Grid, read_grid
 from toys.setting import ToyConfig
 
-from cocodiff.cli.inpaint import OPTIONS
 from cocodiff.cli.main import main
-from cocodiff.config import Config
-from cocodiff.console.options import parse, preset_configs, with_settings
-from cocodiff.errors import UserError
-from cocodiff.jobs.grid import Grid, read_grid
-from cocodiff.registry import CODINGS, EXCHANGES, ORDERS, RECORDS, load
+from cocodiff.config.config import Config
+from cocodiff.config.errors import UserError
+from cocodiff.config.registry import CODINGS, EXCHANGES, ORDERS, RECORDS, load
+from cocodiff.jobs.options import parse, preset_configs, with_settings
 
 
 @pytest.fixture

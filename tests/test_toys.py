@@ -10,19 +10,19 @@ import tifffile
 import torch
 from worlds import topology_of
 
-from cocodiff.assemble import AttentionWork, build_strategy, mesh_of
 from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.cli.main import main
 from cocodiff.comm.loopback import run_ranks
-from cocodiff.config import Config
+from cocodiff.comm.trace import Trace
+from cocodiff.config.config import Config
+from cocodiff.config.registry import CODINGS, COSTS, ORDERS
+from cocodiff.engine.assemble import AttentionWork, build_strategy, mesh_of
+from cocodiff.exchange.coding import Moment
 from cocodiff.kernels import Kernels
 from cocodiff.models.tokens import image_and_text
-from cocodiff.planning import automatic
-from cocodiff.planning.placement import by_degree
-from cocodiff.registry import CODINGS, COSTS, ORDERS
+from cocodiff.planner import automatic
+from cocodiff.planner.placement import by_degree
 from cocodiff.topology.layout import Layout
-from cocodiff.trace import Trace
-from cocodiff.wire.coding import Moment
 
 SIZE, SEGMENTS, HEADS, D = 6, image_and_text(31, 5), 7, 8
 WAYS = {

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from cocodiff.trace import LINK_CLASSES, MAX_SPANS, Trace, save_traces
+from cocodiff.comm.trace import LINK_CLASSES, MAX_SPANS, Trace, save_traces
 
 
 def test_spans_keep_name_lane_and_order_in_time():

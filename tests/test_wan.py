@@ -10,8 +10,8 @@ from PIL import Image
 from tiny_pipelines import TEXT_WIDTH, wan_pipeline
 
 from cocodiff.comm.loopback import run_ranks
-from cocodiff.engine import parallelize
-from cocodiff.errors import UserError
+from cocodiff.config.errors import UserError
+from cocodiff.engine.engine import parallelize
 from cocodiff.models import experts_of
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")

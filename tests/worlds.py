@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 from hypothesis import strategies as st
 
-from cocodiff.config import load_machine
-from cocodiff.topology.machine import Machine, Topology
-from cocodiff.wire.outgoing import CodedCall
-from cocodiff.wire.transfer import Transfer
+from cocodiff.config.config import load_machine
+from cocodiff.config.machine import Machine, Topology
+from cocodiff.exchange.outgoing import CodedCall
+from cocodiff.exchange.transfer import Transfer
 
 TRIPLE = Machine("triple", tiles=3, planes=(0, 1, 2))
 SWAPPED = Machine("swapped", tiles=2, planes=(0, 1, 1, 0), cards=2)

@@ -21,14 +21,14 @@ from torch import Tensor
 
 from cocodiff.attention.sites import TENSORS, Noted, SiteCalls, SiteCoding, is_fine
 from cocodiff.attention.strategy import Site
-from cocodiff.registry import CODECS, CODINGS, load
+from cocodiff.config.machine import Topology
+from cocodiff.config.registry import CODECS, CODINGS, load
+from cocodiff.exchange.coding import AllRanks, Coding, Moment, StepNotes
+from cocodiff.exchange.exchange import Exchange
+from cocodiff.exchange.messages import EncodedBlocks
+from cocodiff.exchange.outgoing import OUTPUT, Arriving, CodedCall, Encoded, Outgoing, OutputToRows, TensorsToHeads
+from cocodiff.exchange.transfer import Transfer
 from cocodiff.topology.layout import Layout
-from cocodiff.topology.machine import Topology
-from cocodiff.wire.coding import AllRanks, Coding, Moment, StepNotes
-from cocodiff.wire.exchange import Exchange
-from cocodiff.wire.messages import EncodedBlocks
-from cocodiff.wire.outgoing import OUTPUT, Arriving, CodedCall, Encoded, Outgoing, OutputToRows, TensorsToHeads
-from cocodiff.wire.transfer import Transfer
 
 SAMPLING = 16  # of so many rows one tells how tensors change that travel as they are
 # What is taken as it was lags behind everywhere: it costs as much as a continuation of what changes by so much more.

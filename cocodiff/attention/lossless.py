@@ -7,7 +7,7 @@ as all ranks have agreed, by the longest stream of the site's last call; it goes
 which carry it unopened. What does not fit, the rest, goes straight to the rank that decodes, which reads in the first
 part how long it is: nobody else need know that there is one. Where all fits, no message is added.
 
-A site's first call travels whole. docs/lossless.md has the figures.
+A site's first call travels whole. docs/exchange.md has the figures.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from torch import Tensor
 from cocodiff.attention.sites import TENSORS, CodedStep, End, Noted, SiteCoding, SiteEnds
 from cocodiff.attention.strategy import Site
 from cocodiff.comm.transport import Ranks
+from cocodiff.config.machine import Topology
+from cocodiff.exchange.coding import AllRanks
+from cocodiff.exchange.exchange import Exchange
+from cocodiff.exchange.messages import EncodedBlocks
+from cocodiff.exchange.outgoing import CodedCall, Encoded
+from cocodiff.exchange.staged import StagedExchange
 from cocodiff.kernels import Kernels
 from cocodiff.kernels.lossless import CODED, PARTS, Cut, least_room, room_of, stream_places
 from cocodiff.kernels.residual import Reconstructions
 from cocodiff.topology.layout import Layout
-from cocodiff.topology.machine import Topology
-from cocodiff.wire.coding import AllRanks
-from cocodiff.wire.exchange import Exchange
-from cocodiff.wire.messages import EncodedBlocks
-from cocodiff.wire.outgoing import CodedCall, Encoded
-from cocodiff.wire.staged import StagedExchange
 
 FIRST_ROOM = 0.5  # of a whole tensor: the first part's size where no call before tells
 MARGIN = 0.125  # bits for a number that the first part has room for beyond what the last call needed

@@ -3,7 +3,7 @@
 Sender and receiver keep the same reconstruction of q, k, v and the output of every site, and both add to it what was
 sent, so errors do not add up: the next residual contains them. A code is a tensor of bytes of the same rows and heads,
 which every exchange carries unopened. The rank's own block is coded like all others, so that results do not depend on
-the number of ranks. `cocodiff.kernels.residual` defines the arithmetic, docs/codec.md when tensors travel whole.
+the number of ranks. `cocodiff.kernels.residual` defines the arithmetic, docs/exchange.md when tensors travel whole.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor
 
 from cocodiff.attention.sites import TENSORS, CodedStep, End, Noted, SiteCoding, SiteEnds, is_fine
 from cocodiff.attention.strategy import Site
+from cocodiff.comm.trace import Trace
+from cocodiff.config.machine import Topology
+from cocodiff.exchange.coding import AllRanks
+from cocodiff.exchange.exchange import Exchange
+from cocodiff.exchange.outgoing import CodedCall, Encoded
 from cocodiff.kernels import Kernels
 from cocodiff.kernels.residual import GROUP, Onward, Prediction, coded_width
 from cocodiff.topology.layout import Layout
-from cocodiff.topology.machine import Topology
-from cocodiff.trace import Trace
-from cocodiff.wire.coding import AllRanks
-from cocodiff.wire.exchange import Exchange
-from cocodiff.wire.outgoing import CodedCall, Encoded
 
 BITS: dict[str, int | None] = {"none": None, "int8": 8, "int4": 4, "int2": 2}  # None: as they are
 FINEST = 8

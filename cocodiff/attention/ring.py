@@ -26,12 +26,12 @@ from torch import Tensor
 
 from cocodiff.attention.local import Keys, LocalAttention, Partial, mask_in_rank_order, no_keys
 from cocodiff.attention.strategy import LazyQKV
+from cocodiff.comm.trace import Trace
 from cocodiff.comm.transport import Group, LanePending, Pending, Ranks
 from cocodiff.kernels import Kernels, views
-from cocodiff.routes.rounds import CARD, NODE, TILE, Move, visits_of
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.layout import Layout
-from cocodiff.trace import Trace
+from cocodiff.topology.routes.rounds import CARD, NODE, TILE, Move, visits_of
 
 LANE = "ring"
 # Of TokenRing: parts that may be on their way to a rank beside the newest one. Queries need a link once while both

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from cocodiff.attention.strategy import Site
+from cocodiff.comm.trace import Trace
 from cocodiff.comm.transport import LanePending
+from cocodiff.exchange.coding import AllRanks, Coding, Moment, StepNotes
+from cocodiff.exchange.exchange import Exchange
+from cocodiff.exchange.outgoing import OUTPUT
 from cocodiff.kernels.residual import NOTES, Reconstructions
 from cocodiff.topology.layout import Layout
-from cocodiff.trace import Trace
-from cocodiff.wire.coding import AllRanks, Coding, Moment, StepNotes
-from cocodiff.wire.exchange import Exchange
-from cocodiff.wire.outgoing import OUTPUT
 
 TENSORS = ("q", "k", "v", OUTPUT)
 NEWEST = 3  # noise levels that a continuation needs

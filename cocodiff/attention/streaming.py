@@ -26,9 +26,9 @@ from cocodiff.attention.local import Keys, Partial, mask_in_rank_order
 from cocodiff.attention.ring import LANE, Ring
 from cocodiff.attention.strategy import LazyQKV
 from cocodiff.comm.transport import Pending, Ranks
-from cocodiff.routes.rounds import rounds_of
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.layout import Layout
+from cocodiff.topology.routes.rounds import rounds_of
 
 PIECES = 8  # of a call at least, where a rank has as many heads: one is attended to while others travel
 

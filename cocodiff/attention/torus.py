@@ -17,9 +17,9 @@ from torch import Tensor
 
 from cocodiff.attention.local import Keys, LocalAttention, Partial, mask_in_rank_order
 from cocodiff.attention.strategy import LazyQKV
+from cocodiff.exchange.outgoing import Arriving
+from cocodiff.exchange.transfer import Transfer
 from cocodiff.topology.layout import Layout
-from cocodiff.wire.outgoing import Arriving
-from cocodiff.wire.transfer import Transfer
 
 if TYPE_CHECKING:
     from cocodiff.attention.ring import Ring

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from cocodiff.attention.local import LocalAttention, mask_in_rank_order
 from cocodiff.attention.strategy import LazyQKV, Site, nothing
+from cocodiff.comm.trace import Trace
+from cocodiff.config.machine import Topology
+from cocodiff.exchange.coding import Coding
+from cocodiff.exchange.exchange import Exchange
+from cocodiff.exchange.outgoing import Arriving
+from cocodiff.exchange.transfer import Transfer
 from cocodiff.topology.layout import Layout, Segments
-from cocodiff.topology.machine import Topology
-from cocodiff.trace import Trace
-from cocodiff.wire.coding import Coding
-from cocodiff.wire.exchange import Exchange
-from cocodiff.wire.outgoing import Arriving
-from cocodiff.wire.transfer import Transfer
 
 if TYPE_CHECKING:
     from cocodiff.attention.ring import Ring

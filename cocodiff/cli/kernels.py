@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cocodiff.comm.launch import Launch
-from cocodiff.console.options import LOG_LEVEL, Option, parse, with_settings
-from cocodiff.console.terminal import quiet_libraries, say
-from cocodiff.errors import UserError, check_choice
+from cocodiff.config.errors import UserError, check_choice
+from cocodiff.jobs.options import LOG_LEVEL, Option, parse, with_settings
+from cocodiff.jobs.terminal import quiet_libraries, say
 
 ABOUT = "Compiles the SYCL kernels for this machine, or with --device pvc for GPU Max on any machine."
 GPU = "pvc"  # what ocloc calls GPU Max
@@ -37,8 +37,8 @@ def start(words: Sequence[str], launch: Launch) -> int:
             done = f"made in {time.perf_counter() - started:.1f} s" if fresh else "there already"
             say(f"binaries for {gpu}: {path}, {done}; ranks on such a tile take them from there")
         return 0
-    from cocodiff.device import rank_device
     from cocodiff.kernels import sycl_ops
+    from cocodiff.kernels.device import rank_device
 
     device = rank_device(values["device"], launch.local_rank)
     ops = sycl_ops(device, required=True)

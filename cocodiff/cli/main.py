@@ -11,10 +11,12 @@ from importlib import import_module
 from cocodiff import __version__
 from cocodiff.comm.launch import Launch, detect
 from cocodiff.comm.presence import Presence
-from cocodiff.console.terminal import stop_writing
-from cocodiff.errors import OwnRankError, UserError, check_choice
+from cocodiff.config.errors import OwnRankError, UserError, check_choice
+from cocodiff.jobs.terminal import stop_writing
 
 MODULES = {  # of subcommands that are no module of this package by their own name
+    **{name: f"cocodiff_eval.cli.{name}" for name in ("inpaint", "generate", "train", "sweep")},
+    "bench": "cocodiff_bench.command",
     "plan": "cocodiff.cli.plan.command",
     "doctor": "cocodiff.cli.doctor.command",
     "emulate": "cocodiff_studies.emulate.command",

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from cocodiff.comm.launch import Launch
-from cocodiff.console.options import LOG_LEVEL, Option, check_counts, parse
-from cocodiff.console.terminal import quiet_libraries, say
-from cocodiff.errors import UserError
-from cocodiff.files import read_json
+from cocodiff.config.errors import UserError
+from cocodiff.config.files import read_json
+from cocodiff.jobs.options import LOG_LEVEL, Option, check_counts, parse
+from cocodiff.jobs.terminal import quiet_libraries, say
 
 ABOUT = (
     "Runs a model's transformer on ranks that are threads of this process, with every exact setting that it allows, "
@@ -43,7 +43,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
     if (launch.size or 1) > 1:
         raise UserError(f"verify starts its ranks itself, and here are {launch.size} of them: start it once")
     quiet_libraries(values["log_level"])
-    from cocodiff.verification import verify
+    from cocodiff.engine.verification import verify
 
     target = load(values["model"])
     found = verify(target, inputs_of(target, values), ranks=values["ranks"], compile=values["compile"])

@@ -30,8 +30,8 @@ from cocodiff.comm.launch import Launch
 from cocodiff.comm.settings import overlap_killers
 from cocodiff.comm.torch_dist import NEVER, TorchDistTransport, check_backend, device_backend, initialise
 from cocodiff.comm.transport import LaneOwner, Transport
-from cocodiff.device import rank_device, ranks_on_device
-from cocodiff.errors import PeerLost, UserError
+from cocodiff.config.errors import PeerLost, UserError
+from cocodiff.kernels.device import rank_device, ranks_on_device
 
 log = logging.getLogger("cocodiff.comm")
 OVER_MPI = ("mpi", "mpi-rma")

@@ -26,7 +26,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from typing import Any
 
 from cocodiff.comm.peers import BLAME_S, ROUND_S, Limits, Message, Peers
-from cocodiff.errors import PeerLost, UserError
+from cocodiff.config.errors import PeerLost, UserError
 
 REFUSED_S = 10.0  # how long rank 0 may be out of reach, a full backlog or a slow network
 LEAVE_S = 10.0  # how long a rank that fails waits for the others' last words

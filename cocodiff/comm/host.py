@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cocodiff.comm.transport import Group, LaneOwner, Pending
-from cocodiff.device import StreamMark, used_on_current_stream
+from cocodiff.kernels.device import StreamMark, used_on_current_stream
 
 ALIGNED = 64  # bytes; where messages of a call begin in their common buffer
 THROUGH_HOST = "host memory"  # what carries messages, in words

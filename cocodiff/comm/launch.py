@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cocodiff.errors import UserError
+from cocodiff.config.errors import UserError
 
 # A rank's own number on its node, by launcher; asked in this order.
 LOCAL_RANK = (

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cocodiff.comm.health import Health
 from cocodiff.comm.transport import CHECK_S, Group, LaneOwner, Pending
-from cocodiff.errors import PeerLost, UserError
+from cocodiff.config.errors import PeerLost, UserError
 
 T = TypeVar("T")
 

@@ -23,7 +23,7 @@ from cocodiff.comm.checked import WrongMessage
 from cocodiff.comm.health import Health
 from cocodiff.comm.launch import detect
 from cocodiff.comm.transport import Group, LaneOwner, Pending
-from cocodiff.errors import UserError
+from cocodiff.config.errors import UserError
 
 SPINS = 20
 SLEEP_S = (20e-6, 500e-6)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
-from cocodiff.errors import PeerLost, UserError
+from cocodiff.config.errors import PeerLost, UserError
 
 BLAME_S = 3.0  # a transport error and the notice of the death behind it travel apart
 BLOCKED_S = 0.5  # how long after a loss a library's wait may take to end with an error of its own

@@ -27,7 +27,7 @@ from torch import Tensor
 from cocodiff.comm.health import Health
 from cocodiff.comm.mpi import SHARED_MEMORY, MpiGroup, MpiTransport, bits_of, wait_until
 from cocodiff.comm.transport import Pending
-from cocodiff.errors import PeerLost, UserError
+from cocodiff.config.errors import PeerLost, UserError
 
 WINDOW_BYTES = 2**23  # of a group, on each rank
 PIECE = 2**20  # bytes that are put before their counter is

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from cocodiff.comm.health import Health
 from cocodiff.comm.transport import Group, LaneOwner, Pending
-from cocodiff.device import used_on_current_stream
-from cocodiff.errors import UserError
+from cocodiff.config.errors import UserError
+from cocodiff.kernels.device import used_on_current_stream
 
 CCL_BINDINGS = "oneccl_bindings_for_pytorch"  # registers "ccl"
 # A busy peer is not a lost one: the watch tells them apart, so the library's own clock is set far away.

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from cocodiff.comm.health import Health
 from cocodiff.comm.objects import as_bytes, as_value
-from cocodiff.device import HandedOver, lane_stream
-from cocodiff.errors import PeerLost, UserError
+from cocodiff.config.errors import PeerLost, UserError
+from cocodiff.kernels.device import HandedOver, lane_stream
 
 T = TypeVar("T")
 CHECK_S = 0.25  # how often a blocked wait asks whether a peer was lost

@@ -8,28 +8,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cocodiff.comm.launch import detect
-from cocodiff.config import Config, load_machine
-from cocodiff.console.terminal import say
+from cocodiff.config.config import Config, load_machine
+from cocodiff.config.files import read_json
+from cocodiff.config.machine import Topology
 from cocodiff.demo_model import PROMPT_TOKENS
-from cocodiff.files import read_json
-from cocodiff.loading.pipelines import (
-    Request,
-    has_encoders,
-    import_pipeline,
-    model_file,
-    own_weights,
-    transformer_config,
-)
+from cocodiff.jobs.pipelines import Request, has_encoders, import_pipeline, model_file, own_weights, transformer_config
+from cocodiff.jobs.terminal import say
 from cocodiff.models import families
 from cocodiff.models.family import VAE_FACTOR
-from cocodiff.planning.deals import Deal, deals_of
+from cocodiff.planner.deals import Deal, deals_of
 from cocodiff.topology.axes import Axes
-from cocodiff.topology.machine import Topology
 
 if TYPE_CHECKING:
-    from cocodiff.assemble import AttentionWork
-    from cocodiff.planning.memory import ModelShape
-    from cocodiff.planning.partition import Choice, PricedDeal, Workload
+    from cocodiff.engine.assemble import AttentionWork
+    from cocodiff.planner.memory import ModelShape
+    from cocodiff.planner.partition import Choice, PricedDeal, Workload
 
 OWN_SIDE = 128  # latent pixels of a side, of pipelines whose transformer's config has no sample_size
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -71,7 +64,7 @@ def deal_of(
     if only is not None and only.replicas == 1:
         return only
     import_pipeline(request)  # which the model's shape is taken from
-    from cocodiff.planning.partition import Pricer, choose
+    from cocodiff.planner.partition import Pricer, choose
 
     works = workloads(values, request, presets, batch, values["steps"] if steps is None else steps)
     pricer = Pricer(Topology.build(load_machine(values["machine"]), ranks, detect().local_size))
@@ -103,7 +96,7 @@ def with_guidance(presets: Mapping[str, Config], deal: Deal, request: Request) -
 
 def sequence_of(values: dict[str, Any], request: Request, deal: Deal, ranks: int) -> tuple[Topology, AttentionWork]:
     """Where the first ranks sit that share a sequence, and what heads they share."""
-    from cocodiff.assemble import AttentionWork
+    from cocodiff.engine.assemble import AttentionWork
 
     topology = Topology.build(load_machine(values["machine"]), ranks, detect().local_size)
     axes = Axes.build(topology, replica=deal.replicas, guidance=deal.guidance)
@@ -136,11 +129,11 @@ def workloads(
     values: dict[str, Any], request: Request, presets: Sequence[Config], batch: int, steps: int
 ) -> list[Workload]:
     """What one call of the pipeline is in each preset, from the model's configs alone: the prompt is the longest."""
-    from cocodiff.loading.model_shapes import shape_of_folder
+    from cocodiff.jobs.model_shapes import shape_of_folder
     from cocodiff.models.tokens import image_and_text
-    from cocodiff.planning.costs import state_sizes
-    from cocodiff.planning.memory import Load
-    from cocodiff.planning.partition import Workload
+    from cocodiff.planner.costs import state_sizes
+    from cocodiff.planner.memory import Load
+    from cocodiff.planner.partition import Workload
 
     path = transformer_config(request.model)
     shape = shape_of_folder(path)
@@ -160,7 +153,7 @@ def on_cpu(values: dict[str, Any]) -> bool:
     a dry run alone, and where a machine says what its tiles hold they are accelerators."""
     if values["device"] != "auto" or not values["dry_run"] or not load_machine(values["machine"]).missing_rates:
         return bool(values["device"] == "cpu")
-    from cocodiff.device import rank_device
+    from cocodiff.kernels.device import rank_device
 
     return rank_device("auto", 0).type == "cpu"
 
@@ -208,7 +201,7 @@ def dry_lines(
 ) -> list[str]:
     """Memory and predicted time of the deal that was taken; where the machine file tells no rates, by some that are
     measured here, if the ranks are on this host's CPU."""
-    from cocodiff.planning.memory import mib
+    from cocodiff.planner.memory import mib
 
     taken, machine = choice.taken, choice.topology.machine.name
     need = f"memory of the fullest rank: {mib(taken.need.total)} MiB (weights {mib(taken.need.weights)}, activations "
@@ -246,9 +239,9 @@ def time_here(choice: Choice, works: Sequence[Workload]) -> tuple[PricedDeal, fl
     topology, taken, launch = choice.topology, choice.taken, detect()
     if topology.nodes > 1 or (launch.kind != "alone" and launch.local_size != topology.size):
         return None
-    from cocodiff.planning.here import handling_s, measured_here
-    from cocodiff.planning.layers import kinds_of
-    from cocodiff.planning.partition import Pricer, time_deal
+    from cocodiff.planner.here import handling_s, measured_here
+    from cocodiff.planner.layers import kinds_of
+    from cocodiff.planner.partition import Pricer, time_deal
 
     def layers_of(work: Workload) -> int:
         """Attention calls of a step on a rank."""

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cocodiff.config import Config
+from cocodiff.config.config import Config
 
 # What a result depends on, beside presets, ranks and inputs. How a run is watched and where inputs lie is not in it.
 REMEMBERED = (

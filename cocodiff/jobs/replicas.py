@@ -9,14 +9,14 @@ from functools import cached_property
 from typing import Any
 
 from cocodiff.comm.launch import detect
-from cocodiff.config import load_machine
-from cocodiff.console.terminal import JobBar, reading_bar, say
-from cocodiff.errors import UserError
+from cocodiff.config.config import load_machine
+from cocodiff.config.errors import UserError
+from cocodiff.config.machine import Topology
+from cocodiff.jobs.folder import storage_faults
+from cocodiff.jobs.journal import Entry, Journals, Reader
 from cocodiff.jobs.record import as_read, first_difference
-from cocodiff.outputs.folder import storage_faults
-from cocodiff.outputs.journal import Entry, Journals, Reader
+from cocodiff.jobs.terminal import JobBar, reading_bar, say
 from cocodiff.topology.axes import Axes
-from cocodiff.topology.machine import Topology
 
 IsWhole = Callable[[Entry], bool]  # whether the results of a finished batch are still there as they were written
 VISIBLE_S = 10.0  # what a shared file system may take to show a new file on another host

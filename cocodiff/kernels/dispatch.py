@@ -6,7 +6,7 @@ kernels cannot be built, torch runs and one log line says why; with `sycl` asked
 
 CPU figures are of a 2-core AMD EPYC (docs/benchmarks.md). SYCL is the faster one for smaller tensors too, but a run of
 those gains less than the half second that opening it takes. No Intel GPU was measured: there all operations that save
-passes over memory go to SYCL, on the evidence of the table of bytes in docs/kernels.md.
+passes over memory go to SYCL, on the evidence of the table of bytes in docs/design.md.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cocodiff.errors import UserError
+from cocodiff.config.errors import UserError
 from cocodiff.kernels.reference import TorchOps
 
 if TYPE_CHECKING:

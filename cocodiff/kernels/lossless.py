@@ -29,7 +29,7 @@ A block's stream is
                  A tile that would take as many words as it has numbers, or more, has no codes: z of 16 bits alone
 
 Bytes are filled from their lowest bit on, and of a word the lower byte comes first. A stream takes at most 1 + 1/512 of
-the block's own bytes, and a few for its end. docs/lossless.md tells how streams travel.
+the block's own bytes, and a few for its end. docs/exchange.md tells how streams travel.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ B, L, H, D = 1, 70, 3, 128
 
 class KernelTrial(NamedTuple):
     """An operation on small tensors. shapes: of its results. difference: the greatest one from torch's. wrong: that it
-    failed, and how, or differs by more than docs/kernels.md allows; "" where it is right."""
+    failed, and how, or differs by more than docs/design.md allows; "" where it is right."""
 
     op: str
     dtype: str

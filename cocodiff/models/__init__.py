@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
-from cocodiff.errors import UserError
+from cocodiff.config.errors import UserError
 from cocodiff.models.family import EXPERTS, Family, Pipelines
 
 # Where each family's record is, as "module:name". A record is imported when it is asked for.

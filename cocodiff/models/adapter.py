@@ -1,6 +1,6 @@
 """The seam between a model and the engine. An adapter knows one family of transformers and nothing of communication:
 which modules attend, how their q, k and v come about, which segments a sequence has, what is sharded where the tokens
-enter and gathered where they leave. `docs/new-model.md` tells how one is written."""
+enter and gathered where they leave. `docs/models.md` tells how one is written."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any, ClassVar, Protocol
 from torch import Tensor, nn
 
 from cocodiff.attention.strategy import LazyQKV
-from cocodiff.errors import UserError
+from cocodiff.config.errors import UserError
 from cocodiff.kernels import Kernels
 from cocodiff.models.plan import Plan, ShardedModel
+from cocodiff.models.replacing import replace_forward
 from cocodiff.models.tokens import image_and_text
-from cocodiff.replacing import replace_forward
 from cocodiff.topology.layout import Segments
 
 NOWHERE: Plan = {}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from cocodiff.errors import PeerLost, UserError
+from cocodiff.config.errors import PeerLost, UserError
 from cocodiff.kernels import Kernels
 from cocodiff.models.adapter import Adapter, Arguments, attention_modules, check_plain, form_of
 from cocodiff.models.family import Family
@@ -30,7 +30,7 @@ from cocodiff.models.planned_attention import (
     told_by_all,
 )
 from cocodiff.models.plans import is_proven, plan_of
-from cocodiff.replacing import replace_forward, signature_of
+from cocodiff.models.replacing import replace_forward, signature_of
 from cocodiff.topology.layout import Segments
 from cocodiff.topology.segments import Segment
 
@@ -88,7 +88,7 @@ def family_by_plan(model: Any, plan: Plan | None, families: Iterable[str]) -> Fa
     if plan is None:
         raise UserError(
             f"no adapter for {kind.__name__}; known families: {', '.join(families)}; "
-            f"docs/new-model.md tells how one is written, and how a plan does without"
+            f"docs/models.md tells how one is written, and how a plan does without"
         )
     return Family(f"{kind.__module__.partition('.')[0]}.{kind.__name__}", PlanAdapter(plan))
 

@@ -1,5 +1,5 @@
 """What the project knows of a model family, said once: how it is run in parallel, which pipelines it has, and what
-its memory depends on. `docs/new-model.md` tells how a family is added."""
+its memory depends on. `docs/models.md` tells how a family is added."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cocodiff.errors import UserError
+from cocodiff.config.errors import UserError
 
 if TYPE_CHECKING:
     from cocodiff.models.adapter import Adapter

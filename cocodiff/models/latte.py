@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from cocodiff.attention.strategy import LazyQKV, Site
-from cocodiff.checks import cache_on
-from cocodiff.errors import UserError
+from cocodiff.config.errors import UserError
 from cocodiff.kernels import Kernels
 from cocodiff.models.adapter import Adapter, Arguments, Forward
+from cocodiff.models.checks import cache_on
 from cocodiff.models.family import Family
 from cocodiff.models.plan import check_in_place
-from cocodiff.replacing import replace_forward, signature_of
+from cocodiff.models.replacing import replace_forward, signature_of
 from cocodiff.topology.layout import Segments
 from cocodiff.topology.segments import Segment
 

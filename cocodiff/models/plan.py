@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from cocodiff.errors import UserError
-from cocodiff.replacing import signature_of
+from cocodiff.config.errors import UserError
+from cocodiff.models.replacing import signature_of
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from cocodiff.attention.strategy import LazyQKV
-from cocodiff.errors import UserError
+from cocodiff.config.errors import UserError
 from cocodiff.topology.layout import Segments
 
 Site = str  # an attention layer, or the n-th attention that it computes in a call

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from cocodiff.errors import UserError
+from cocodiff.config.errors import UserError
 from cocodiff.models.plan import Cut, Gather, Plan
 
 

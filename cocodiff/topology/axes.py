@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from cocodiff.errors import UserError
+from cocodiff.config.errors import UserError
+from cocodiff.config.machine import Place, Topology
 from cocodiff.topology.layout import Layout, Segments
-from cocodiff.topology.machine import Place, Topology
 from cocodiff.topology.segments import DealtSegment, Segment, deal, slices
 
 PLACEMENTS = ("topology", "usp")

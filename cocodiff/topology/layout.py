@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from cocodiff.errors import UserError
-from cocodiff.topology.machine import Topology
+from cocodiff.config.errors import UserError
+from cocodiff.config.machine import Topology
 from cocodiff.topology.segments import DealtSegment, Segment, deal, slices
 
 Segments = tuple[Segment, ...]

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from itertools import combinations
 from typing import NamedTuple
 
-from cocodiff.topology.machine import Topology
+from cocodiff.config.machine import Topology
 
 
 class Wire(NamedTuple):

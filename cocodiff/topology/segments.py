@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from cocodiff.errors import UserError
-from cocodiff.topology.machine import Topology
+from cocodiff.config.errors import UserError
+from cocodiff.config.machine import Topology
 
 
 def deal(total: int, order: Sequence[int]) -> tuple[int, ...]:

@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cocodiff.comm.launch import detect, emulated
-from cocodiff.config import Config
-from cocodiff.console.options import Option, check_counts
-from cocodiff.console.terminal import say
-from cocodiff.errors import UserError
-from cocodiff.outputs.folder import OutputFolder
-from cocodiff.planning.layers import SerialTransport
+from cocodiff.comm.trace import Span, Trace
+from cocodiff.config.config import Config
+from cocodiff.config.errors import UserError
+from cocodiff.config.machine import Links, Topology
+from cocodiff.jobs.folder import OutputFolder
+from cocodiff.jobs.options import Option, check_counts
+from cocodiff.jobs.terminal import say
+from cocodiff.planner.layers import SerialTransport
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.links import alltoall_bound
-from cocodiff.topology.machine import Links, Topology
 from cocodiff.topology.segments import DealtSegment, Segment
-from cocodiff.trace import Span, Trace
 from cocodiff_bench import common
 from cocodiff_bench.common import Benchmark, Row, Values
 
@@ -100,7 +100,7 @@ def config_of(name: str, values: Values) -> Config:
 
 def check_table(values: Values, topology: Topology) -> None:
     """Raises UserError where `auto` has no table for the machine."""
-    from cocodiff.assemble import exchange_table
+    from cocodiff.engine.assemble import exchange_table
 
     exchange_table(config_of("auto", values), topology)
 

@@ -15,18 +15,19 @@ from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from cocodiff.config import Config
-from cocodiff.console.options import Option, check_counts
-from cocodiff.console.terminal import say
-from cocodiff.errors import UserError
-from cocodiff.jobs.session import DTYPES
-from cocodiff.loading.pipelines import torch_dtype
+from cocodiff_eval.harness.session import DTYPES
+
+from cocodiff.comm.trace import Trace, save_traces
+from cocodiff.config.config import Config
+from cocodiff.config.errors import UserError
+from cocodiff.config.machine import Topology
+from cocodiff.config.registry import EXCHANGES, ORDERS
+from cocodiff.jobs.folder import OutputFolder
+from cocodiff.jobs.options import Option, check_counts
+from cocodiff.jobs.pipelines import torch_dtype
+from cocodiff.jobs.terminal import say
 from cocodiff.models.tokens import image_and_text
-from cocodiff.outputs.folder import OutputFolder
-from cocodiff.registry import EXCHANGES, ORDERS
 from cocodiff.topology.layout import Layout
-from cocodiff.topology.machine import Topology
-from cocodiff.trace import Trace, save_traces
 from cocodiff_bench import common
 from cocodiff_bench.common import Benchmark, Row, Values, meet
 from cocodiff_bench.hidden import first_phase, summarise
@@ -172,7 +173,7 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
 
 
 def make_variant(config: Config, topology: Topology, transport: Any, values: Values) -> Variant:
-    from cocodiff.assemble import build_strategy
+    from cocodiff.engine.assemble import build_strategy
     from cocodiff.kernels import Kernels
     from cocodiff.topology.axes import Mesh
     from cocodiff_bench.stand_in import WaitingAttention

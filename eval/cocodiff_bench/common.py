@@ -23,16 +23,16 @@ from pathlib import Path
 from typing import Any
 
 from cocodiff.comm.launch import detect
-from cocodiff.config import Config, load_machine
-from cocodiff.console.options import RUN_OPTIONS, Option, engine_record
-from cocodiff.console.terminal import progress_bar, say
-from cocodiff.errors import UserError
-from cocodiff.outputs.folder import OutputFolder
-from cocodiff.outputs.settings import write_document
-from cocodiff.setting import settings_of
-from cocodiff.text_table import aligned
-from cocodiff.topology.machine import Topology
-from cocodiff.trace import LINK_CLASSES, Trace
+from cocodiff.comm.trace import LINK_CLASSES, Trace
+from cocodiff.config.config import Config, load_machine
+from cocodiff.config.errors import UserError
+from cocodiff.config.machine import Topology
+from cocodiff.config.setting import settings_of
+from cocodiff.config.text_table import aligned
+from cocodiff.jobs.folder import OutputFolder
+from cocodiff.jobs.options import RUN_OPTIONS, Option, engine_record
+from cocodiff.jobs.settings import write_document
+from cocodiff.jobs.terminal import progress_bar, say
 
 Values = dict[str, Any]
 Row = dict[str, Any]
@@ -45,7 +45,7 @@ OF_PRESETS = ("exchange", "exchange_table", "order", "chunks", "vae")
 
 
 def import_engine(_values: Values) -> None:
-    import_module("cocodiff.engine")
+    import_module("cocodiff.engine.engine")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from cocodiff.trace import Span
+from cocodiff.comm.trace import Span
 
 Interval = tuple[int, int]  # start and end in nanoseconds
 Spans = Mapping[str, Mapping[int, Sequence[Span]]]  # mode -> rank -> spans, in any order

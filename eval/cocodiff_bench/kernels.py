@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cocodiff.config import check_choice
-from cocodiff.console.options import Option, check_counts
-from cocodiff.console.terminal import note, progress_bar, say
-from cocodiff.errors import UserError
+from cocodiff.config.config import check_choice
+from cocodiff.config.errors import UserError
+from cocodiff.jobs.folder import OutputFolder
+from cocodiff.jobs.options import Option, check_counts
+from cocodiff.jobs.pipelines import torch_dtype
+from cocodiff.jobs.terminal import note, progress_bar, say
 from cocodiff.kernels import Kernels, Rows, TorchOps, sycl_ops
 from cocodiff.kernels.residual import NOTES, Onward, Prediction, Reconstructions, coded_width
-from cocodiff.loading.pipelines import torch_dtype
-from cocodiff.outputs.folder import OutputFolder
 from cocodiff_bench import common
 from cocodiff_bench.common import Benchmark, Row, Values
 

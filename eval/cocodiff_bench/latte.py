@@ -12,15 +12,15 @@ from functools import partial
 from typing import Any
 
 from cocodiff.attention.strategy import LazyQKV
-from cocodiff.config import Config
-from cocodiff.console.options import Option, check_counts
-from cocodiff.console.terminal import say
-from cocodiff.errors import UserError
+from cocodiff.config.config import Config
+from cocodiff.config.errors import UserError
+from cocodiff.jobs.folder import OutputFolder
+from cocodiff.jobs.options import Option, check_counts
+from cocodiff.jobs.terminal import say
 from cocodiff.models.adapter import Adapter, AttentionProcessor
 from cocodiff.models.latte import PLACES, LatteAdapter
 from cocodiff.models.plan import Cut, Gather, Plan, as_given
-from cocodiff.outputs.folder import OutputFolder
-from cocodiff.replacing import signature_of
+from cocodiff.models.replacing import signature_of
 from cocodiff_bench import common
 from cocodiff_bench.common import Benchmark, Values
 
@@ -97,7 +97,7 @@ class SpatialProcessor(AttentionProcessor):
 
 
 def engine_of(model: Any, config: Config, transport: Any, way: str) -> Any:
-    from cocodiff.engine import Engine
+    from cocodiff.engine.engine import Engine
 
     engine = Engine(copy.deepcopy(model), config, transport)
     if way == "ulysses":

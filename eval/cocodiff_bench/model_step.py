@@ -24,20 +24,20 @@ from itertools import product
 from typing import Any
 
 from cocodiff.comm.launch import emulated
+from cocodiff.comm.trace import save_traces
 from cocodiff.comm.transport import Part
-from cocodiff.config import Config, load_machine
-from cocodiff.console.options import Option, check_counts
-from cocodiff.errors import UserError
-from cocodiff.loading.model_shapes import load_shape
-from cocodiff.outputs.folder import OutputFolder
-from cocodiff.planning.costs import WHOLE, CallKind
-from cocodiff.planning.decisions import decisions_of, read_decisions
-from cocodiff.planning.layers import Case, Kind, PlannedLayer, kinds_of_steps, over_steps, sampled_kinds
-from cocodiff.planning.memory import Load, ModelShape
-from cocodiff.planning.partition import OUTPUT_CHANNELS
+from cocodiff.config.config import Config, load_machine
+from cocodiff.config.errors import UserError
+from cocodiff.config.machine import Topology
+from cocodiff.jobs.folder import OutputFolder
+from cocodiff.jobs.model_shapes import load_shape
+from cocodiff.jobs.options import Option, check_counts
+from cocodiff.planner.costs import WHOLE, CallKind
+from cocodiff.planner.decisions import decisions_of, read_decisions
+from cocodiff.planner.layers import Case, Kind, PlannedLayer, kinds_of_steps, over_steps, sampled_kinds
+from cocodiff.planner.memory import Load, ModelShape
+from cocodiff.planner.partition import OUTPUT_CHANNELS
 from cocodiff.topology.axes import PLACEMENTS, Axes, Mesh
-from cocodiff.topology.machine import Topology
-from cocodiff.trace import save_traces
 from cocodiff_bench import common
 from cocodiff_bench.common import Benchmark, Row, Values
 from cocodiff_bench.hidden import Late

@@ -24,12 +24,12 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from cocodiff.comm.launch import emulated
-from cocodiff.config import Config
-from cocodiff.console.options import Option, check_counts
-from cocodiff.console.terminal import say
-from cocodiff.errors import UserError
-from cocodiff.outputs.folder import OutputFolder
-from cocodiff.registry import EXCHANGES, ORDERS
+from cocodiff.config.config import Config
+from cocodiff.config.errors import UserError
+from cocodiff.config.registry import EXCHANGES, ORDERS
+from cocodiff.jobs.folder import OutputFolder
+from cocodiff.jobs.options import Option, check_counts
+from cocodiff.jobs.terminal import say
 from cocodiff_bench import common
 from cocodiff_bench.common import Benchmark, Row, Values
 from cocodiff_bench.peers_model import (
@@ -48,7 +48,7 @@ from cocodiff_bench.peers_model import (
 if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are forked
     from torch import Tensor
 
-    from cocodiff.engine import Engine
+    from cocodiff.engine.engine import Engine
 
 OURS, DIFFUSERS, CACHE_DIT = "ours", "diffusers", "cache_dit"
 WHOSE = (OURS, DIFFUSERS, CACHE_DIT)
@@ -119,7 +119,7 @@ def check_sizes(values: Values, ranks: int) -> None:
 
 
 def import_before_fork(values: Values) -> None:
-    for name in (f"{DIFFUSERS_MODELS}.{REPLACED[values['model']][0]}", "cocodiff.engine"):
+    for name in (f"{DIFFUSERS_MODELS}.{REPLACED[values['model']][0]}", "cocodiff.engine.engine"):
         import_module(name)
 
 
@@ -196,7 +196,7 @@ def make_variants(
     process groups are made on the way."""
     calls: dict[str, Call] = {}
     if OURS in values["only"]:
-        from cocodiff.engine import Engine
+        from cocodiff.engine.engine import Engine
 
         for name, config in configs.items():
             own = twin(model)
@@ -308,11 +308,11 @@ def with_codecs(values: Values, transport: Any) -> dict[str, Config]:
     configs = our_configs(values)
     if all(config.codec != "auto" for config in configs.values()):
         return configs
-    from cocodiff.assemble import AttentionWork, with_codec_chosen
+    from cocodiff.engine.assemble import AttentionWork, with_codec_chosen
     from cocodiff.models.tokens import image_and_text, image_segment
-    from cocodiff.planning.calibrate import Constants
-    from cocodiff.planning.here import measure_device, rank_share
-    from cocodiff.planning.memory import Load, ModelShape
+    from cocodiff.planner.calibrate import Constants
+    from cocodiff.planner.here import measure_device, rank_share
+    from cocodiff.planner.memory import Load, ModelShape
 
     topology, scale = common.topology_of(values, transport.size), emulated().get("scale")
     joint = MODELS[values["model"]].text_travels

@@ -12,19 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cocodiff.assemble import build_strategy, chunking, exchange_table
 from cocodiff.attention.local import LocalAttention, Partial
-from cocodiff.config import Config
+from cocodiff.comm.trace import Trace
+from cocodiff.config.config import Config
+from cocodiff.config.machine import Device, Topology
+from cocodiff.engine.assemble import build_strategy, chunking, exchange_table
+from cocodiff.exchange.exchange import Exchange
+from cocodiff.exchange.outgoing import CodedCall
+from cocodiff.exchange.transfer import Transfer
 from cocodiff.kernels import Kernels, moved_by
-from cocodiff.planning.costs import CallKind
-from cocodiff.planning.layers import SITES, Case, ModelCalls, SerialTransport
-from cocodiff.planning.roofline import LAUNCHES, bytes_of, cost_of, prefer_linear, seconds
+from cocodiff.planner.costs import CallKind
+from cocodiff.planner.layers import SITES, Case, ModelCalls, SerialTransport
+from cocodiff.planner.roofline import LAUNCHES, bytes_of, cost_of, prefer_linear, seconds
 from cocodiff.topology.layout import Layout
-from cocodiff.topology.machine import Device, Topology
-from cocodiff.trace import Trace
-from cocodiff.wire.exchange import Exchange
-from cocodiff.wire.outgoing import CodedCall
-from cocodiff.wire.transfer import Transfer
 
 PASSES = (  # operations that are waits: scoring and both codecs'. All others are done
     *("l1_score", "note_change", "encode_residual", "decode_residual", "continue_linearly"),

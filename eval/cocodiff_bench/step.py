@@ -6,11 +6,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from cocodiff.console.options import Option, check_counts, preset_configs
-from cocodiff.jobs.session import DTYPES, import_before_fork, load_requested
-from cocodiff.loading.pipelines import EMBEDDED, Model, Request, check_model
+from cocodiff_eval.harness.session import DTYPES, import_before_fork, load_requested
+
+from cocodiff.jobs.folder import OutputFolder
+from cocodiff.jobs.options import Option, check_counts, preset_configs
+from cocodiff.jobs.pipelines import EMBEDDED, Model, Request, check_model
 from cocodiff.models.family import INPAINT
-from cocodiff.outputs.folder import OutputFolder
 from cocodiff_bench import common
 from cocodiff_bench.common import Benchmark, Values
 
@@ -36,7 +37,7 @@ def check(values: Values, ranks: int | None) -> None:
 
 def measure(values: Values, output: OutputFolder, transport: Any) -> None:
     """Whole pipeline calls, the variants in turn; the time of a step is the call's divided by its steps."""
-    from cocodiff.engine import Engine
+    from cocodiff.engine.engine import Engine
 
     model = load_requested(request_of(values), values["dtype"], transport)
     model.pipe.set_progress_bar_config(disable=True)

@@ -2,9 +2,9 @@
 
 from collections import Counter
 
+from cocodiff.comm.trace import LINK_CLASSES
+from cocodiff.config.machine import Topology
 from cocodiff.topology.layout import Layout
-from cocodiff.topology.machine import Topology
-from cocodiff.trace import LINK_CLASSES
 
 
 class Formulas:

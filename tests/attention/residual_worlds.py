@@ -14,17 +14,17 @@ from residual_reference import Reference
 from torch import Tensor
 from worlds import topology_of
 
-from cocodiff.assemble import build_strategy
 from cocodiff.attention.local import LocalAttention
 from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.comm.loopback import run_ranks
-from cocodiff.config import Config
+from cocodiff.comm.trace import Trace
+from cocodiff.config.config import Config
+from cocodiff.engine.assemble import build_strategy
+from cocodiff.exchange.coding import Moment
 from cocodiff.kernels import Kernels
 from cocodiff.models.tokens import image_and_text
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.layout import Layout
-from cocodiff.trace import Trace
-from cocodiff.wire.coding import Moment
 
 SIGMAS = [1.0, 0.97, 0.93, 0.87, 0.87, 0.86, 0.7, 0.6, 0.5, 0.45, 0.4, 0.3, 0.2, 0.1]
 

@@ -6,11 +6,11 @@ from byte_formulas import Formulas
 from worlds import TRIPLE, back, forward, topology_of
 
 from cocodiff.comm.loopback import LoopbackTransport, run_ranks
+from cocodiff.comm.trace import Trace
+from cocodiff.config.machine import Topology
+from cocodiff.exchange.exchange import Exchange
 from cocodiff.models.tokens import image_and_text
 from cocodiff.topology.layout import Layout
-from cocodiff.topology.machine import Topology
-from cocodiff.trace import Trace
-from cocodiff.wire.exchange import Exchange
 
 B, D = 2, 3
 WORLDS = {  # topology, image tokens, text tokens, heads

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cocodiff.attention.v_major.selection import Drift, DriftNotes
-from cocodiff.wire.coding import merge_notes
+from cocodiff.exchange.coding import merge_notes
 
 
 def test_notes_are_sums_over_calls_and_runs_that_take_no_more_memory_than_one_run():

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from worlds import back, forward, topologies, topology_of
 
 from cocodiff.comm.loopback import LoopbackGroup, LoopbackTransport, run_ranks
+from cocodiff.comm.trace import Trace
+from cocodiff.config.machine import Topology
+from cocodiff.exchange.exchange import Exchange
 from cocodiff.kernels import Kernels
 from cocodiff.models.tokens import image_and_text
-from cocodiff.routes.choice import ExchangeTable
 from cocodiff.topology.layout import Layout
-from cocodiff.topology.machine import Topology
-from cocodiff.trace import Trace
-from cocodiff.wire.exchange import Exchange
+from cocodiff.topology.routes.choice import ExchangeTable
 
 
 def check_exchange(

@@ -8,12 +8,12 @@ from worlds import is_full, topologies, topology_of
 
 from cocodiff.attention.strategy import LazyQKV
 from cocodiff.attention.ulysses import mask_in_rank_order
-from cocodiff.errors import UserError
+from cocodiff.config.errors import UserError
+from cocodiff.config.machine import Topology
+from cocodiff.config.registry import EXCHANGES, load
 from cocodiff.models.tokens import image_and_text, image_segment, text_segment
-from cocodiff.registry import EXCHANGES, load
-from cocodiff.routes.plans import Block, Plan, reverse
 from cocodiff.topology.layout import Layout
-from cocodiff.topology.machine import Topology
+from cocodiff.topology.routes.plans import Block, Plan, reverse
 from cocodiff.topology.segments import Segment, deal, slices
 
 MODEST = settings(max_examples=60, deadline=None)

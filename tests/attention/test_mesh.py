@@ -13,16 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import topologies, topology_of
 
-from cocodiff.assemble import AttentionWork
-from cocodiff.errors import UserError
+from cocodiff.config.errors import UserError
+from cocodiff.config.machine import Machine, Topology
+from cocodiff.engine.assemble import AttentionWork
 from cocodiff.models.tokens import image_and_text
-from cocodiff.planning.placement import MESSAGE_S, Priced, by_degree, choose, price, table
-from cocodiff.planning.traffic import Traffic, Wires
-from cocodiff.routes.choice import Chunking
-from cocodiff.routes.rounds import rounds_of, visits_of
+from cocodiff.planner.placement import MESSAGE_S, Priced, by_degree, choose, price, table
+from cocodiff.planner.traffic import Traffic, Wires
 from cocodiff.topology.axes import Mesh, meshes
 from cocodiff.topology.layout import Layout
-from cocodiff.topology.machine import Machine, Topology
+from cocodiff.topology.routes.choice import Chunking
+from cocodiff.topology.routes.rounds import rounds_of, visits_of
 
 MODEST = settings(max_examples=40, deadline=None)
 

@@ -10,13 +10,13 @@ from test_layout import by_heads, by_rows, check_pairs, simulate
 from worlds import forward, topology_of
 
 from cocodiff.comm.loopback import run_ranks
+from cocodiff.comm.trace import Trace
+from cocodiff.config.machine import Topology
+from cocodiff.exchange.exchange import Exchange
 from cocodiff.models.tokens import image_and_text
-from cocodiff.routes.detours import nic_detours
-from cocodiff.routes.plans import reverse, split_plan
 from cocodiff.topology.layout import Layout
-from cocodiff.topology.machine import Topology
-from cocodiff.trace import Trace
-from cocodiff.wire.exchange import Exchange
+from cocodiff.topology.routes.detours import nic_detours
+from cocodiff.topology.routes.plans import reverse, split_plan
 
 
 def nic_loads(topology: Topology, detours: dict[tuple[int, int], int]) -> tuple[Counter, Counter]:

@@ -14,15 +14,15 @@ from covering import covering
 from residual_worlds import RUN, TROUBLED, Call, Ranks, World, check
 from worlds import topology_of
 
-from cocodiff.assemble import build_strategy
 from cocodiff.attention.sites import continuation
 from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.comm.loopback import run_ranks
-from cocodiff.config import Config
+from cocodiff.comm.trace import Trace
+from cocodiff.config.config import Config
+from cocodiff.engine.assemble import build_strategy
 from cocodiff.kernels import Kernels
 from cocodiff.kernels.residual import coded_width
 from cocodiff.topology.axes import Mesh
-from cocodiff.trace import Trace
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 

@@ -28,17 +28,17 @@ from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.attention.ulysses import Ulysses, joint, v_first
 from cocodiff.attention.v_major.coding import VMajor
 from cocodiff.comm.loopback import LoopbackTransport, run_ranks
+from cocodiff.comm.trace import LINK_CLASSES, Trace
 from cocodiff.comm.transport import Part
+from cocodiff.config.machine import Topology
+from cocodiff.exchange.coding import Moment
+from cocodiff.exchange.exchange import Exchange
 from cocodiff.models.tokens import TEXT, image_and_text
-from cocodiff.routes.choice import Chunking
-from cocodiff.routes.chunks import sequence_of
-from cocodiff.routes.rounds import rounds_of
 from cocodiff.topology.axes import Mesh, meshes
 from cocodiff.topology.layout import Layout, slices
-from cocodiff.topology.machine import Topology
-from cocodiff.trace import LINK_CLASSES, Trace
-from cocodiff.wire.coding import Moment
-from cocodiff.wire.exchange import Exchange
+from cocodiff.topology.routes.choice import Chunking
+from cocodiff.topology.routes.chunks import sequence_of
+from cocodiff.topology.routes.rounds import rounds_of
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 EXCHANGES = ("flat", "tapa", "split")

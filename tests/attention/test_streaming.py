@@ -9,12 +9,12 @@ from test_ring import B, D, tensors
 from test_token_ring import attend, check_exact
 from worlds import topology_of
 
-from cocodiff.assemble import AttentionWork
-from cocodiff.config import Config
-from cocodiff.errors import UserError
-from cocodiff.planning.placement import StreamMoves, by_degree, choose, price
-from cocodiff.routes.rounds import rounds_of
+from cocodiff.config.config import Config
+from cocodiff.config.errors import UserError
+from cocodiff.engine.assemble import AttentionWork
+from cocodiff.planner.placement import StreamMoves, by_degree, choose, price
 from cocodiff.topology.axes import Mesh
+from cocodiff.topology.routes.rounds import rounds_of
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 

@@ -18,22 +18,22 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from worlds import topologies, topology_of
 
-from cocodiff.assemble import AttentionWork, build_strategy
 from cocodiff.attention.ring import TokenRing, zigzag
 from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.comm.loopback import LoopbackTransport, run_ranks
-from cocodiff.config import Config
-from cocodiff.errors import UserError
+from cocodiff.comm.trace import LINK_CLASSES, Trace
+from cocodiff.config.config import Config
+from cocodiff.config.errors import UserError
+from cocodiff.config.machine import Machine, Topology
+from cocodiff.config.registry import EXCHANGES, ORDERS
+from cocodiff.engine.assemble import AttentionWork, build_strategy
+from cocodiff.exchange.coding import Moment
 from cocodiff.kernels import Kernels
 from cocodiff.models.tokens import image_and_text
-from cocodiff.planning.placement import LAG, MESSAGE_S, TokenMoves, by_degree, choose, price
-from cocodiff.registry import EXCHANGES, ORDERS
-from cocodiff.routes.rounds import rounds_of
+from cocodiff.planner.placement import LAG, MESSAGE_S, TokenMoves, by_degree, choose, price
 from cocodiff.topology.axes import Mesh, meshes
-from cocodiff.topology.machine import Machine, Topology
+from cocodiff.topology.routes.rounds import rounds_of
 from cocodiff.topology.segments import Segment
-from cocodiff.trace import LINK_CLASSES, Trace
-from cocodiff.wire.coding import Moment
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 

@@ -22,17 +22,17 @@ from cocodiff.attention.local import LocalAttention
 from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.attention.ulysses import Ulysses, joint, v_first
 from cocodiff.comm.loopback import LoopbackGroup, run_ranks
+from cocodiff.comm.trace import Trace
+from cocodiff.config.machine import Topology
+from cocodiff.config.registry import EXCHANGES, load
+from cocodiff.exchange.exchange import Exchange
+from cocodiff.exchange.messages import InFlight
 from cocodiff.models.tokens import TEXT, image_and_text
-from cocodiff.registry import EXCHANGES, load
-from cocodiff.routes.choice import Chunking, ExchangeTable
-from cocodiff.routes.chunks import Stages, chunk_ranks, consecutive
-from cocodiff.routes.detours import nic_detours
-from cocodiff.routes.plans import reverse, split_plan
 from cocodiff.topology.layout import slices
-from cocodiff.topology.machine import Topology
-from cocodiff.trace import Trace
-from cocodiff.wire.exchange import Exchange
-from cocodiff.wire.messages import InFlight
+from cocodiff.topology.routes.choice import Chunking, ExchangeTable
+from cocodiff.topology.routes.chunks import Stages, chunk_ranks, consecutive
+from cocodiff.topology.routes.detours import nic_detours
+from cocodiff.topology.routes.plans import reverse, split_plan
 
 TABLE = ExchangeTable(((0.0005, "tapa"), (float("inf"), "split")))
 

@@ -20,14 +20,14 @@ from cocodiff.attention.ulysses import Ulysses, joint, v_first
 from cocodiff.attention.v_major.coding import VMajor
 from cocodiff.attention.v_major.selection import Schedule, stable_tokens
 from cocodiff.comm.loopback import run_ranks
+from cocodiff.comm.trace import Trace
+from cocodiff.exchange.coding import Moment
+from cocodiff.exchange.exchange import Exchange
 from cocodiff.kernels import Kernels
 from cocodiff.models.tokens import image_and_text
-from cocodiff.routes.choice import Chunking
 from cocodiff.topology.layout import Layout, Segments
+from cocodiff.topology.routes.choice import Chunking
 from cocodiff.topology.segments import Segment
-from cocodiff.trace import Trace
-from cocodiff.wire.coding import Moment
-from cocodiff.wire.exchange import Exchange
 
 D = 4
 ALL = slice(None)

@@ -96,7 +96,7 @@ class Case:
         )
 
     def config(self) -> Any:
-        from cocodiff.config import Config
+        from cocodiff.config.config import Config
 
         limits = {"timeout_s": 60, "stall_timeout_s": 60, "start_timeout_s": 15} | LIMITS.get(self.fault, {})
         settings = {"transport": self.transport, "check_messages": self.checked, "steps": STEPS, "device": "cpu"}
@@ -110,7 +110,7 @@ def work(case: Case, strike: Strike, transport: Any) -> None:
     import torch
     from tiny_models import FAMILIES
 
-    from cocodiff.engine import parallelize
+    from cocodiff.engine.engine import parallelize
 
     def moment(name: str, step: int = 0) -> None:
         counts = case.number if name in ("middle", "again") else 0
@@ -136,8 +136,8 @@ def work(case: Case, strike: Strike, transport: Any) -> None:
 
 def main() -> int:
     from cocodiff.comm.launch import Launch, detect
-    from cocodiff.console.terminal import quiet_libraries
-    from cocodiff.processes.ranks import run_ranks
+    from cocodiff.jobs.ranks import run_ranks
+    from cocodiff.jobs.terminal import quiet_libraries
 
     quiet_libraries("error")  # as commands do
     case = Case(**json.loads(sys.argv[1]))

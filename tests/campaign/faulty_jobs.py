@@ -23,8 +23,8 @@ from strikes import LIMITS, ON_FIRE, SIGNALS, Strike
 from struck_run import STAGES
 from warm import Started
 
-from cocodiff.outputs.folder import Manifest
-from cocodiff.outputs.journal import PARTIAL, Journals
+from cocodiff.jobs.folder import Manifest
+from cocodiff.jobs.journal import PARTIAL, Journals
 
 LIMIT_S = 240.0  # a run that has not ended by then hangs
 

@@ -14,7 +14,7 @@ import numpy as np
 import tifffile
 import yaml
 import zarr
-from cocodiff_eval.masks import block_mask, center_mask
+from cocodiff_eval.data.masks import block_mask, center_mask
 from inputs_files import ANY, DTYPES, FORMATS, NO_IMAGES, USUAL, Size, damage, mutated
 from PIL import Image
 from warm import forked

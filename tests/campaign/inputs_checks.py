@@ -7,8 +7,8 @@ from typing import Any
 
 import h5py
 import numpy as np
-from cocodiff_eval.formats.table import FORMATS, open_volume, result_format
-from cocodiff_eval.formats.volume import RawVolume
+from cocodiff_eval.data.formats import FORMATS, open_volume, result_format
+from cocodiff_eval.data.volume import RawVolume
 from inputs_files import read_plainly
 
 MICROMETERS = {"nanometer": 1e-3, "micrometer": 1.0, "millimeter": 1e3, "centimeter": 1e4, "meter": 1e6}

@@ -95,7 +95,7 @@ class Strike:
     def know_rank(self, at_start: Any = lambda: None) -> None:
         """From the moment on at which the ranks are to meet. at_start: called then."""
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and whoever it starts inherits that
-        from cocodiff import engine
+        from cocodiff.engine import engine
 
         opened = engine.open_transport
 

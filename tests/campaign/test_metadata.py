@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import zarr
-from cocodiff_eval.formats.table import open_volume, write_volume
-from cocodiff_eval.formats.units import LENGTHS
-from cocodiff_eval.formats.volume import RawVolume
+from cocodiff_eval.data.formats import open_volume, write_volume
+from cocodiff_eval.data.units import LENGTHS
+from cocodiff_eval.data.volume import RawVolume
 from inputs_checks import bits, voxels_of
 from metadata_cases import Given, make_given
 
-from cocodiff.errors import UserError
+from cocodiff.config.errors import UserError
 
 WORDS = ("tiff", "sequence", "zarr", "h5")
 SAMPLE, ALL = 48, 300

@@ -266,8 +266,8 @@ def main() -> int:
 def check_all() -> int:
     from cocodiff.comm import health
     from cocodiff.comm.launch import Launch, detect
-    from cocodiff.config import Config
-    from cocodiff.processes.ranks import run_ranks
+    from cocodiff.config.config import Config
+    from cocodiff.jobs.ranks import run_ranks
 
     how, *names = sys.argv[1:]
     if how != "forked-with-a-bad-rank":

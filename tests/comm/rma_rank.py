@@ -16,8 +16,8 @@ from cocodiff.comm.health import Health
 from cocodiff.comm.launch import detect
 from cocodiff.comm.rma import RmaTransport
 from cocodiff.comm.transport import Transport
-from cocodiff.config import Config
-from cocodiff.processes.ranks import run_ranks
+from cocodiff.config.config import Config
+from cocodiff.jobs.ranks import run_ranks
 
 
 def disagree(transport: Transport, sent: int, awaited: int) -> None:

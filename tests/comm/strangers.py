@@ -17,8 +17,8 @@ import torch
 
 from cocodiff.comm.launch import Launch, detect
 from cocodiff.comm.transport import Transport
-from cocodiff.config import Config
-from cocodiff.processes.ranks import run_ranks
+from cocodiff.config.config import Config
+from cocodiff.jobs.ranks import run_ranks
 
 
 class Bomb:

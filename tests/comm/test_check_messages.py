@@ -16,8 +16,8 @@ from cocodiff.comm.checked import check_messages, checksum
 from cocodiff.comm.host import HostTransport
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.comm.transport import Part
-from cocodiff.engine import parallelize
-from cocodiff.errors import PeerLost
+from cocodiff.config.errors import PeerLost
+from cocodiff.engine.engine import parallelize
 
 RANKS = 4
 

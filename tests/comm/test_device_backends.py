@@ -14,7 +14,7 @@ import torch.distributed as dist
 from cocodiff.comm import connect, torch_dist
 from cocodiff.comm.settings import overlap_killers
 from cocodiff.comm.torch_dist import CCL_BINDINGS, TorchDistGroup, TorchDistTransport, check_backend, device_backend
-from cocodiff.errors import UserError
+from cocodiff.config.errors import UserError
 
 CPU, XPU, CUDA = torch.device("cpu"), torch.device("xpu", 0), torch.device("cuda", 0)
 

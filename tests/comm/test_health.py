@@ -10,7 +10,7 @@ import pytest
 from watches import Watches, awaited, awaited_error
 
 from cocodiff.comm.health import Health, Watch
-from cocodiff.errors import PeerLost, UserError
+from cocodiff.config.errors import PeerLost, UserError
 
 
 def cut(watch: Watch) -> None:

@@ -10,7 +10,7 @@ import torch
 from cocodiff.comm.health import Health
 from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld
 from cocodiff.comm.transport import Lane, LanePending
-from cocodiff.device import HandedOver
+from cocodiff.kernels.device import HandedOver
 
 CPU = torch.device("cpu")
 

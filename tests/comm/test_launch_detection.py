@@ -7,7 +7,7 @@ import pytest
 from cocodiff.cli.main import main
 from cocodiff.comm.connect import environment_store
 from cocodiff.comm.launch import Launch, detect, find_mpiexec, system_mpiexec, without_launcher
-from cocodiff.errors import UserError
+from cocodiff.config.errors import UserError
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "29500", "LOCAL_RANK": "1"}
 

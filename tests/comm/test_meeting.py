@@ -11,7 +11,7 @@ import pytest
 from watches import Watches
 
 from cocodiff.comm.health import Watch
-from cocodiff.errors import PeerLost, UserError
+from cocodiff.config.errors import PeerLost, UserError
 
 HELLO = {"hello": 1, "settings": {}}
 

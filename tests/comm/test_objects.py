@@ -16,7 +16,7 @@ import torch
 from cocodiff.cli.doctor.facts import Card, Nic
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.comm.objects import LENGTH, as_bytes, as_value
-from cocodiff.planning.costs import CallKind
+from cocodiff.planner.costs import CallKind
 
 
 @dataclass
@@ -71,7 +71,7 @@ def framed(found: Any) -> bytes:
         LENGTH.pack(10**12) + pickle.dumps(Bomb()),
         b"",
         framed({"record": ["pathlib", "Path", ["exploded"]]}),
-        framed({"record": ["cocodiff.files", "os", []]}),
+        framed({"record": ["cocodiff.config.files", "os", []]}),
         framed({"record": ["cocodiff.cli.doctor.facts", "Card", [1]]}),
         framed({"record": [["unhashable"], "Card", []]}),
         framed({"dtype": "load"}),

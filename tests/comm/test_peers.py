@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cocodiff.comm.peers import ROUND_S, Limits, Message, Peers, describe_difference
-from cocodiff.errors import PeerLost, UserError
+from cocodiff.config.errors import PeerLost, UserError
 
 
 class World:

@@ -19,7 +19,7 @@ import pytest
 from cocodiff.comm import connect, mpi
 from cocodiff.comm.launch import Launch
 from cocodiff.comm.presence import Presence
-from cocodiff.errors import UserError
+from cocodiff.config.errors import UserError
 
 pytestmark = pytest.mark.processes
 
@@ -42,7 +42,7 @@ JOINS = """
     from cocodiff.comm.connect import connect
     from cocodiff.comm.health import Limits
     from cocodiff.comm.launch import detect
-    from cocodiff.errors import PeerLost
+    from cocodiff.config.errors import PeerLost
 
     try:
         connect(detect(), "gloo", torch.device("cpu"), {}, Limits(start_s=4.0))

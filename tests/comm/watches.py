@@ -11,7 +11,7 @@ import pytest
 
 from cocodiff.comm.health import Watch
 from cocodiff.comm.peers import Limits
-from cocodiff.errors import PeerLost, UserError
+from cocodiff.config.errors import PeerLost, UserError
 
 
 class Watches:

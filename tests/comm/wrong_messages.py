@@ -11,8 +11,8 @@ from torch import Tensor
 from cocodiff.comm.checked import CheckedGroup
 from cocodiff.comm.launch import Launch
 from cocodiff.comm.transport import Group, Pending, Transport
-from cocodiff.config import Config
-from cocodiff.processes.ranks import run_ranks
+from cocodiff.config.config import Config
+from cocodiff.jobs.ranks import run_ranks
 
 RANKS, CALLS = 3, 4
 SENDER, RECEIVER = 1, 2

@@ -17,9 +17,9 @@ from cocodiff_bench.hidden import Late
 from tiny_models import qwen_inputs, qwen_transformer
 
 from cocodiff.comm.launch import detect
-from cocodiff.config import Config
-from cocodiff.engine import parallelize
-from cocodiff.processes.ranks import run_ranks
+from cocodiff.config.config import Config
+from cocodiff.engine.engine import parallelize
+from cocodiff.jobs.ranks import run_ranks
 
 RANKS, ENDLESS, AT = 3, 10_000, 5  # steps, and the one at which rank 1 is lost
 

@@ -14,10 +14,10 @@ import torch
 import transformers
 
 from cocodiff.comm.launch import detect
-from cocodiff.config import Config
-from cocodiff.loading.pipelines import Request, load_model
+from cocodiff.config.config import Config
+from cocodiff.jobs.pipelines import Request, load_model
+from cocodiff.jobs.ranks import run_ranks
 from cocodiff.models.family import GENERATE
-from cocodiff.processes.ranks import run_ranks
 
 
 def work(transport: Any) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 from cocodiff.comm import connect
 from cocodiff.comm.launch import detect
 from cocodiff.comm.presence import Presence
-from cocodiff.config import Config
-from cocodiff.console.terminal import quiet_libraries
-from cocodiff.processes import ranks
-from cocodiff.processes.ranks import run_ranks
+from cocodiff.config.config import Config
+from cocodiff.jobs import ranks
+from cocodiff.jobs.ranks import run_ranks
+from cocodiff.jobs.terminal import quiet_libraries
 
 
 def work(fault: str, transport: Any) -> None:
@@ -70,7 +70,7 @@ def not_met(meeting: Any, *_: Any) -> None:
 def run_script(fault: str, transport_name: str, folder: Path) -> None:
     """As a user's own script, whose exceptions nobody catches. folder: takes what each rank says, in a file of its own,
     as a launcher may mix the lines of several."""
-    from cocodiff.engine import open_transport
+    from cocodiff.engine.engine import open_transport
 
     transport = open_transport(Config(transport=transport_name))
     said = os.open(folder / str(transport.rank), os.O_WRONLY | os.O_CREAT)

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 from warm import Started
 
-from cocodiff.outputs.journal import PARTIAL, Journals
+from cocodiff.jobs.journal import PARTIAL, Journals
 
 
 def results(out: Path) -> tuple[dict[str, bytes], list[dict[str, Any]]]:

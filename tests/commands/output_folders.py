@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from cocodiff.outputs.folder import OutputFolder
-from cocodiff.outputs.settings import MARK
+from cocodiff.jobs.folder import OutputFolder
+from cocodiff.jobs.settings import MARK
 
 
 def open_with_image(folder: OutputFolder, text: str) -> Path:

@@ -6,9 +6,9 @@ import sys
 from typing import Any
 
 from cocodiff.comm.launch import detect
-from cocodiff.config import Config
-from cocodiff.jobs.session import run_holding
-from cocodiff.outputs.folder import OutputFolder
+from cocodiff.config.config import Config
+from cocodiff.jobs.folder import OutputFolder
+from cocodiff.jobs.ranks import run_holding
 
 
 def work(fault: str, output: OutputFolder, transport: Any) -> None:

@@ -18,7 +18,8 @@ import torch
 import zarr
 
 import cocodiff
-from cocodiff import PeerLost, UserError, arrays
+from cocodiff import PeerLost, UserError
+from cocodiff.jobs import arrays
 
 pytestmark = pytest.mark.processes
 

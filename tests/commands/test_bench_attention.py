@@ -15,11 +15,11 @@ from warm import forked
 from warm_ranks import warm_mpiexec
 
 from cocodiff.cli.main import main
-from cocodiff.config import load_machine
+from cocodiff.config.config import load_machine
+from cocodiff.config.machine import Topology
+from cocodiff.config.registry import ORDERS
 from cocodiff.models.tokens import image_and_text
-from cocodiff.registry import ORDERS
 from cocodiff.topology.layout import Layout
-from cocodiff.topology.machine import Topology
 
 pytestmark = pytest.mark.processes
 

@@ -11,8 +11,8 @@ from cocodiff_bench.peers import with_codecs
 from launching import assert_succeeded
 from warm import forked
 
-from cocodiff.console.options import parse, with_settings
-from cocodiff.errors import UserError
+from cocodiff.config.errors import UserError
+from cocodiff.jobs.options import parse, with_settings
 
 pytestmark = pytest.mark.processes
 

@@ -13,7 +13,7 @@ import numpy as np
 import tifffile
 
 from cocodiff.cli.main import main
-from cocodiff.console.terminal import progress_bar, reading_bar, say
+from cocodiff.jobs.terminal import progress_bar, reading_bar, say
 
 
 @contextmanager

@@ -13,10 +13,10 @@ import tifffile
 from tiny_models import sd3_transformer
 
 from cocodiff.cli.main import main
-from cocodiff.config import Config
-from cocodiff.errors import UserError
+from cocodiff.config.config import Config
+from cocodiff.config.errors import UserError
 from cocodiff.jobs.deal import deal_of, guides
-from cocodiff.loading.pipelines import EMBEDDED, Request
+from cocodiff.jobs.pipelines import EMBEDDED, Request
 from cocodiff.models.family import GENERATE, INPAINT
 
 SAMPLES = sorted((Path(__file__).parents[2] / "cocodiff" / "demo_model" / "samples").glob("*.tif"))

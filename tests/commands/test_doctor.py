@@ -16,7 +16,7 @@ from cocodiff.cli.doctor import command as doctor
 from cocodiff.cli.doctor.facts import environment
 from cocodiff.cli.main import main
 from cocodiff.comm.health import Health
-from cocodiff.errors import OwnRankError
+from cocodiff.config.errors import OwnRankError
 
 pytestmark = pytest.mark.processes
 

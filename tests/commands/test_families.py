@@ -13,17 +13,17 @@ import pytest
 import tifffile
 import tiny_pipelines
 import torch
-from cocodiff_eval.intensity import IntensityRange, compose_native, prepare_slice
-from cocodiff_eval.pipeline_inpainter import PipelineInpainter
-from cocodiff_eval.restore import restore_slices
-from cocodiff_eval.tiling import steps_at
+from cocodiff_eval.data.intensity import IntensityRange, compose_native, prepare_slice
+from cocodiff_eval.restore.pipeline_inpainter import PipelineInpainter
+from cocodiff_eval.restore.restore import restore_slices
+from cocodiff_eval.restore.tiling import steps_at
 from launching import assert_succeeded
 from warm import forked
 
-from cocodiff.config import Config
-from cocodiff.engine import open_transport
-from cocodiff.errors import UserError
-from cocodiff.loading.pipelines import Request, check_model, load_model, no_prompt
+from cocodiff.config.config import Config
+from cocodiff.config.errors import UserError
+from cocodiff.engine.engine import open_transport
+from cocodiff.jobs.pipelines import Request, check_model, load_model, no_prompt
 from cocodiff.models import families, pipelines_of
 from cocodiff.models.family import GENERATE, INPAINT
 

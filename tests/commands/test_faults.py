@@ -18,7 +18,7 @@ import pytest
 import tifffile
 from warm import Started, forked
 
-from cocodiff.processes.ranks import End, _child_end, _Notes
+from cocodiff.jobs.ranks import End, _child_end, _Notes
 
 pytestmark = pytest.mark.processes
 

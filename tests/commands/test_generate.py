@@ -18,7 +18,7 @@ from PIL import Image
 from warm import forked
 
 from cocodiff.cli.main import main
-from cocodiff.loading.pipelines import no_prompt
+from cocodiff.jobs.pipelines import no_prompt
 from cocodiff.models import pipelines_of
 from cocodiff.models.family import GENERATE
 

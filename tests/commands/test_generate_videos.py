@@ -15,6 +15,7 @@ import pytest
 import tifffile
 import tiny_pipelines
 import torch
+from cocodiff_eval.harness.images import frames_of, has_encoder, save_frames, shown_frames
 from killed_runs import Killed, results
 from launching import assert_succeeded
 from PIL import Image
@@ -22,9 +23,8 @@ from warm import forked
 
 from cocodiff.cli.main import main
 from cocodiff.jobs.deal import image_tokens
-from cocodiff.jobs.images import frames_of, has_encoder, save_frames, shown_frames
-from cocodiff.loading.model_shapes import load_shape
-from cocodiff.loading.pipelines import Request
+from cocodiff.jobs.model_shapes import load_shape
+from cocodiff.jobs.pipelines import Request
 from cocodiff.models.family import GENERATE
 
 pytestmark = pytest.mark.processes

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import tifffile
 import tiny_pipelines
+from cocodiff_eval.harness import tasks
 from killed_runs import results
 
 from cocodiff.cli.main import main
-from cocodiff.jobs import tasks
+from cocodiff.jobs.journal import PARTIAL, Entry, Journals
 from cocodiff.jobs.replicas import Queue
-from cocodiff.outputs.journal import PARTIAL, Entry, Journals
 
 SLICES = 4
 

@@ -316,7 +316,7 @@ def test_every_input_and_mask_has_files_of_its_own(restore: Restore, tmp_path: P
 
 
 def test_names_of_files_stay_and_fit() -> None:
-    from cocodiff.jobs.tasks import file_names
+    from cocodiff_eval.harness.tasks import file_names
 
     plain = [("scan", "block"), ("scan", "center"), ("a" * 100, "b" * 100)]
     assert [(files.stack, files.mask) for files in file_names(plain)] == plain

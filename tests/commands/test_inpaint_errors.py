@@ -12,10 +12,10 @@ import h5py
 import numpy as np
 import pytest
 import tifffile
+from cocodiff_eval.cli.inpaint import OPTIONS
 
-from cocodiff.cli.inpaint import OPTIONS
 from cocodiff.cli.main import main
-from cocodiff.console.options import with_settings
+from cocodiff.jobs.options import with_settings
 
 Check = Callable[..., str]
 

@@ -19,9 +19,9 @@ from diffusers import StableDiffusion3Pipeline
 from safetensors.torch import load_file, save_file
 
 from cocodiff.cli.main import main
-from cocodiff.errors import UserError
-from cocodiff.loading.model_checks import check_sides, variant_of
-from cocodiff.loading.model_shapes import load_shape
+from cocodiff.config.errors import UserError
+from cocodiff.jobs.model_checks import check_sides, variant_of
+from cocodiff.jobs.model_shapes import load_shape
 
 Break = Callable[[Path], Any]
 INDEX, TRANSFORMER, VAE, SCHEDULER = (

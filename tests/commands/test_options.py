@@ -6,11 +6,14 @@ import sys
 from importlib import import_module
 
 import pytest
+from cocodiff_bench.command import KINDS
 
-from cocodiff.cli.bench import KINDS
 from cocodiff.cli.main import main
-from cocodiff.config import Config
-from cocodiff.console.options import (
+from cocodiff.config.config import Config
+from cocodiff.config.errors import UserError
+from cocodiff.config.setting import settings_of
+from cocodiff.demo_model import SAMPLES
+from cocodiff.jobs.options import (
     DEAL_OPTIONS,
     MOST,
     RUN_OPTIONS,
@@ -22,9 +25,6 @@ from cocodiff.console.options import (
     preset_configs,
     with_settings,
 )
-from cocodiff.demo_model import SAMPLES
-from cocodiff.errors import UserError
-from cocodiff.setting import settings_of
 
 OPTIONS = (
     Option("input", "files to read", many=True, required=True),

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from output_folders import names, open_with_image, publish
 
-from cocodiff.errors import OwnRankError, UserError
-from cocodiff.outputs.folder import LOCK, MANIFEST, OutputFolder
-from cocodiff.outputs.journal import PARTIAL
-from cocodiff.outputs.settings import MARK, beside_the_record, write_settings
+from cocodiff.config.errors import OwnRankError, UserError
+from cocodiff.jobs.folder import LOCK, MANIFEST, OutputFolder
+from cocodiff.jobs.journal import PARTIAL
+from cocodiff.jobs.settings import MARK, beside_the_record, write_settings
 
 
 @pytest.mark.parametrize("exists", [False, True])

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from output_folders import names, open_with_image, publish
 
-from cocodiff.errors import OwnRankError, UserError
-from cocodiff.outputs.folder import MANIFEST, OutputFolder
-from cocodiff.outputs.settings import MARK
+from cocodiff.config.errors import OwnRankError, UserError
+from cocodiff.jobs.folder import MANIFEST, OutputFolder
+from cocodiff.jobs.settings import MARK
 
 
 def test_results_appear_at_once(tmp_path):
@@ -250,7 +250,7 @@ def test_results_go_into_the_working_directory(tmp_path, monkeypatch):
 
 MOUNTED = """
 import sys
-from cocodiff.outputs.folder import OutputFolder
+from cocodiff.jobs.folder import OutputFolder
 for text in ("old", "new"):
     folder = OutputFolder(sys.argv[1], overwrite=True)
     with folder.held():

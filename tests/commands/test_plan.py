@@ -13,9 +13,9 @@ from tiny_pipelines import wan_pipeline
 from worlds import topology_of
 
 from cocodiff.cli.main import main
-from cocodiff.config import load_machine
-from cocodiff.planning.calibrate import AllToAll, Constants, slowed
-from cocodiff.planning.decisions import read_decisions
+from cocodiff.config.config import load_machine
+from cocodiff.planner.calibrate import AllToAll, Constants, slowed
+from cocodiff.planner.decisions import read_decisions
 
 QWEN = ("--memory", "--model", "qwen-image", "--size", "1536", "--batch", "4", "--preset", "cocodiff")
 

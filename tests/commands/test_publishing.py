@@ -73,7 +73,7 @@ def test_a_full_disk_is_one_line_and_leaves_earlier_results(scan: Path, tmp_path
     if os.geteuid() or subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
         pytest.skip("a full disk: needs root and unshare, to mount a small one")
     earlier = (
-        "import sys; from cocodiff.outputs.folder import OutputFolder; out = OutputFolder(sys.argv[1], False); "
+        "import sys; from cocodiff.jobs.folder import OutputFolder; out = OutputFolder(sys.argv[1], False); "
         "(out.open() / 'run.yaml').write_text('earlier'); out.publish()"
     )
     script = f"""

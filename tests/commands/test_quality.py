@@ -14,18 +14,18 @@ import numpy as np
 import pytest
 import tifffile
 import yaml
+from cocodiff_eval.harness.bound import ENOUGH, MARGIN_DB, Bound, Slices, Trial, next_trial
+from cocodiff_eval.harness.quality import CACHED, CODED, UNCODED, Figure, Group, Quality, read_ladder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from killed_runs import Killed, results
 from warm import forked
 
-from cocodiff.assemble import AttentionWork
 from cocodiff.cli.main import main
-from cocodiff.config import find_shipped, load_machine
-from cocodiff.errors import UserError
-from cocodiff.jobs.bound import ENOUGH, MARGIN_DB, Bound, Slices, Trial, next_trial
-from cocodiff.jobs.quality import CACHED, CODED, UNCODED, Figure, Group, Quality, read_ladder
-from cocodiff.topology.machine import Topology
+from cocodiff.config.config import find_shipped, load_machine
+from cocodiff.config.errors import UserError
+from cocodiff.config.machine import Topology
+from cocodiff.engine.assemble import AttentionWork
 
 BOUND = "65.8dB"
 CODECS = {"int2", "int4", "int8", "none"}

@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import tifffile
+from cocodiff_eval.harness.items import Cost, batches_of
 from killed_runs import Killed, results
 from warm import forked
 
 from cocodiff.cli.main import main
 from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld
-from cocodiff.console.terminal import limit_threads, threads
-from cocodiff.errors import UserError
-from cocodiff.jobs.items import Cost, batches_of
+from cocodiff.config.errors import UserError
+from cocodiff.jobs.journal import Entry, Journals
 from cocodiff.jobs.replicas import Replica
-from cocodiff.outputs.journal import Entry, Journals
+from cocodiff.jobs.terminal import limit_threads, threads
 
 SLICES = 10
 SLICE = Path(__file__).parents[2] / "cocodiff" / "demo_model" / "samples" / "synthetic_organ_1.tif"

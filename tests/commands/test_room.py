@@ -7,10 +7,10 @@ import resource
 import pytest
 
 from cocodiff.cli.main import main
-from cocodiff.config import load_machine
-from cocodiff.errors import UserError
-from cocodiff.processes import children
-from cocodiff.topology.machine import MOST_RANKS, Topology
+from cocodiff.config.config import load_machine
+from cocodiff.config.errors import UserError
+from cocodiff.config.machine import MOST_RANKS, Topology
+from cocodiff.jobs import children
 
 MANY = "999999999999"
 

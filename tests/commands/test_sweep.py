@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 import tifffile
 import yaml
-from cocodiff_eval.sweeps import better_than, summarise
+from cocodiff_eval.harness.grid import read_grid
+from cocodiff_eval.harness.quality import read_ladder
+from cocodiff_eval.report.sweeps import better_than, summarise
 from launching import end_group
 from warm import Started
 
 from cocodiff.cli.main import main
-from cocodiff.config import Config
-from cocodiff.errors import UserError
-from cocodiff.jobs.grid import read_grid
-from cocodiff.jobs.quality import read_ladder
-from cocodiff.outputs.journal import Journals
+from cocodiff.config.config import Config
+from cocodiff.config.errors import UserError
+from cocodiff.jobs.journal import Journals
 
 pytestmark = pytest.mark.processes
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cocodiff_eval.harness.grid import MOST_RUNS, read_grid
 
 from cocodiff.cli.main import main
-from cocodiff.errors import UserError
-from cocodiff.jobs.grid import MOST_RUNS, read_grid
+from cocodiff.config.errors import UserError
 
 JUDGED = {"psnr_db": 20.0, "ssim": 0.5, "mse": 0.01, "seconds": 1.0, "bytes": {"plane": 8}}
 LINE = {"point": "a", "steps": 3, "mask": "block", "slice": "scan", **JUDGED, "psnr_vs_exact_db": None, "exact": JUDGED}

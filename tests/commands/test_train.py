@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tifffile
+from cocodiff_eval.harness import training
 from launching import with_options
 from safetensors.numpy import load_file
 from scipy.ndimage import gaussian_filter
@@ -16,7 +17,6 @@ from train_few import FEWER
 from warm import forked
 
 from cocodiff.cli.main import main
-from cocodiff.jobs import training
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 FEW = ("--iterations", "6", "--batch", "2", "--patches", "40", "--quiet")

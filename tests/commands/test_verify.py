@@ -9,7 +9,7 @@ from tiny_pipelines import TEXT_WIDTH, sd3_pipeline, wan_pipeline
 
 import cocodiff
 from cocodiff.cli.main import main
-from cocodiff.errors import UserError
+from cocodiff.config.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 

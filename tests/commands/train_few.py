@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from cocodiff_eval.harness import training
+
 from cocodiff.cli.main import main as cocodiff
-from cocodiff.jobs import training
 
 FEWER = {"HELD_OUT": 6, "JUDGED": 2, "JUDGED_STEPS": 2, "LEAST_APART": 4}
 

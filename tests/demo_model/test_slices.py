@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tifffile
+from cocodiff_eval.harness import training
 from cocodiff_studies import phantoms as slices
 
 from cocodiff.cli.main import main
 from cocodiff.demo_model.training import block_mask, center_mask, training_mask
-from cocodiff.jobs import training
 
 
 @pytest.mark.parametrize("zoom", [1.0, 3.0])

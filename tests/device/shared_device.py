@@ -17,7 +17,7 @@ from torch import Tensor
 from cocodiff.comm.host import HostTransport
 from cocodiff.comm.loopback import LoopbackTransport, run_ranks
 from cocodiff.comm.transport import Group, Pending
-from cocodiff.engine import parallelize
+from cocodiff.engine.engine import parallelize
 
 T = TypeVar("T")
 STEPS = 4

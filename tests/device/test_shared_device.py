@@ -15,7 +15,7 @@ from shared_device import Settings, chosen, denoised, loop, on_device
 
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.comm.transport import Transport
-from cocodiff.config import Config, preset_names
+from cocodiff.config.config import Config, preset_names
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 

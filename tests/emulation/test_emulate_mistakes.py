@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 from cocodiff_bench.alltoall import tuned_rows
+from cocodiff_bench.command import module_of
 from cocodiff_bench.model_step import FITTED, over_schedule
 from cocodiff_studies.emulate import command as emulation
 from cocodiff_studies.emulate.command import is_this_cocodiff
 from launching import assert_succeeded
 from warm import forked
 
-from cocodiff.cli.bench import module_of
 from cocodiff.cli.main import main
 from cocodiff.comm.launch import emulated
-from cocodiff.config import Config, load_exchange_table
-from cocodiff.errors import UserError
-from cocodiff.planning.costs import WHOLE, CallKind, Typical, costs_of
+from cocodiff.config.config import Config, load_exchange_table
+from cocodiff.config.errors import UserError
+from cocodiff.planner.costs import WHOLE, CallKind, Typical, costs_of
 
 pytestmark = pytest.mark.processes
 

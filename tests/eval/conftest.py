@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tifffile
-from cocodiff_eval.slices import Stack, open_stack
+from cocodiff_eval.data.slices import Stack, open_stack
 from eval_helpers import SmoothInpainter, phantom
 
 

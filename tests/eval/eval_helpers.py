@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from cocodiff_eval.metrics import Result
-from cocodiff_eval.restore import restore_slices
-from cocodiff_eval.tiling import RestorationPlan
+from cocodiff_eval.quality.metrics import Result
+from cocodiff_eval.restore.restore import restore_slices
+from cocodiff_eval.restore.tiling import RestorationPlan
 from torch import Tensor
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from cocodiff_eval.masks import make_mask
-from cocodiff_eval.slices import open_stack, open_truth
+from cocodiff_eval.data.masks import make_mask
+from cocodiff_eval.data.slices import open_stack, open_truth
 
-from cocodiff.errors import UserError
+from cocodiff.config.errors import UserError
 
 IMAGE = np.arange(400, dtype=np.uint16).reshape(20, 20)
 pytestmark = pytest.mark.usefixtures("promptly")

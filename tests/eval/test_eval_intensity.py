@@ -10,20 +10,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tifffile
-from cocodiff_eval.baseline import biharmonic
-from cocodiff_eval.formats.volume import Part
-from cocodiff_eval.intensity import IntensityRange, compose_native, intensity_range, parse_range, prepare_slice
-from cocodiff_eval.masks import block_mask, center_mask, make_mask
-from cocodiff_eval.pyramid import downsample, fill_from_outside, halve_shape, upsample
+from cocodiff_eval.data.intensity import IntensityRange, compose_native, intensity_range, parse_range, prepare_slice
+from cocodiff_eval.data.masks import block_mask, center_mask, make_mask
+from cocodiff_eval.data.pyramid import downsample, fill_from_outside, halve_shape, upsample
+from cocodiff_eval.data.slices import Stack, open_stack
+from cocodiff_eval.data.volume import Part
 from cocodiff_eval.report import Picture, encode
-from cocodiff_eval.restore import restore_slices
-from cocodiff_eval.slices import Stack, open_stack
+from cocodiff_eval.restore.baseline import biharmonic
+from cocodiff_eval.restore.restore import restore_slices
 from eval_helpers import SmoothInpainter, phantom, restore_slice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from cocodiff.errors import UserError
+from cocodiff.config.errors import UserError
 
 
 def save(path: Path, array: np.ndarray) -> Stack:
@@ -255,7 +255,7 @@ def test_biharmonic_beats_filling_and_solves_large_holes_coarser(monkeypatch: py
     mask_YX = center_mask((96, 80))
     fine_YX = biharmonic(np.where(mask_YX, np.nan, image_YX), mask_YX)
     assert np.abs(fine_YX - image_YX).max() < 0.5 * np.abs(fill_from_outside(image_YX, mask_YX) - image_YX).max()
-    monkeypatch.setattr("cocodiff_eval.baseline.LARGEST_HOLE", 500)
+    monkeypatch.setattr("cocodiff_eval.restore.baseline.LARGEST_HOLE", 500)
     coarse_YX = biharmonic(np.where(mask_YX, np.nan, image_YX), mask_YX)
     np.testing.assert_array_equal(coarse_YX[~mask_YX], image_YX[~mask_YX])
     assert np.abs(coarse_YX - fine_YX).max() < 0.05

@@ -6,13 +6,13 @@ import h5py
 import numpy as np
 import pytest
 import tifffile
-from cocodiff_eval.masks import block_mask, center_mask, make_mask
-from cocodiff_eval.slices import Stack
+from cocodiff_eval.data.masks import block_mask, center_mask, make_mask
+from cocodiff_eval.data.slices import Stack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from cocodiff.errors import UserError
+from cocodiff.config.errors import UserError
 
 SIDES = st.integers(16, 300)
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import tifffile
 import zarr
-from cocodiff_eval.formats.table import open_volume, write_volume
-from cocodiff_eval.formats.units import LENGTHS, one_unit, unit_name, unit_symbol
-from cocodiff_eval.formats.volume import Part, RawVolume
-from cocodiff_eval.slices import open_stack
+from cocodiff_eval.data.formats import open_volume, write_volume
+from cocodiff_eval.data.slices import open_stack
+from cocodiff_eval.data.units import LENGTHS, one_unit, unit_name, unit_symbol
+from cocodiff_eval.data.volume import Part, RawVolume
 
-from cocodiff.errors import UserError
+from cocodiff.config.errors import UserError
 
 VOLUME = np.arange(3 * 20 * 24, dtype=np.uint16).reshape(3, 20, 24)
 

@@ -5,10 +5,10 @@ import math
 
 import numpy as np
 import pytest
-from cocodiff_eval.intensity import IntensityRange
-from cocodiff_eval.masks import block_mask
-from cocodiff_eval.metrics import distance_db, masked_quality, metrics_document, psnr_db, summary
-from cocodiff_eval.table import grouped, size, terminal_table
+from cocodiff_eval.data.intensity import IntensityRange
+from cocodiff_eval.data.masks import block_mask
+from cocodiff_eval.quality.metrics import distance_db, masked_quality, metrics_document, psnr_db, summary
+from cocodiff_eval.report.table import grouped, size, terminal_table
 from eval_helpers import phantom, row_of
 from skimage.metrics import mean_squared_error, peak_signal_noise_ratio, structural_similarity
 

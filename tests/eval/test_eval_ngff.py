@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 import tifffile
 import zarr
-from cocodiff_eval.formats.ome_zarr_file import write_label
-from cocodiff_eval.formats.table import open_volume
-from cocodiff_eval.formats.volume import Region
-from cocodiff_eval.slices import open_stack
+from cocodiff_eval.data.formats import open_volume
+from cocodiff_eval.data.ome_zarr_file import write_label
+from cocodiff_eval.data.slices import open_stack
+from cocodiff_eval.data.volume import Region
 from test_formats import assert_bits, restored, slice_of, voxels, write_hdf5, write_zarr
 
-from cocodiff.errors import UserError
+from cocodiff.config.errors import UserError
 from cocodiff.jobs.record import as_read, described_inputs, first_difference
 
 SCALE = [{"type": "scale", "scale": [2.0, 0.5, 0.5]}]

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 from browser import CHROMIUM, Browser
-from cocodiff_eval.intensity import IntensityRange
-from cocodiff_eval.masks import block_mask
-from cocodiff_eval.metrics import metrics_document
+from cocodiff_eval.data.intensity import IntensityRange
+from cocodiff_eval.data.masks import block_mask
+from cocodiff_eval.quality.metrics import metrics_document
+from cocodiff_eval.quality.steps import mean_profile
 from cocodiff_eval.report import (
     Generated,
     Picture,
@@ -26,8 +27,7 @@ from cocodiff_eval.report import (
     worst_slices,
     write_report,
 )
-from cocodiff_eval.steps import mean_profile
-from cocodiff_eval.table import terminal_table
+from cocodiff_eval.report.table import terminal_table
 from eval_helpers import phantom, row_of
 from PIL import Image
 

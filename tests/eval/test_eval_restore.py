@@ -5,17 +5,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cocodiff_eval.masks import block_mask, center_mask
-from cocodiff_eval.pipeline_inpainter import PipelineInpainter, schedule_at
-from cocodiff_eval.restore import match_surroundings, plan_slice, restore_slices
-from cocodiff_eval.tiling import steps_at
+from cocodiff_eval.data.masks import block_mask, center_mask
+from cocodiff_eval.restore.pipeline_inpainter import PipelineInpainter, schedule_at
+from cocodiff_eval.restore.restore import match_surroundings, plan_slice, restore_slices
+from cocodiff_eval.restore.tiling import steps_at
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel
 from diffusers import StableDiffusion3InpaintPipeline as InpaintPipeline
 from eval_helpers import SmoothInpainter, calls_of, phantom, restore_slice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cocodiff.errors import UserError
+from cocodiff.config.errors import UserError
 
 SHAPES = [(97, 131), (256, 256), (20, 500), (500, 20), (16, 16), (32, 32), (31, 200)]
 

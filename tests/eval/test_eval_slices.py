@@ -13,15 +13,15 @@ import h5py
 import numpy as np
 import pytest
 import tifffile
-from cocodiff_eval.formats.table import open_volume, write_volume
-from cocodiff_eval.formats.tiff import write_tiff
-from cocodiff_eval.formats.volume import NewVolume
-from cocodiff_eval.slices import Stack, open_stack, open_stacks, open_truth, safe_stem, save_preview_png, to_grey8
+from cocodiff_eval.data.formats import open_volume, write_volume
+from cocodiff_eval.data.slices import Stack, open_stack, open_stacks, open_truth, safe_stem, save_preview_png, to_grey8
+from cocodiff_eval.data.tiff import write_tiff
+from cocodiff_eval.data.volume import NewVolume
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from cocodiff.errors import UserError
+from cocodiff.config.errors import UserError
 
 DTYPES = ["uint8", "int8", "uint16", "int16", "uint32", "int32", "float16", "float32", "float64"]
 

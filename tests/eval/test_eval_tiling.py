@@ -4,8 +4,8 @@ import itertools
 
 import numpy as np
 import pytest
-from cocodiff_eval.masks import block_mask, center_mask
-from cocodiff_eval.tiling import (
+from cocodiff_eval.data.masks import block_mask, center_mask
+from cocodiff_eval.restore.tiling import (
     RestorationPlan,
     TilingSettings,
     axis_starts,

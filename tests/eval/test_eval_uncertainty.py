@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from cocodiff_eval.fusing import Moments, coverage, spread_native
-from cocodiff_eval.intensity import IntensityRange
-from cocodiff_eval.masks import block_mask, center_mask
-from cocodiff_eval.metrics import masked_psnr_db, masked_quality
-from cocodiff_eval.restore import restore_slices, sample_keys
+from cocodiff_eval.data.intensity import IntensityRange
+from cocodiff_eval.data.masks import block_mask, center_mask
+from cocodiff_eval.quality.fusing import Moments, coverage, spread_native
+from cocodiff_eval.quality.metrics import masked_psnr_db, masked_quality
+from cocodiff_eval.restore.restore import restore_slices, sample_keys
 from eval_helpers import SmoothInpainter, phantom, restore_slice
 
 SCALE = IntensityRange(100.0, 1100.0)

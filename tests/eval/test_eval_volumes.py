@@ -4,13 +4,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cocodiff_eval.baseline import in_cells, laplace, linear, total_variation
-from cocodiff_eval.fusing import Intervals, Lead, Mixture, choose_axes, dealt, fuse, quantile, weights_of
-from cocodiff_eval.hidden import Hidden, Survey, hide
-from cocodiff_eval.masks import depth
-from cocodiff_eval.turned import AXES, Census, Restored, Turned, turn, turned_shape
-
-from cocodiff.jobs.volume import Verdict
+from cocodiff_eval.data.masks import depth
+from cocodiff_eval.data.turned import AXES, Census, Restored, Turned, turn, turned_shape
+from cocodiff_eval.harness.volume import Verdict
+from cocodiff_eval.quality.fusing import Intervals, Lead, Mixture, choose_axes, dealt, fuse, quantile, weights_of
+from cocodiff_eval.quality.hidden import Hidden, Survey, hide
+from cocodiff_eval.restore.baseline import in_cells, laplace, linear, total_variation
 
 SHAPE = (20, 24, 28)
 SLICES = {"z": lambda volume, n: volume[n], "y": lambda volume, n: volume[:, n], "x": lambda volume, n: volume[:, :, n]}
@@ -31,7 +30,7 @@ def census_of(mask_ZYX: np.ndarray) -> Census:
 def test_copies_hold_the_same_slices_however_many_are_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
 ) -> None:
-    monkeypatch.setattr("cocodiff_eval.turned.BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr("cocodiff_eval.data.turned.BLOCK_BYTES", block_bytes)
     volume = np.random.default_rng(0).integers(0, 60000, SHAPE, dtype=np.uint16)
     copies = [Turned(tmp_path / axis, axis, SHAPE, volume.dtype) for axis in "yx"]
     turn(lambda index: volume[index], copies)

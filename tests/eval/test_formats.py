@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 import tifffile
 import zarr
-from cocodiff_eval.formats.table import FORMATS, open_volume, result_format, write_volume
-from cocodiff_eval.formats.volume import NewVolume, Part, RawVolume, Region
-from cocodiff_eval.formats.words import WRITTEN
-from cocodiff_eval.masks import make_mask
-from cocodiff_eval.slices import open_stack, open_truth
+from cocodiff_eval.data.formats import FORMATS, open_volume, result_format, write_volume
+from cocodiff_eval.data.masks import make_mask
+from cocodiff_eval.data.slices import open_stack, open_truth
+from cocodiff_eval.data.volume import NewVolume, Part, RawVolume, Region
+from cocodiff_eval.data.words import WRITTEN
 from PIL import Image
 
-from cocodiff.errors import UserError
+from cocodiff.config.errors import UserError
 
 DTYPES = ("uint8", "uint16", "int16", "float32")
 SHAPE = (6, 20, 33)

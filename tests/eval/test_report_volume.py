@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from browser import CHROMIUM, Browser
-from cocodiff_eval.intensity import IntensityRange
-from cocodiff_eval.metrics import metrics_document, slice_jumps
+from cocodiff_eval.data.intensity import IntensityRange
+from cocodiff_eval.quality.metrics import metrics_document, slice_jumps
 from cocodiff_eval.report import ShownVolume, write_report
 from cocodiff_eval.report.volume import embedded
 from eval_helpers import row_of

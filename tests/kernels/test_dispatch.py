@@ -21,19 +21,19 @@ from worlds import back, forward, topology_of
 
 from cocodiff.cli.main import main
 from cocodiff.comm.loopback import LoopbackTransport, run_ranks
-from cocodiff.errors import UserError
+from cocodiff.comm.trace import Trace
+from cocodiff.config.errors import UserError
+from cocodiff.exchange.exchange import Exchange
 from cocodiff.kernels import Kernels, Rows, TorchOps, dispatch
 from cocodiff.kernels.dispatch import CHOICES, NEVER, OPS
 from cocodiff.kernels.lossless import Cut, least_room, most_bytes
 from cocodiff.kernels.residual import Onward, Prediction, Reconstructions, coded_width
 from cocodiff.models.tokens import image_and_text
 from cocodiff.topology.layout import Layout
-from cocodiff.trace import Trace
-from cocodiff.wire.exchange import Exchange
 
 WITHOUT_COMPILER = """
 import torch
-from cocodiff.errors import UserError
+from cocodiff.config.errors import UserError
 from cocodiff.kernels import Kernels
 v = torch.ones(1, 4096, 8, 64)
 for _ in range(2):

@@ -12,7 +12,7 @@ from tiny_models import FAMILIES, HEADS
 from torch import nn
 
 from cocodiff.comm.loopback import run_ranks
-from cocodiff.engine import parallelize
+from cocodiff.engine.engine import parallelize
 from cocodiff.kernels import Kernels
 from cocodiff.models.streams import Rotary, norm_rope
 

@@ -20,10 +20,10 @@ from test_simulated_models import CASES, at_case, outputs_of
 
 import simulated_device
 from cocodiff.comm.torch_dist import _Works
-from cocodiff.device import HandedOver, used_on_current_stream
+from cocodiff.kernels.device import HandedOver, used_on_current_stream
 from simulated_device.ranks import run_ranks
 
-PASSED_OVER = ("simulated_device/", "cocodiff/device.py", "cocodiff/comm/")
+PASSED_OVER = ("simulated_device/", "cocodiff/kernels/device.py", "cocodiff/comm/")
 
 
 class Change(NamedTuple):

@@ -2,9 +2,9 @@
 
 import torch
 
-from cocodiff.planning.costs import Costs
-from cocodiff.wire.coding import Coding
-from cocodiff.wire.outgoing import CodedCall, Encoded
+from cocodiff.exchange.coding import Coding
+from cocodiff.exchange.outgoing import CodedCall, Encoded
+from cocodiff.planner.costs import Costs
 
 
 class HalfCosts(Costs):

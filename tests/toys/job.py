@@ -1,11 +1,10 @@
 """A job of the tests' own: squares of numbers, which a setting makes with an error of its own."""
 
 import numpy as np
-from cocodiff_eval.fusing import Moments
-from cocodiff_eval.metrics import psnr_db
-
-from cocodiff.jobs.items import Batch, Cost, Drawn
-from cocodiff.jobs.job import Job, Judged
+from cocodiff_eval.harness.items import Batch, Cost, Drawn
+from cocodiff_eval.harness.job import Job, Judged
+from cocodiff_eval.quality.fusing import Moments
+from cocodiff_eval.quality.metrics import psnr_db
 
 ERRORS = {"rough": 1e-1, "fine": 1e-3, "exact": 0.0}
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cocodiff.config import Config
-from cocodiff.setting import setting
+from cocodiff.config.config import Config
+from cocodiff.config.setting import setting
 
 
 @dataclass(frozen=True)

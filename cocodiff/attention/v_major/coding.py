@@ -25,16 +25,16 @@ from torch import Tensor
 from cocodiff.attention.strategy import Site
 from cocodiff.attention.v_major.selection import Cards, DriftNotes, Schedule, Selection, scored_blocks, staying
 from cocodiff.comm.transport import LanePending, Ranks
-from cocodiff.errors import UserError
+from cocodiff.config.errors import UserError
+from cocodiff.config.machine import Topology
+from cocodiff.exchange.coding import AllRanks, Coding, Moment, StepNotes
+from cocodiff.exchange.exchange import Exchange
+from cocodiff.exchange.messages import BlockSet, Payload, Target
+from cocodiff.exchange.outgoing import Arriving, CodedCall, Encoded, TensorsToHeads
+from cocodiff.exchange.transfer import Transfer, arriving_whole
 from cocodiff.kernels import Rows
-from cocodiff.routes.plans import Block, Phase
 from cocodiff.topology.layout import Layout, slices
-from cocodiff.topology.machine import Topology
-from cocodiff.wire.coding import AllRanks, Coding, Moment, StepNotes
-from cocodiff.wire.exchange import Exchange
-from cocodiff.wire.messages import BlockSet, Payload, Target
-from cocodiff.wire.outgoing import Arriving, CodedCall, Encoded, TensorsToHeads
-from cocodiff.wire.transfer import Transfer, arriving_whole
+from cocodiff.topology.routes.plans import Block, Phase
 
 
 @dataclass

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cocodiff.config.machine import Topology
 from cocodiff.kernels import Kernels
 from cocodiff.topology.layout import Layout, slices
-from cocodiff.topology.machine import Topology
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from cocodiff import __version__
 from cocodiff.comm.launch import Launch
-from cocodiff.config import load_machine
-from cocodiff.console.options import (
+from cocodiff.config.config import load_machine
+from cocodiff.config.errors import OwnRankError, PeerLost, UserError
+from cocodiff.jobs.folder import OutputFolder
+from cocodiff.jobs.options import (
     LOG_LEVEL,
     RANKS,
     Option,
@@ -30,15 +32,13 @@ from cocodiff.console.options import (
     parse,
     with_settings,
 )
-from cocodiff.console.terminal import say
-from cocodiff.errors import OwnRankError, PeerLost, UserError
-from cocodiff.jobs.session import run_holding, settle
-from cocodiff.outputs.folder import OutputFolder
-from cocodiff.outputs.settings import write_document
+from cocodiff.jobs.ranks import run_holding, settle
+from cocodiff.jobs.settings import write_document
+from cocodiff.jobs.terminal import say
 
 if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are forked
     from cocodiff.cli.doctor.facts import Facts, Finding
-    from cocodiff.topology.machine import Topology
+    from cocodiff.config.machine import Topology
 
 FILE = "doctor.json"
 OPTIONS = (
@@ -111,7 +111,7 @@ def gather(values: dict[str, Any], launch: Launch, transport: Any) -> Facts:
     """The facts of all ranks; on ranks other than 0 they are their own alone. All ranks call it."""
     from cocodiff.cli.doctor import trials
     from cocodiff.cli.doctor.facts import Facts, gather_rank
-    from cocodiff.topology.machine import Topology
+    from cocodiff.config.machine import Topology
 
     topology = Topology.build(load_machine(values["machine"]), transport.size, launch.local_size)
     step = partial(patience, values["patience_s"], transport.rank, transport.health)
@@ -147,7 +147,7 @@ def patience(seconds: float, rank: int, health: Any, what: str) -> Iterator[None
         os.write(
             2,
             f"cocodiff: FAULT: rank {rank} hangs since {seconds:g} s at {what}: try another --transport, and "
-            f"look at docs/doctor.md; a slow machine needs a larger --patience_s\n".encode(),
+            f"look at docs/aurora.md; a slow machine needs a larger --patience_s\n".encode(),
         )
         os._exit(1)
 
@@ -169,10 +169,10 @@ def needed(values: dict[str, Any], topology: Topology, transport: Any) -> int | 
     """Bytes of the fullest rank for --model at an exact preset; None without one."""
     if not values["model"] or transport.rank:
         return None
-    from cocodiff.assemble import AttentionWork
-    from cocodiff.loading.model_shapes import load_shape
-    from cocodiff.planning.memory import Load, size_run
-    from cocodiff.planning.placement import choose
+    from cocodiff.engine.assemble import AttentionWork
+    from cocodiff.jobs.model_shapes import load_shape
+    from cocodiff.planner.memory import Load, size_run
+    from cocodiff.planner.placement import choose
 
     shape = load_shape(values["model"])
     load = Load(shape.segments(values["size"]), values["batch"] * shape.rows_per_image)

@@ -18,12 +18,12 @@ import torch
 
 from cocodiff.comm.launch import Launch, system_mpiexec
 from cocodiff.comm.mpi import lacking_shared_memory
-from cocodiff.device import free_memory, ranks_on_device
+from cocodiff.config.machine import Topology
+from cocodiff.config.text_table import spans
+from cocodiff.kernels.device import free_memory, ranks_on_device
 from cocodiff.kernels.dispatch import ENVIRONMENT as KERNELS
 from cocodiff.kernels.dispatch import sycl_ops
 from cocodiff.kernels.trial import KernelTrial, try_operations
-from cocodiff.text_table import spans
-from cocodiff.topology.machine import Topology
 
 FAULT, WARNING, NOTE, GOOD = "fault", "warning", "note", "ok"
 BLOCKED_S = 2e-5  # of the host, for a message: a library that only queues it takes less

@@ -15,7 +15,7 @@ from cocodiff.cli.doctor.facts import AllToAll, Issue, Overlap
 from cocodiff.comm.checked import CheckedGroup, WrongMessage
 from cocodiff.comm.health import Health
 from cocodiff.comm.transport import Group, Pending, Transport
-from cocodiff.errors import OwnRankError
+from cocodiff.config.errors import OwnRankError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
 REPEATS = 3

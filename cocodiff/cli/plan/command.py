@@ -6,32 +6,25 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from cocodiff.comm.launch import Launch
-from cocodiff.config import Config, load_machine
-from cocodiff.console.options import (
-    LOG_LEVEL,
-    Option,
-    check_counts,
-    engine_record,
-    engine_settings,
-    parse,
-    with_settings,
-)
-from cocodiff.console.terminal import quiet_libraries, say
-from cocodiff.errors import UserError
-from cocodiff.files import irregular
-from cocodiff.loading.model_shapes import load_shape
+from cocodiff.config.config import Config, load_machine
+from cocodiff.config.errors import UserError
+from cocodiff.config.files import irregular
+from cocodiff.config.machine import Machine, Topology
+from cocodiff.jobs.folder import OutputFolder
+from cocodiff.jobs.model_shapes import load_shape
+from cocodiff.jobs.options import LOG_LEVEL, Option, check_counts, engine_record, engine_settings, parse, with_settings
+from cocodiff.jobs.settings import write_document
+from cocodiff.jobs.terminal import quiet_libraries, say
 from cocodiff.models.family import Video
 from cocodiff.models.tokens import image_and_text
-from cocodiff.outputs.folder import OutputFolder
-from cocodiff.outputs.settings import write_document
-from cocodiff.planning.decisions import read_decisions
-from cocodiff.planning.memory import Load, ModelShape
-from cocodiff.planning.partition import Workload
-from cocodiff.topology.machine import Machine, Topology
+from cocodiff.planner.decisions import read_decisions
+from cocodiff.planner.memory import Load, ModelShape
+from cocodiff.planner.partition import Workload
 
 SIDE = 1024
 DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -91,9 +84,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
         if values["calibrate"]:
             run_calibration(values, plan, folder)
         elif values["paper"]:
-            from cocodiff_studies.paper.figures import run_paper
-
-            plan |= run_paper(values)
+            plan |= import_module("cocodiff_studies.paper.figures").run_paper(values)
         else:
             run_plan(values, plan, folder)
     return 0
@@ -130,7 +121,7 @@ def check(values: dict[str, Any]) -> None:
 
 def run_plan(values: dict[str, Any], plan: dict[str, Any], folder: Path | None) -> None:
     from cocodiff.cli.plan import report
-    from cocodiff.planning.partition import Pricer, choose, untimed
+    from cocodiff.planner.partition import Pricer, choose, untimed
 
     shape, topology = load_shape(values["model"]), topology_of(values)
     config = engine_record().preset(values["preset"], **engine_settings(values))
@@ -163,8 +154,8 @@ def run_calibration(values: dict[str, Any], plan: dict[str, Any], folder: Path |
     """Fits the machine's links to a run of bench alltoall; writes, or prints, the machine's file with them."""
     import yaml
 
-    from cocodiff.planning import calibrate
-    from cocodiff.planning.calibrate import NAMES, Calibration, Constants
+    from cocodiff.planner import calibrate
+    from cocodiff.planner.calibrate import NAMES, Calibration, Constants
 
     path, topology = Path(values["calibrate"]), topology_of(values)
     rows = read_rows(path)
@@ -230,7 +221,7 @@ def video_of(values: dict[str, Any], shape: ModelShape) -> Video:
 
 
 def workload_of(values: dict[str, Any], shape: ModelShape, config: Config, video: Video) -> Workload:
-    from cocodiff.planning.costs import state_sizes
+    from cocodiff.planner.costs import state_sizes
 
     text = shape.text_tokens if values["text_tokens"] is None else values["text_tokens"]
     image = shape.image_tokens(video.height) if shape.video is None else shape.video_tokens(video)

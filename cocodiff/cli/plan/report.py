@@ -8,18 +8,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cocodiff.assemble import AttentionWork, with_codec_chosen
-from cocodiff.config import Config, preset_names
-from cocodiff.console.options import engine_record
-from cocodiff.console.terminal import say
-from cocodiff.errors import UserError
+from cocodiff.comm.trace import LINK_CLASSES
+from cocodiff.config.config import Config, preset_names
+from cocodiff.config.errors import UserError
+from cocodiff.config.machine import Topology
+from cocodiff.config.registry import EXCHANGES, load
+from cocodiff.config.text_table import aligned
+from cocodiff.engine.assemble import AttentionWork, with_codec_chosen
+from cocodiff.jobs.options import engine_record
+from cocodiff.jobs.terminal import say
 from cocodiff.models.family import Video
 from cocodiff.models.tokens import IMAGE, TEXT
-from cocodiff.planning.costs import CallKind, costs_of, state_sizes
-from cocodiff.planning.deals import Deal
-from cocodiff.planning.decisions import as_file, decisions_of
-from cocodiff.planning.layers import SITES, Case, plan_layers
-from cocodiff.planning.memory import (
+from cocodiff.planner.costs import CallKind, costs_of, state_sizes
+from cocodiff.planner.deals import Deal
+from cocodiff.planner.decisions import as_file, decisions_of
+from cocodiff.planner.layers import SITES, Case, plan_layers
+from cocodiff.planner.memory import (
     KEPT,
     MIB,
     Load,
@@ -33,17 +37,13 @@ from cocodiff.planning.memory import (
     size_peaks,
     size_run,
 )
-from cocodiff.planning.partition import Choice, DealStep, Part, PricedDeal, Pricer, Workload, parts_of
-from cocodiff.planning.placement import table as meshes_table
-from cocodiff.planning.placement import worth_listing
-from cocodiff.planning.traffic import Latencies
-from cocodiff.registry import EXCHANGES, load
-from cocodiff.routes.detours import nic_detours
-from cocodiff.routes.plans import Phase, split_plan
-from cocodiff.text_table import aligned
+from cocodiff.planner.partition import Choice, DealStep, Part, PricedDeal, Pricer, Workload, parts_of
+from cocodiff.planner.placement import table as meshes_table
+from cocodiff.planner.placement import worth_listing
+from cocodiff.planner.traffic import Latencies
 from cocodiff.topology.layout import Layout
-from cocodiff.topology.machine import Topology
-from cocodiff.trace import LINK_CLASSES
+from cocodiff.topology.routes.detours import nic_detours
+from cocodiff.topology.routes.plans import Phase, split_plan
 
 PEERS_SHOWN = 6  # of one phase's messages
 
@@ -300,7 +300,7 @@ def add_times(
         say("\n".join(compared(rows)))
         if folder is None:
             return
-        from cocodiff.console.plots import plot_presets
+        from cocodiff.jobs.plots import plot_presets
 
         side = values["size"]
         sides = "" if side is None else f" {side}x{side}"
@@ -433,7 +433,7 @@ def messages(case: Case) -> list[str]:
     head_bytes = costs_of(case.config).head_bytes(case.config, case.shape.head_dim, case.load.itemsize)
     work = AttentionWork(case.shape.heads, case.shape.head_dim, case.load.segments, case.load.batch, case.load.itemsize)
     work = replace(work, head_bytes=head_bytes)
-    lines = ["meshes of Ulysses and Ring for one attention call, all ranks' MB (docs/mesh.md):"]
+    lines = ["meshes of Ulysses and Ring for one attention call, all ranks' MB (docs/exchange.md):"]
     lines += meshes_table(worth_listing(case.topology, work, case.mesh), case.mesh)
     group, slot = case.mesh.group_and_slot(0)
     topology = case.mesh.parts[group]

@@ -13,7 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cocodiff_eval.quality.steps import BARS, LEFT, STRIP, WIDTH, step_figures
 from cocodiff_eval.report.pictures import LOSSLESS
+from cocodiff_eval.report.sweeps import PARETO, WORDS, Row, note, tables
+from cocodiff_eval.report.table import grouped
 from cocodiff_eval.report.tables import (
     LINK_HEADS,
     Column,
@@ -29,9 +32,6 @@ from cocodiff_eval.report.tables import (
     summary_table,
 )
 from cocodiff_eval.report.volume import VOLUME_BYTES, ShownVolume, embedded
-from cocodiff_eval.steps import BARS, LEFT, STRIP, WIDTH, step_figures
-from cocodiff_eval.sweeps import PARETO, WORDS, Row, note, tables
-from cocodiff_eval.table import grouped
 
 
 class Block(NamedTuple):
@@ -105,7 +105,7 @@ def _template() -> Any:
     import jinja2
 
     return jinja2.Environment(
-        loader=jinja2.PackageLoader("cocodiff_eval", "templates"),
+        loader=jinja2.PackageLoader("cocodiff_eval.report", "templates"),
         autoescape=lambda name: name is not None and name.endswith(".html.j2"),
         trim_blocks=True,
         lstrip_blocks=True,

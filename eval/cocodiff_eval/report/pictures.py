@@ -20,8 +20,8 @@ import numpy as np
 from PIL import Image
 from scipy import ndimage
 
-from cocodiff_eval.intensity import IntensityRange, fences
-from cocodiff_eval.slices import to_grey8
+from cocodiff_eval.data.intensity import IntensityRange, fences
+from cocodiff_eval.data.slices import to_grey8
 
 SHOWN_SLICES = 4
 PICTURE_BYTES = 19_000_000  # of all pictures; in base64, and with the numbers, the page stays under 30 MB

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from cocodiff.text_table import spans
-from cocodiff_eval.table import (
+from cocodiff.config.text_table import spans
+from cocodiff_eval.report.table import (
     MISSING,
     base_name,
     calibrated,

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from cocodiff_eval.intensity import IntensityRange
+from cocodiff_eval.data.intensity import IntensityRange
+from cocodiff_eval.data.slices import to_grey8
 from cocodiff_eval.report.pictures import window
-from cocodiff_eval.slices import to_grey8
 
 VOLUME_BYTES = 3_000_000  # of all volumes of a page; 4 MB in base64
 VOXEL_BYTES = 1.125  # of a voxel and its bit of the mask; each layer has one more of a masked voxel

@@ -20,15 +20,16 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from cocodiff_eval.harness.session import EVERY_RANK_IMPORTS
+
 from cocodiff.cli.main import COMMANDS, run_command
 from cocodiff.comm.launch import EMULATED, Launch, detect, find_mpiexec, without_launcher
-from cocodiff.config import check_choice, load_machine
-from cocodiff.console.options import Option, parse
-from cocodiff.console.terminal import limit_threads, quiet_libraries, say
-from cocodiff.errors import UserError
-from cocodiff.jobs.session import EVERY_RANK_IMPORTS
-from cocodiff.processes.children import StopRequest, check_room, die_with_parent, fork, signal_all, stop_requests
-from cocodiff.topology.machine import Topology
+from cocodiff.config.config import check_choice, load_machine
+from cocodiff.config.errors import UserError
+from cocodiff.config.machine import Topology
+from cocodiff.jobs.children import StopRequest, check_room, die_with_parent, fork, signal_all, stop_requests
+from cocodiff.jobs.options import Option, parse
+from cocodiff.jobs.terminal import limit_threads, quiet_libraries, say
 from cocodiff_studies.emulate.namespaces import TILES
 from cocodiff_studies.emulate.network import BRIDGE, Network, Rate, address, measure_rates
 
@@ -190,7 +191,7 @@ def rank_environment(values: dict[str, Any], topology: Topology, token: str) -> 
 def run_forked(network: Network, command: list[str], own: bool, environment: dict[str, str]) -> int:
     """Ranks forked from here, as torchrun starts them."""
     if own:
-        for name in EVERY_RANK_IMPORTS if command[1] in MODELS else ("cocodiff.engine",):
+        for name in EVERY_RANK_IMPORTS if command[1] in MODELS else ("cocodiff.engine.engine",):
             import_module(name)
     topology = network.topology
     first = {place.node: place.rank for place in reversed(topology.places)}

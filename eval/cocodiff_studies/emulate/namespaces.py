@@ -18,8 +18,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from cocodiff.comm.launch import detect
-from cocodiff.errors import UserError
-from cocodiff.processes.children import die_with_parent
+from cocodiff.config.errors import UserError
+from cocodiff.jobs.children import die_with_parent
 
 CLONE_NEWNET = 0x40000000
 OWN = "/proc/thread-self/ns/net"

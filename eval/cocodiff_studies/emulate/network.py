@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
+from cocodiff.config.machine import Topology
 from cocodiff.topology.links import next_hops, wires
-from cocodiff.topology.machine import Topology
 from cocodiff_studies.emulate.namespaces import Namespace
 
 BRIDGE = "tile"  # carries a tile's address; what programs name as their network interface

@@ -1,4 +1,4 @@
-"""`cocodiff plan --paper`: the CoCoDiff paper's figures beside what the plan says of the same cases (docs/paper.md).
+"""`cocodiff plan --paper`: the CoCoDiff paper's figures beside what the plan says of the same cases (docs/papers.md).
 
 Three constants are fitted on Figure 11 alone: a message's latency, and the parts of their nominal rates that links on a
 card and all slower links reach. Everything else is predicted with them. Nothing is fitted to the predicted figures.
@@ -11,18 +11,18 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
 
-from cocodiff.assemble import AttentionWork
-from cocodiff.config import Config, load_machine
-from cocodiff.console.terminal import say
-from cocodiff.loading.model_shapes import load_shape
-from cocodiff.planning.calibrate import Calibration, Constants, Fit, Measured
-from cocodiff.planning.costs import state_sizes
-from cocodiff.planning.layers import Case, StepPlan, plan_step
-from cocodiff.planning.memory import Load, ModelShape, largest_batch, size_run
-from cocodiff.planning.placement import choose
-from cocodiff.planning.traffic import Latencies
+from cocodiff.config.config import Config, load_machine
+from cocodiff.config.machine import Machine, Topology
+from cocodiff.engine.assemble import AttentionWork
+from cocodiff.jobs.model_shapes import load_shape
+from cocodiff.jobs.terminal import say
+from cocodiff.planner.calibrate import Calibration, Constants, Fit, Measured
+from cocodiff.planner.costs import state_sizes
+from cocodiff.planner.layers import Case, StepPlan, plan_step
+from cocodiff.planner.memory import Load, ModelShape, largest_batch, size_run
+from cocodiff.planner.placement import choose
+from cocodiff.planner.traffic import Latencies
 from cocodiff.topology.axes import Mesh
-from cocodiff.topology.machine import Machine, Topology
 
 FITTED = ("latency_us", "sibling", "plane")
 TIED = ("plane", "nic")  # Figure 11 is of one node: NICs are taken to reach the same part of their rate as Xe links

@@ -1,0 +1,1 @@
+"""What all rooms know: settings, machine descriptions, errors, files, and the tables of what a name stands for."""

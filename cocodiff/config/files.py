@@ -1,0 +1,91 @@
+"""Reading the small files that a user names, and no others: opening a named pipe or a device may never return. And
+writing files that are whole, or on the disk, from a moment on."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from cocodiff.config.errors import UserError
+
+MIB = 2**20
+SETTINGS_BYTES = 16 * MIB  # far more than any settings file or model configuration holds
+KINDS = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFDIR: "a directory",
+}
+
+
+def irregular(path: str | Path) -> str:
+    """The kind of a path that is no regular file, such as "a named pipe"; "" for a regular file. Opens nothing.
+
+    Raises OSError where there is nothing of that name, ValueError for a name that no file can have.
+    """
+    mode = stat.S_IFMT(Path(path).stat().st_mode)
+    return "" if mode == stat.S_IFREG else KINDS.get(mode, "no regular file")
+
+
+def is_there(path: str | Path) -> bool:
+    """Whether a path names anything. A name that no file can have, too long for one, does not."""
+    try:
+        return Path(path).exists()
+    except (OSError, ValueError):
+        return False
+
+
+def read_text(path: str | Path, form: str) -> str:
+    """A settings file's text. form: what it should be, for errors ("YAML").
+
+    Raises UserError where it cannot be read, is no regular file, is larger than SETTINGS_BYTES or no UTF-8.
+    """
+    data = b""
+    try:
+        kind = irregular(path)
+        if not kind:
+            with Path(path).open("rb") as file:
+                data = file.read(SETTINGS_BYTES + 1)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:  # a null character
+        raise UserError(f"cannot read {str(path)!r}: {error}") from error
+    if kind:
+        raise UserError(f"cannot read {path}: it is {kind}; name a regular file")
+    if len(data) > SETTINGS_BYTES:
+        raise UserError(f"cannot read {path}: it is larger than {SETTINGS_BYTES // MIB} MiB, so it holds no settings")
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not valid {form}: {error}") from error
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """A JSON file's mapping. Raises UserError where it cannot be read, is no JSON or something else than a mapping."""
+    text = read_text(path, "JSON")
+    try:
+        data = json.loads(text)
+    except RecursionError as error:
+        raise UserError(f"{path} is not valid JSON: nested too deeply") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise UserError(f"{path} holds no JSON object but {type(data).__name__}")
+    return data
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes a file that appears complete or not at all."""
+    unfinished = path.with_name(f"{path.name}.partial")
+    unfinished.write_text(text)
+    unfinished.replace(path)
+
+
+def flush(path: Path) -> None:
+    """Returns when a file that was written is on the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())

@@ -1,0 +1,254 @@
+"""Machines and where ranks sit on them: pure data and arithmetic, no communication.
+
+A *machine* describes one kind of node: its cards, the tiles of a card, and the planes. A plane is a set of tiles that
+have direct links to each other across cards (Xe Links on Aurora). Which tile belongs to which plane is data of the
+machine file, never computed from the rank: on Aurora two of the six cards are wired the other way round.
+
+A *topology* places the ranks of one run on a machine: one rank is one tile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from cocodiff.config.errors import UserError
+
+MOST_RANKS = 2**17  # more than the largest machine has tiles; to place them takes a second and 50 MB
+
+
+@dataclass(frozen=True)
+class Links:
+    """Unidirectional rates in GB/s: between tiles of a card, per plane link, per NIC; and the NICs of a node.
+
+    nic_of: the NIC of every tile of a node; default: in turns.
+    latency_us: of a message, before its first byte; message_us: between two messages that a rank starts; blocked_us:
+    for which a rank's host is blocked by each message that it sends or receives. Plans count them.
+    """
+
+    sibling_gb_s: float = 10.0
+    plane_gb_s: float = 10.0
+    nic_gb_s: float = 10.0
+    nics: int = 1
+    nic_of: tuple[int, ...] = ()
+    latency_us: float = 0.0
+    message_us: float = 0.0
+    blocked_us: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nic_of", tuple(self.nic_of))
+        if self.nics < 1 or any(not 0 <= nic < self.nics for nic in self.nic_of):
+            raise UserError(f"links: nics {self.nics}, nic_of {list(self.nic_of)}: number the NICs of a node from 0")
+        for name in ("sibling_gb_s", "plane_gb_s", "nic_gb_s"):
+            if not getattr(self, name) > 0:
+                raise UserError(f"links: {name} {getattr(self, name)}: give a rate above 0")
+        for name in ("latency_us", "message_us", "blocked_us"):
+            if not getattr(self, name) >= 0:
+                raise UserError(f"links: {name} {getattr(self, name)}: give microseconds, 0 or more")
+
+
+@dataclass(frozen=True)
+class Device:
+    """One tile: memory in GiB, memory rate in GB/s, dense bf16 rate in TFLOP/s, microseconds to launch a kernel, and
+    10^9 instructions of 16 lanes that its vector engines start in a second."""
+
+    memory_gib: float = 0.0
+    memory_gb_s: float = 0.0
+    bf16_tflop_s: float = 0.0
+    launch_us: float = 0.0
+    instructions_g_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One kind of node.
+
+    cards: cards of a node, None for as many as the ranks need.
+    tiles: tiles of a card. Ranks of a node are numbered card by card.
+    planes: the plane of every tile of a node, in rank order; or of every tile of one card, repeated for each card.
+    nodes: nodes of the machine, None for any number.
+    """
+
+    name: str
+    tiles: int
+    planes: tuple[int, ...]
+    cards: int | None = None
+    nodes: int | None = None
+    links: Links = field(default_factory=Links)
+    device: Device = field(default_factory=Device)
+
+    def __post_init__(self) -> None:
+        if self.tiles < 1 or (self.cards is not None and self.cards < 1):
+            raise UserError(f"machine {self.name}: {self.cards} cards of {self.tiles} tiles: both must be at least 1")
+        whole_node = None if self.cards is None else self.cards * self.tiles
+        if self.links.nic_of and len(self.links.nic_of) != whole_node:
+            raise UserError(
+                f"machine {self.name}: nic_of names the NICs of {len(self.links.nic_of)} tiles: give one for each of "
+                f"the {whole_node or 'tiles of a node of fixed size'}"
+            )
+        if len(self.planes) not in (self.tiles, whole_node):
+            raise UserError(
+                f"machine {self.name}: {len(self.planes)} plane entries; give one for each of the {self.tiles} tiles "
+                f"of a card" + ("" if whole_node is None else f" or one for each of the {whole_node} tiles of a node")
+            )
+        for first in range(0, len(self.planes), self.tiles):
+            of_card = self.planes[first : first + self.tiles]
+            if sorted(of_card) != list(range(self.tiles)):
+                raise UserError(
+                    f"machine {self.name}: tiles {first}..{first + self.tiles - 1} form a card and have planes "
+                    f"{list(of_card)}; every card needs one tile in each of the planes 0..{self.tiles - 1}"
+                )
+
+    @property
+    def tiles_per_node(self) -> int | None:
+        return None if self.cards is None else self.cards * self.tiles
+
+    @property
+    def missing_rates(self) -> list[str]:
+        """The things that the file gives no rates for."""
+        device = ["its device"] if not (self.device.bf16_tflop_s and self.device.memory_gb_s) else []
+        return device + (["its links"] if self.links == Links() else [])
+
+    def plane_of(self, local_tile: int) -> int:
+        """The plane of a tile, counted from the first tile of its node."""
+        return self.planes[local_tile % len(self.planes)]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank sits. `card` counts over all nodes, `plane` is global: its group spans all nodes. `tile` counts on
+    the node."""
+
+    rank: int
+    node: int
+    card: int
+    plane: int
+    tile: int
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The ranks of one run on a machine.
+
+    Ragged machines are ordinary: with 5 ranks on two-tile cards the last card has one tile. Where a card lacks a tile
+    of plane k, its lowest rank stands in: it forwards that plane's data and owns none of its heads.
+    """
+
+    machine: Machine
+    places: tuple[Place, ...]
+
+    @classmethod
+    def build(cls, machine: Machine, size: int, ranks_per_node: int | None = None) -> Topology:
+        """Places `size` ranks, node by node and card by card.
+
+        ranks_per_node: what the launcher says, for machines of no fixed size; default: all ranks on one node.
+        Raises UserError when a machine of fixed size is not filled exactly, and for more than MOST_RANKS.
+        """
+        if size < 1:
+            raise UserError(f"{size} ranks: at least 1 is needed")
+        if size > MOST_RANKS:
+            raise UserError(f"{size} ranks: up to {MOST_RANKS} can be placed, more than any machine has tiles")
+        fixed = machine.tiles_per_node
+        if fixed is not None and (size % fixed or (machine.nodes and size > machine.nodes * fixed)):
+            whole = f"{machine.nodes} node(s) of {fixed}" if machine.nodes else f"nodes of {fixed}"
+            below = size // fixed * fixed
+            nearest = [n for n in (below, below + fixed) if n and n <= (machine.nodes or size) * fixed]
+            raise UserError(
+                f"machine {machine.name} has {whole} ranks and {size} rank(s) were started: start "
+                f"{' or '.join(str(n) for n in nearest) or fixed} ranks, or use --machine local"
+            )
+        per_node = fixed or ranks_per_node or size
+        cards_per_node = math.ceil(per_node / machine.tiles)
+        places = []
+        for rank in range(size):
+            node, local = divmod(rank, per_node)
+            card = node * cards_per_node + local // machine.tiles
+            places.append(Place(rank, node, card, machine.plane_of(local), local))
+        return cls(machine, tuple(places))
+
+    def part(self, ranks: Sequence[int]) -> Topology:
+        """Some of the ranks, where they sit, as a topology of their own: numbered from 0 in the given order, which goes
+        node by node; their nodes are numbered from 0 as well, cards and planes keep their numbers."""
+        numbers = {node: number for number, node in enumerate(sorted({self.places[rank].node for rank in ranks}))}
+        chosen = [self.places[rank] for rank in ranks]
+        return Topology(
+            self.machine, tuple(replace(place, rank=new, node=numbers[place.node]) for new, place in enumerate(chosen))
+        )
+
+    @property
+    def relative_places(self) -> tuple[tuple[int, int, int], ...]:
+        """Of every rank its node, card and plane, each numbered in the order in which ranks first sit there: the same
+        for ranks that sit alike, wherever that is."""
+        kinds = zip(*((p.node, p.card, p.plane) for p in self.places), strict=True)
+        orders = [(numbers, list(dict.fromkeys(numbers))) for numbers in kinds]
+        return tuple(zip(*([order.index(n) for n in numbers] for numbers, order in orders), strict=True))
+
+    @property
+    def size(self) -> int:
+        return len(self.places)
+
+    @property
+    def nodes(self) -> int:
+        return self.places[-1].node + 1
+
+    @cached_property
+    def cards(self) -> dict[int, tuple[int, ...]]:
+        """Card -> its ranks, ascending."""
+        return self._grouped("card")
+
+    @cached_property
+    def planes(self) -> dict[int, tuple[int, ...]]:
+        """Plane -> its ranks on all nodes, ascending; planes that no rank is in are absent."""
+        return self._grouped("plane")
+
+    @cached_property
+    def served_planes(self) -> tuple[frozenset[int], ...]:
+        """For every rank the planes it serves on its card: its own, and those it stands in for."""
+        served: list[set[int]] = [set() for _ in self.places]
+        for card in self.cards:
+            for plane in self.planes:
+                served[self.server(card, plane)].add(plane)
+        return tuple(frozenset(planes) for planes in served)
+
+    def siblings(self, rank: int) -> tuple[int, ...]:
+        """The other ranks of this rank's card."""
+        return tuple(other for other in self.cards[self.places[rank].card] if other != rank)
+
+    def server(self, card: int, plane: int) -> int:
+        """The rank that carries `plane`'s traffic of `card`: the tile of that plane, else the card's lowest rank."""
+        ranks = self.cards[card]
+        return next((rank for rank in ranks if self.places[rank].plane == plane), ranks[0])
+
+    @cached_property
+    def nics(self) -> tuple[int, ...]:
+        """The NIC of every rank, counted on its node."""
+        links = self.machine.links
+        return tuple(links.nic_of[p.tile] if links.nic_of else p.tile % links.nics for p in self.places)
+
+    def link_class(self, sender: int, receiver: int) -> str | None:
+        """The class of the link between two ranks, by its endpoints; None for a rank and itself."""
+        a, b = self.places[sender], self.places[receiver]
+        if sender == receiver:
+            return None
+        if a.node != b.node:
+            return "node"
+        if a.card == b.card:
+            return "sibling"
+        return "plane" if a.plane == b.plane else "cross_plane"
+
+    @cached_property
+    def deal_order(self) -> tuple[int, ...]:
+        """The order in which what does not divide evenly is dealt: round-robin over nodes, then cards, then planes."""
+        first_card = {node: min(p.card for p in self.places if p.node == node) for node in range(self.nodes)}
+        return tuple(
+            place.rank
+            for place in sorted(self.places, key=lambda p: (p.plane, p.card - first_card[p.node], p.node, p.rank))
+        )
+
+    def _grouped(self, attribute: str) -> dict[int, tuple[int, ...]]:
+        groups: dict[int, list[int]] = {}
+        for place in self.places:
+            groups.setdefault(getattr(place, attribute), []).append(place.rank)
+        return {key: tuple(ranks) for key, ranks in sorted(groups.items())}

@@ -1,1 +1,0 @@
-"""What commands read and say: their options (`options`), and the terminal (`terminal`)."""

@@ -1,0 +1,125 @@
+"""Whether all ranks call their transformers with the same inputs: only then is what they compute one image.
+
+Each value is compared by its form in words and by a 64-bit digest of its tensors' bits, computed where these lie.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from cocodiff.comm.transport import Transport
+from cocodiff.config.errors import UserError
+from cocodiff.kernels.digest import digest
+
+WHOLE_MODEL = 2**20  # numbers up to which a model's weights are compared whole
+SAMPLED = 2**10  # numbers of each tensor of a larger model
+ADAPTER_SETTINGS = ("scaling", "scale", "active_adapters", "disable_adapters")  # of peft's layers and IP-Adapters
+NAMED_RANKS = 8  # in an error; of more only the number
+SHOWN_VALUES = 4  # of a tensor, in an error
+
+
+class Compared(NamedTuple):
+    """A value that ranks call with. words: for the error, should another rank have another one."""
+
+    name: str
+    form: str
+    bits: int
+    words: str
+
+    @property
+    def told(self) -> tuple[str, str, int]:
+        return self.name, self.form, self.bits
+
+
+def check_agreement(values: dict[str, Any], transport: Transport) -> None:
+    """Compares what ranks call with. All ranks call it and wait for each other.
+
+    values: tensors, and numbers, texts and containers of them, by the same names on every rank.
+
+    Raises UserError on every rank, which names what differs and the ranks that have something else than most.
+    """
+    own = [Compared(name, form(value), _bits(value), described(value)) for name, value in values.items()]
+    of_ranks = transport.gather_object(own)
+    message = transport.broadcast_object(None if of_ranks is None else disagreement(of_ranks))
+    if message is not None:
+        raise UserError(message)
+
+
+def disagreement(of_ranks: Sequence[Sequence[Compared]]) -> str | None:
+    """The line that says who differs, in what rank 0's names tell; None where nobody does."""
+    nothing = Compared("", "", 0, "")
+    columns = [[one[row] if row < len(one) else nothing for one in of_ranks] for row in range(max(map(len, of_ranks)))]
+    differing = [column for column in columns if len({one.told for one in column}) > 1]
+    if not differing:
+        return None
+    first, names = differing[0], ", ".join(column[0].name for column in differing)
+    count = Counter(one.told for one in first)
+    usual = max(first, key=lambda one: count[one.told])  # rank 0's where as many have another
+    others = [rank for rank, one in enumerate(first) if one.told != usual.told]
+    ranks = ", ".join(map(str, others[:NAMED_RANKS])) + (", ..." if len(others) > NAMED_RANKS else "")
+    other, most = first[others[0]].words, usual.words
+    how = f"{other} instead of {most}" if other != most else f"{most} with other values"
+    return (
+        f"{len(others)} of {len(of_ranks)} ranks ({ranks}) call the transformer with another {names} than "
+        f"the rest (on rank {others[0]} {first[0].name} is {how}): give every rank the same inputs, seeds, weights and "
+        f"settings"
+    )
+
+
+def _bits(value: Any) -> int:
+    """The digest of the tensors of a value; it waits for their device."""
+    found = [int(digest(x)) * (2 * number + 1) for number, x in enumerate(tensors_in(value))]
+    return sum(found) % 2**63
+
+
+def weights_digest(model: nn.Module) -> str:
+    """A model's parameters and buffers in one word, with the strength of its adapters: ranks whose weights differ, by
+    adapters that each of them initialised at random for instance, would make one mixed image. It waits for the device.
+
+    A large model is sampled: of every tensor SAMPLED numbers, evenly spread. Tensors that stand in for others
+    (quantised, sharded or offloaded ones) are left out."""
+    stored = [*model.named_parameters(), *model.named_buffers()]
+    adapters = [(name, *(form(getattr(m, of, None)) for of in ADAPTER_SETTINGS)) for name, m in model.named_modules()]
+    plain = {name: x.data for name, x in stored if type(x.data) is Tensor and not x.is_meta and x.numel()}
+    each = SAMPLED if sum(x.numel() for x in plain.values()) > WHOLE_MODEL else WHOLE_MODEL
+    sampled: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for x in plain.values():
+        numbers = x.flatten()
+        sampled.setdefault((x.dtype, x.device), []).append(numbers[:: -(-len(numbers) // each)])
+    bits = [int(digest(torch.cat(numbers))) for numbers in sampled.values()]
+    return f"{_hash(f'{[(name, form(x)) for name, x in plain.items()]} {bits} {adapters}') % 2**64:016x}"
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors of a value, in an order that its form tells."""
+    return [x for x in tree_leaves(value) if isinstance(x, Tensor)]
+
+
+def form(value: Any) -> str:
+    """A value in words, without what is in its tensors."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key!r}: {form(part)}" for key, part in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(form, value)) + "]"
+    plain = value is None or isinstance(value, bool | int | float | complex | str)
+    return repr(value) if plain else type(value).__name__  # others' texts may hold addresses, which differ
+
+
+def described(value: Any) -> str:
+    """A value's form, and the values of a tensor that has few."""
+    if isinstance(value, Tensor) and value.numel() <= SHOWN_VALUES:
+        return f"{form(value)} {value.flatten().tolist()}"
+    return form(value)
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)

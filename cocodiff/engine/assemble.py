@@ -1,0 +1,135 @@
+"""One rank's attention from the settings: which mesh, which exchange, which strategy, on any transport."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cocodiff.attention.local import LocalAttention
+from cocodiff.attention.ulysses import Ulysses
+from cocodiff.comm.trace import Trace
+from cocodiff.comm.transport import Part, Transport
+from cocodiff.config.config import Config, load_chunk_table, load_exchange_table
+from cocodiff.config.machine import Machine, Topology
+from cocodiff.config.registry import ARRIVALS, CODECS, CODINGS, ORDERS, PLANNER, RINGS, imported, load
+from cocodiff.exchange.coding import AllRanks, Coding
+from cocodiff.exchange.exchange import Exchange
+from cocodiff.kernels import Kernels
+from cocodiff.models.tokens import image_and_text
+from cocodiff.topology.axes import Mesh, mesh_without_ring
+from cocodiff.topology.layout import Segments
+from cocodiff.topology.routes.choice import Chunking, ExchangeTable
+
+
+def never(_part: Topology) -> Chunking:
+    return Chunking()
+
+
+USUAL = image_and_text(4096, 512)
+
+
+@dataclass(frozen=True)
+class AttentionWork:
+    """One attention call. The default is what the engine decides by before it has seen a call: an image of 1024 x 1024
+    pixels with a prompt of 512 tokens.
+
+    chunking: in how many chunks tensors travel among a group's ranks (Torus).
+    head_bytes: what one token of one head takes on the wire among a group's ranks; None: as it is.
+    """
+
+    heads: int
+    head_dim: int = 128
+    segments: Segments = USUAL
+    batch: int = 1
+    itemsize: int = 2
+    chunking: Callable[[Topology], Chunking] = never
+    head_bytes: int | None = None
+
+    @property
+    def cell(self) -> int:
+        """Bytes of one token for one head, as they are and as rings send them."""
+        return self.batch * self.head_dim * self.itemsize
+
+    @property
+    def wire_cell(self) -> int:
+        """Bytes of one token for one head, as the exchange sends them."""
+        return self.cell if self.head_bytes is None else self.batch * self.head_bytes
+
+
+def build_strategy(
+    config: Config,
+    mesh: Mesh,
+    transport: Transport,
+    trace: Trace,
+    kernels: Kernels,
+    local: LocalAttention | None = None,
+) -> Ulysses:
+    """The attention of one rank by the settings, on any transport, virtual ones too: Ulysses among the ranks of its
+    group, with a ring where there are several groups. local: what computes, see `Ulysses`."""
+    exchange = ring = None
+    group, slot = mesh.group_and_slot(transport.rank)
+    topology, ranks = mesh.parts[group], mesh.groups[group]
+    members = transport if ranks == tuple(range(transport.size)) else Part(transport, ranks)
+    chunked = chunking(config, topology)
+    if mesh.ring > 1:  # before what parts of different shape set up, each in its own way
+        from cocodiff.topology.routes.chunks import sequence_of
+
+        sequences = [sequence_of(one, slot, chunking(config, one).chunks) for one in mesh.parts]
+        ring = load(RINGS, mesh.kind)(mesh, transport, trace, kernels, local, sequences)
+    if mesh.ulysses > 1:
+        table = exchange_table(config, mesh.topology)
+        exchange = Exchange(config.exchange, topology, members, trace, table, config.nic_balance, kernels, chunked)
+    coding = coding_of(config).of(config, topology, exchange, members, AllRanks(mesh.topology, transport))
+    return Ulysses(topology, exchange, trace, load(ORDERS, config.order), coding, local, ring)
+
+
+def coding_name(config: Config) -> str:
+    """The import string of what travels in tensors' places, by the settings `codec`, `arrival` and `selection`."""
+    if config.arrival != "now":
+        return ARRIVALS[config.arrival]
+    return CODECS[config.codec] if config.codec != "none" else CODINGS[config.selection]
+
+
+def coding_of(config: Config) -> type[Coding]:
+    """The class of the coding that the settings ask for."""
+    coding: type[Coding] = imported(coding_name(config))
+    return coding
+
+
+def with_codec_chosen(config: Config, topology: Topology, work: AttentionWork) -> tuple[Config, str | None]:
+    """The settings of ranks that share a sequence with `codec: auto` decided, and what was decided in words; None where
+    nothing was to decide."""
+    if config.codec != "auto":
+        return config, None
+    chosen: tuple[Config, str] = load(PLANNER, "codec")(config, topology, work)
+    return chosen
+
+
+def mesh_of(config: Config, topology: Topology, work: AttentionWork) -> Mesh:
+    """The mesh of Ulysses and Ring that the settings ask for, for a transformer's heads.
+
+    Raises UserError for a ring that ranks and heads do not allow."""
+    prefers_ulysses = coding_of(config).prefers_ulysses
+    plain = mesh_without_ring(topology, work.heads, config.ring, prefers_ulysses, config.ring_kind)
+    chosen: Mesh = plain or load(PLANNER, "mesh")(config, topology, work)
+    return chosen
+
+
+def exchange_table(config: Config, topology: Topology) -> ExchangeTable | None:
+    """The table that `exchange: auto` goes by; None for all others. Raises UserError for a machine without one."""
+    if config.exchange != "auto":
+        return None
+    rows = load_exchange_table(topology.machine.name, topology.nodes, config.exchange_table)
+    return ExchangeTable(tuple(rows))
+
+
+def chunking(config: Config, topology: Topology) -> Chunking:
+    """In how many chunks tensors travel among the ranks of a Ulysses group. Raises UserError for `chunks: auto` on so
+    many nodes of a machine as were not measured."""
+    return chunking_on(config, topology.machine, topology.nodes)
+
+
+def chunking_on(config: Config, machine: Machine, nodes: int) -> Chunking:
+    if config.chunks == "auto":
+        return Chunking(*load_chunk_table(machine.name, nodes))
+    return Chunking(int(config.chunks))

@@ -1,0 +1,408 @@
+"""The engine: takes a pipeline or a transformer and returns it parallel, for the length of a `with`.
+
+It wires the modules together and owns all state of a run: transport, topology, the ranks that compute a call, trace,
+the count of steps and guidance branches. Nothing is patched: attention goes in through `set_processor`, or is
+seen where torch computes it, sharding through forward hooks, and leaving the context puts everything back as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import chain, starmap
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from cocodiff.attention.strategy import LazyQKV, Site
+from cocodiff.comm.connect import connect, place_rank
+from cocodiff.comm.health import Limits, OnLoss
+from cocodiff.comm.launch import Launch, detect
+from cocodiff.comm.trace import LINK_CLASSES, PURPOSES, Trace
+from cocodiff.comm.transport import Transport
+from cocodiff.config.config import Config, load_machine
+from cocodiff.config.errors import PeerLost, UserError
+from cocodiff.config.machine import Topology
+from cocodiff.config.registry import PLANNER, STEP_CACHES, load
+from cocodiff.engine.agreement import check_agreement, weights_digest
+from cocodiff.engine.assemble import AttentionWork
+from cocodiff.engine.guidance.ranks import GuidanceRule, GuidedRanks, parts_fit
+from cocodiff.engine.progress import StepCounter
+from cocodiff.engine.sequence import SequenceRanks
+from cocodiff.exchange.coding import Moment, merge_notes
+from cocodiff.kernels import Kernels
+from cocodiff.models import checks, experts_of, family_of
+from cocodiff.models.adapter import Arguments
+from cocodiff.models.family import EXPERTS
+from cocodiff.models.replacing import replace, replace_forward, signature_of
+from cocodiff.topology.axes import Mesh
+from cocodiff.topology.layout import Segments
+
+if TYPE_CHECKING:
+    from cocodiff.engine.compiling import Compiler
+    from cocodiff.engine.step_cache import FirstBlockCache
+
+COMPARED_CALLS = 3  # at the start of each run: into its second step, where guidance takes two calls
+
+
+def parallelize(
+    target: Any,
+    preset: str = "tapa",
+    *,
+    config: Config | None = None,
+    transport: Transport | None = None,
+    plan: Mapping[str, Any] | None = None,
+    **overrides: Any,
+) -> Engine:
+    """A diffusers pipeline or a bare transformer, parallel over all ranks inside `with parallelize(...) as engine:`.
+
+    preset: the settings to start from; `overrides` (keys of Config) go on top. Or give a whole `config`.
+    transport: an open one to use, and to leave open; by default the launch is recognised and one is opened.
+    plan: where tokens are cut and gathered (`cocodiff.models.plan`), by default what is known of the class.
+    Raises UserError for unknown settings, models without an adapter, attention that has no parallel form, and ranks
+    that do not fit machine or model.
+    """
+    settings = config.with_(**overrides) if config is not None else Config.preset(preset, **overrides)
+    return Engine(target, settings, transport, plan)
+
+
+def open_transport(
+    config: Config, launch: Launch | None = None, settings: dict[str, str] | None = None, on_loss: Sequence[OnLoss] = ()
+) -> Transport:
+    """The transport of this rank. `settings` are compared between ranks, the engine's own with them.
+
+    on_loss: called at once when a rank is lost, also during the start."""
+    launch = launch or detect()
+    device, name = place_rank(launch, config.device, config.transport)
+    alike = {name: str(value) for name, value in vars(config).items()} | (settings or {})
+    limits = Limits(config.timeout_s, config.start_timeout_s, config.stall_timeout_s)
+    return connect(launch, name, device, alike, limits, on_loss, config.check_messages)
+
+
+OwnResults = tuple[dict[str, dict[str, int]], list[Any]]  # bytes by purpose and link class; every report of steps
+
+
+@dataclass(frozen=True)
+class Results:
+    """bytes: by purpose and link class. drift: of every step, see `Engine.drift_profile`."""
+
+    bytes: dict[str, dict[str, int]]
+    drift: list[dict[str, Any]]
+
+    @classmethod
+    def merged(cls, of_ranks: Sequence[OwnResults]) -> Results:
+        sums = {
+            purpose: {link: sum(sent[purpose][link] for sent, _ in of_ranks) for link in links}
+            for purpose, links in of_ranks[0][0].items()
+        }
+        return cls(sums, merge_notes([report for _, reports in of_ranks for report in reports]))
+
+
+class Engine:
+    """A parallel transformer, or a pipeline's several. Use as a context manager; see `parallelize`.
+
+    model: of the current call. A run's part in which one model is called is a run of that model: codings begin anew
+    with it, and keep nothing of the models before it."""
+
+    def __init__(self, target: Any, config: Config, transport: Transport | None = None, plan: Any = None) -> None:
+        self._models = experts_of(target)
+        self.model = self._models[0]
+        self._pipe: Any = target if target is not self.model else None
+        self.config = config
+        for model in self._models:
+            checks.check_not_compiled(model.named_modules())
+        self.family = family_of(self.model, plan)
+        self.adapter = self.family.adapter
+        self._caches: list[FirstBlockCache] = []  # one for each model; none without the setting
+        if config.step_cache != "none":
+            self._caches = [load(STEP_CACHES, config.step_cache)(model, config) for model in self._models]
+        self._signature = signature_of(self.model)
+        self._owns_transport = transport is None
+        self.transport = transport if transport is not None else open_transport(config)
+        self.rank, self.size = self.transport.rank, self.transport.size
+        run = Topology.build(load_machine(config.machine), self.transport.run_size, detect().local_size)
+        self.topology = run.part(self.transport.run_ranks)
+        node = run.places[self.transport.run_ranks[self.rank]].node
+        self._ranks_on_node = sum(place.node == node for place in run.places)
+        self.trace = Trace(self.rank)
+        self.counter = StepCounter()
+        self.compiler = self._new_compiler()
+        self._kernels = self._new_kernels(config.kernels, self.trace.note_kernel)
+        self._rule = self._guidance_rule()
+        self._guided = GuidedRanks(self.topology, self.transport, self._rule, self.trace, self._sequence_of)
+        self._inside = False
+        self._results: Results | None = None  # of all ranks, when the last block ended
+        self._undo = ExitStack()  # what leaving the block puts back
+        self._sized: set[tuple[Any, ...]] = set()  # the calls for which there is memory
+
+    def _new_compiler(self) -> Compiler | None:
+        """None where nothing is compiled: a run imports nothing of it."""
+        if not self.config.compile:
+            return None
+        from cocodiff.engine.compiling import Compiler
+
+        return Compiler(self.trace, lambda: self.counter.run > 0 or self.counter.step > 0)
+
+    def _new_kernels(self, path: str, note: Any = None) -> Kernels:
+        return Kernels(path, note) if self.compiler is None else Kernels(path, note, self.compiler.compiled)
+
+    def _guidance_rule(self) -> GuidanceRule:
+        setting = self.config.guidance_parallel
+
+        def mesh_on(topology: Topology) -> Mesh:
+            return self._sequence_of(topology, self.transport, self.trace).mesh
+
+        # A bare transformer's calls have to be told that they guide; and half of the ranks must allow the settings.
+        if setting == "auto" and (self._pipe is None or not parts_fit(self.topology, mesh_on)):
+            setting = 1
+        return GuidanceRule(setting, self.size, self.family.rows_per_image > 1, self.family.branches)
+
+    def _sequence_of(self, topology: Topology, transport: Transport, trace: Trace) -> SequenceRanks:
+        work = AttentionWork(*self.adapter.heads(self.model))
+        config = self.config if transport.size == 1 else self.adapter.exchange_settings(self.config)
+        return SequenceRanks(config, topology, transport, work, trace, self._kernels)
+
+    @property
+    def sequence(self) -> SequenceRanks:
+        """The ranks that compute the current call."""
+        return self._guided.current
+
+    @property
+    def compiled(self) -> str:
+        """In words, what torch.compile did on this rank so far; empty where nothing is compiled."""
+        return str(self.compiler or "")
+
+    # Entering and leaving -------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Engine:
+        self._open()
+        self._rule.begin()
+        for model in self._models:
+            self._check_model(model.named_modules())
+            if self.compiler is not None:
+                self.compiler.check(model)
+        try:
+            for take_off in chain(self._share_vae(), *starmap(self._put_on, enumerate(self._models))):
+                self._undo.callback(take_off)
+        except BaseException:
+            self._undo.close()
+            raise
+        self.counter = StepCounter()
+        self._inside = True
+        return self
+
+    def __exit__(self, _kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._inside = False
+        self._undo.close()
+        self._sized.clear()
+        self._guided.end(drain=error is None)
+        if error is not None and not isinstance(error, PeerLost):  # that came from the others
+            mistake = isinstance(error, UserError)
+            self.transport.health.fail(str(error) if mistake else f"{type(error).__name__}: {error}", mistake)
+        self._results = self._results_of_all_ranks() if error is None else None
+        if self._owns_transport and error is None:
+            self.transport.close()
+
+    def _open(self) -> None:
+        if self._inside:
+            raise UserError("this engine is in use: leave its `with` block before entering it again")
+        if self.transport.closed:
+            if not self._owns_transport:
+                raise UserError("the transport of this engine is closed: open another one and parallelize again")
+            self.transport = open_transport(self.config)
+            self._guided = GuidedRanks(self.topology, self.transport, self._rule, self.trace, self._sequence_of)
+
+    def _put_on(self, number: int, model: nn.Module) -> Iterator[Callable[[], object]]:
+        """Puts on a model, and around what is on it by then, all that makes it parallel: gives what takes each off."""
+        # One rank alone gives one process's bits: it is what others are compared with.
+        kernels = self._kernels if self.size > 1 else self._new_kernels("torch")
+        yield model.register_forward_pre_hook(checks.never_compiled(self._on_call), with_kwargs=True).remove
+        yield self.adapter.attach(model, self, kernels)
+        if self.compiler is not None:
+            yield self.compiler.attach(model, self.adapter.blocks())
+        if self._caches:  # around blocks that are compiled by then: what the cache sends is in no graph
+            yield self._caches[number].attach()
+        if self._rule.possible:
+            yield replace_forward(model, self._guided.compute)
+        yield replace(model, "__getstate__", self.__reduce__)
+
+    def _share_vae(self) -> Iterator[Callable[[], object]]:
+        """Has ranks do together what they call the pipeline's VAE for: gives what takes that off."""
+        vae = getattr(self._pipe, "vae", None)
+        if vae is not None:
+            from cocodiff.models.decoding import share_vae
+
+            yield from share_vae(vae, self.config.vae, self.transport)
+            yield replace(vae, "__getstate__", self.__reduce__)
+
+    def __reduce__(self) -> Any:
+        """Raises UserError: a pipeline inside the block holds its engine, with the connections of a running job."""
+        name = type(self._pipe or self.model).__name__
+        raise UserError(
+            f"this {name} is parallel and can be neither copied nor pickled: do that outside of its `with` block"
+        )
+
+    def new_run(self) -> None:
+        """The next call of the transformer begins a new image: nothing of the last one is used for it, and its steps
+        count from 0. A pipeline tells this by itself. A bare transformer is taken to begin anew where the timestep
+        rises, or where it is the first one again with other noise; this says so in every case. Every rank calls it."""
+        self.counter.new_run()
+
+    # What was sent, and what was noted of each step -----------------------------------------------------------------
+
+    def bytes(self, purpose: str = "attention") -> dict[str, int]:
+        """Attention bytes per link class, summed over all ranks: on every rank, and of all blocks so far. Inside the
+        `with` block it asks the others, so every rank calls it; afterwards it tells what was so at the block's end.
+
+        purpose: "attention" for all of these, "unsplit" for the part of them that all ranks sent while computing a
+        guidance branch together, though guidance is parallel; "guidance" for what its two parts sent each other, and
+        "gather" for the model's output within a part, "notes" for what codecs and the step cache decide by, "whole" for
+        what attention's tensors would have been without V-Major or a codec, along the same routes, and "late" and
+        "overflow" for parts of "attention": what no call waited for, and the lossless codec's rests."""
+        sent = self._current_results().bytes
+        # What all ranks sent for a branch of guidance together is attention's as well.
+        also = sent["unsplit"] if purpose == "attention" else {}
+        return {link: sent[purpose][link] + also.get(link, 0) for link in LINK_CLASSES}
+
+    def drift_profile(self) -> list[dict[str, Any]]:
+        """Of every step so far, over all sites, runs and ranks: with V-Major the mean relative change of v against its
+        reference and the fraction of image tokens that stayed; with a codec or displacement `CodedStep.merged`; with a
+        step cache the fraction of calls that were cached. Empty where everything is computed, travels as it is and is
+        waited for. Every rank calls it inside the block, as `bytes`."""
+        return list(self._current_results().drift)
+
+    def forget_drift(self) -> None:
+        """Starts the drift profile afresh, for the runs that follow. Every rank calls it."""
+        for one in self._reporting:
+            one.forget_report()
+        if self._results is not None:
+            self._results = Results(self._results.bytes, [])
+
+    @property
+    def _reporting(self) -> list[Any]:
+        """What notes something of every step, by `report` and `forget_report`."""
+        return [*(ranks.strategy.coding for ranks in self._guided.sequences), *self._caches]
+
+    def _own_results(self) -> OwnResults:
+        return {purpose: self.trace.bytes(purpose) for purpose in PURPOSES}, [one.report() for one in self._reporting]
+
+    def _current_results(self) -> Results:
+        if self._inside:
+            return self._results_of_all_ranks()
+        return self._results or Results.merged([self._own_results()])
+
+    def _results_of_all_ranks(self) -> Results:
+        of_ranks = self.transport.gather_object(self._own_results())
+        results: Results = self.transport.broadcast_object(Results.merged(of_ranks) if of_ranks else None)
+        return results
+
+    # What happens during a model call -------------------------------------------------------------------------------
+
+    def _on_call(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[()], Arguments] | None:
+        """Before each call of a model. Returns the arguments where this rank computes some rows of the batch."""
+        self.model = model
+        arguments = self._signature.bind(*args, **kwargs).arguments
+        self._check_call(arguments)
+        sample, timestep, text = self.adapter.called_with(arguments)
+        self.counter.call(timestep, sample, text, getattr(self._pipe, "scheduler", None))
+        guided = getattr(self._pipe, "do_classifier_free_guidance", None)
+        self._guided.begin_call(self.counter, sample, arguments.get("return_dict"), guided)
+        self.sequence.segments = self.adapter.segments(model, arguments)
+        self._compare_with_others(arguments)
+        own_rows = self._guided.own_rows(arguments, len(sample))
+        self._begin_step(arguments)
+        self._check_memory(self.adapter.called_with(own_rows or arguments)[0])
+        return None if own_rows is None else ((), own_rows)
+
+    def _check_model(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        found = list(modules)
+        checks.check_not_compiled(found)
+        if self._caches:
+            checks.check_only_cache(found, self.config.step_cache)
+        if self.size > 1:
+            checks.check_no_deciding_cache(found)
+            if cache := checks.cache_on(found):
+                # It counts the calls that a part of the ranks computes, and would miss those of the other part.
+                self._rule.stay_together(f"the cache hook {cache}")
+
+    def _check_call(self, arguments: Arguments) -> None:
+        self._check_model(checks.called_often(self.model))
+        if self.compiler is not None:
+            self.compiler.check_forwards(self.model)
+        self.adapter.check_call(self.model, arguments)
+        if self.size > 1:
+            checks.check_no_gradients(self.model, arguments)
+
+    def _compare_with_others(self, arguments: Arguments) -> None:
+        """Refuses a call whose inputs differ. The second tells who guides in two calls, the third what noise came."""
+        ranks = self._guided.comparing(self.counter.branch)
+        if self.size == 1 or self.counter.calls > COMPARED_CALLS or ranks is None:
+            return
+        facts: dict[str, Any] = {
+            "settings": repr(self.config),
+            "number of steps": self._steps(),
+            "guidance_scale": getattr(self._pipe, "guidance_scale", None),
+            "guidance_scale_2": getattr(self._pipe, "_guidance_scale_2", None),
+            "boundary_ratio": getattr(getattr(self._pipe, "config", None), "boundary_ratio", None),
+            "step and branch": (self.counter.step, self.counter.branch),
+        }
+        if self.counter.calls == 1:
+            facts["digest of weights"] = ", ".join(map(weights_digest, self._models))
+        check_agreement(facts | arguments, ranks)
+
+    def _begin_step(self, arguments: Arguments) -> None:
+        counter, number = self.counter, self._models.index(self.model)
+        run = counter.run * len(self._models) + number  # of this model
+        moment = Moment(run, counter.step, self._steps(), counter.sigma)
+        self.sequence.strategy.coding.begin_step(moment)
+        if self._caches:
+            self._caches[number].begin_call(moment, counter.branch, self.sequence, arguments)
+
+    def _check_memory(self, hidden: Tensor) -> None:
+        """Refuses a run that keeps more between calls than fits, at its first call of each size and branch. No rank is
+        far ahead of another then: the first exchange needs them all. Where the family's shape is not planned, its
+        adapter has `check_room` do it."""
+        ranks = self.sequence
+        coding = ranks.strategy.coding
+        if self.size == 1 or not (coding.keeps_state or self._caches) or not (ranks.segments and self.family.planned):
+            return
+        call = len(hidden), hidden.element_size(), self._guided.branches_kept(self.counter.branch + 1)
+        if (ranks, ranks.segments, call) not in self._sized:
+            self._sized.add((ranks, ranks.segments, call))
+            held = coding.bytes_held() + sum(cache.bytes_held() for cache in self._caches)
+            load(PLANNER, "room")(self.model, self.family, ranks, call, hidden.device, self._ranks_on_node, held)
+
+    def check_room(self, kind: str, layers: int, qkv: LazyQKV) -> None:
+        """As `_check_memory`, for a model of which no more is known than its current call: before the first one of so
+        many layers of a kind that keep something for a branch. qkv: of the first of them."""
+        key = self.sequence, qkv.segments, kind, self.counter.branch
+        if self.sequence.strategy.coding.keeps_state and key not in self._sized:
+            self._sized.add(key)
+            load(PLANNER, "room for layers")(layers, qkv, self.sequence, self._ranks_on_node)
+
+    def _steps(self) -> int | None:
+        """How many steps run, from the pipeline or the settings."""
+        steps = getattr(self._pipe, "num_timesteps", None) or self.config.steps
+        return None if steps is None else int(steps)
+
+    @property
+    def segments(self) -> Segments:
+        """The segments of the model's current call, as its adapter says them."""
+        return self.sequence.segments
+
+    def attend(self, qkv: LazyQKV, layer: str) -> Tensor:
+        """Attention of this rank's rows to all rows, [B, L, H, D]: for the processors of the model's attention. layer:
+        the name of the module that attends."""
+        if self.model is not self._models[0]:
+            layer = f"{EXPERTS[1]}.{layer}"
+        site = Site(layer, self.counter.branch)
+        ranks = self.sequence
+        ranks.transport.arrive(f"attention {layer}")
+        out_BLHD = ranks.strategy.attend(qkv, site)
+        if not self._guided.call.own:
+            ranks.strategy.coding.forget(site)
+        return out_BLHD

@@ -1,0 +1,222 @@
+"""Two parts of the ranks with a branch of guidance each, and what they send each other: the model's output.
+
+A call may fail in one part, for want of memory say, and not in the other. So each result travels with a flag that says
+whether there is one, and a part that fails, or hears that the other one did, makes up the messages that are left of
+the step: what one part sends the other receives, and a caller who catches the error may go on with another image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from cocodiff.comm.trace import Trace
+from cocodiff.comm.transport import LanePending, Part, Transport
+from cocodiff.config.machine import Topology
+from cocodiff.engine.guidance import PARTS, SequenceOf, Sharing
+from cocodiff.topology.axes import Axes
+
+
+class GuidanceParts:
+    """This rank's part of the ranks, and the rank of the other part that has the same place there."""
+
+    def __init__(self, topology: Topology, transport: Transport, trace: Trace, sequence_of: SequenceOf) -> None:
+        """topology, transport: of both parts. Every rank of them makes one. sequence_of: makes a part's ranks into
+        those of a sequence."""
+        axes, rank = Axes.build(topology, guidance=PARTS), transport.rank
+        ranks = axes.branch(rank)
+        self.number = axes.coordinates(rank).guidance
+        self.sequence = sequence_of(topology.part(ranks), Part(transport, ranks), trace)
+        pair = axes.partners(rank)
+        self._group = transport.group(sorted(pair))
+        self._peer = self._group.ranks.index(pair[1 - self.number])
+        self._lane, self._health = transport.lane("guidance"), transport.health
+        self._among = tuple(transport.run_ranks[member] for member in sorted(pair))
+        self._trace, self._link = trace, topology.link_class(rank, pair[1 - self.number])
+        self._device = transport.device
+        self._sent: list[LanePending[None]] = []
+        self._awaited: list[Callable[[], None]] = []  # what receives the messages, whatever they bring
+        self._next = self._calls = 0  # of the current step: the branch of the next message, and how many there will be
+
+    def begin_step(self, calls: int) -> None:
+        """calls: that the step should have, as both parts know alike."""
+        self.drain()
+        self._next, self._calls = 0, calls
+
+    def keeps(self, branch: int) -> bool:
+        """Whether this part computes a branch that is computed by one of them."""
+        return branch % PARTS == self.number
+
+    def own_rows(self, arguments: Mapping[str, Any], rows: int) -> dict[str, Any]:
+        """A call's arguments with this part's half of everything along the batch."""
+        half = rows // PARTS
+
+        def cut(x: Tensor) -> Tensor:
+            return x.narrow(0, self.number * half, half) if x.ndim and len(x) == rows else x
+
+        return {name: tree_map_only(Tensor, cut, value) for name, value in arguments.items()}
+
+    def all_rows(self, output: Any) -> Any:
+        """A call's result with both parts' rows, from this part's."""
+        own = self._message(output)
+        others = [torch.empty_like(x) for x in own]
+        self._begin(own)
+        self._lane.submit_inline(self._job("exchange halves"), own, others).wait()
+        self._check(others[0])
+        pairs = iter([(x, y) for x, y in zip(own, others, strict=True)][1:])
+        return tree_map_only(
+            Tensor, lambda _: torch.cat(next(pairs) if self.number == 0 else next(pairs)[::-1]), output
+        )
+
+    def send(self, output: Any, failed: bool = False) -> None:
+        """Starts sending a call's result to the other part. What the caller does to it afterwards changes nothing."""
+        self._next += 1
+        copies = self._message(tree_map_only(Tensor, torch.clone, output), failed)
+        self._begin(copies)
+        self._sent.append(self._lane.submit(self._job("send the output"), copies, []))
+
+    def awaited(self, like: Any) -> Any:
+        """The result of a call that the other part computes, with tensors that wait for their values when asked. These
+        raise RuntimeError where the other part has failed."""
+        self._next += 1
+        result = self._without_values(like)
+        buffers = self._message(result)
+        pending = self._lane.submit(self._job("receive the output"), [], buffers)
+
+        @cache
+        def receive() -> None:
+            self._begin(())
+            pending.wait()
+
+        @cache
+        def wait() -> None:
+            receive()
+            self._check(buffers[0], like)  # raises again where somebody asks again
+
+        self._awaited.append(receive)
+        return tree_map_only(Tensor, lambda x: Awaited.over(x, wait), result)
+
+    def fail(self, sharing: Sharing, like: Any) -> None:
+        """This part could not compute a call of the current step: it sends that in place of the result. like: what the
+        model returns for such calls, None where that is not known yet."""
+        if like is None:
+            return
+        nothing = self._without_values(like)
+        if sharing is Sharing.ROWS:
+            own = self._message(nothing, failed=True)
+            self._begin(own)
+            others = [torch.empty_like(x) for x in own]
+            self._sent.append(self._lane.submit(self._job("exchange halves"), own, others))
+        else:
+            self.send(nothing, failed=True)
+            self._make_up(like)
+
+    def drain(self) -> None:
+        """Waits for all messages under way, those that nobody asked for too."""
+        for receive in self._awaited:
+            receive()
+        for sent in self._sent:
+            sent.wait()
+        self._awaited, self._sent = [], []
+
+    def _make_up(self, like: Any) -> None:
+        """The messages of the step's calls that this part will not come to: the other part sends and receives them."""
+        while self._next < self._calls:
+            if self.keeps(self._next):
+                self.send(self._without_values(like), failed=True)
+            else:
+                self.awaited(like)
+
+    def _check(self, failed: Tensor, like: Any = None) -> None:
+        """Raises where the other part's result says that there is none. like: of the calls that are left."""
+        if not failed.item():
+            return
+        if like is not None:
+            self._make_up(like)
+        error = "the ranks that compute the other guidance branch could not: their error says why"
+        raise self._health.blame(RuntimeError(error))
+
+    def _message(self, output: Any, failed: bool = False) -> list[Tensor]:
+        """A result as it travels: whether there is none, and its tensors."""
+        tensors = [x.contiguous() for x in tree_leaves(output) if isinstance(x, Tensor)]
+        return [torch.full((1,), failed, dtype=torch.uint8, device=self._device), *tensors]
+
+    def _without_values(self, like: Any) -> Any:
+        return tree_map_only(Tensor, lambda x: torch.empty(x.shape, dtype=x.dtype, device=self._device), like)
+
+    def _job(self, name: str) -> Callable[[Sequence[Tensor], Sequence[Tensor]], None]:
+        """For the lane: one call on both sides, and both make theirs in the same order."""
+
+        def pass_messages(sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+            with self._trace.span(name, "guidance"):
+                self._group.send_recv([(x, self._peer) for x in sent], [(x, self._peer) for x in received]).wait()
+
+        return pass_messages
+
+    def _begin(self, sent: Sequence[Tensor]) -> None:
+        """This rank comes to a message between the two, and has this to send."""
+        self._health.arrive("the other guidance branch", self._among)
+        for x in sent:
+            self._trace.count(self._link, x.nbytes, purpose="guidance")
+
+
+class Awaited(Tensor):
+    """A tensor whose values are on their way: the buffer that they come into. Its shape, and views of it, are there at
+    once; whatever else is asked of it waits for the values first, and is then asked of a plain tensor."""
+
+    _wait: Callable[[], object]
+
+    @classmethod
+    def over(cls, buffer: Tensor, wait: Callable[[], object]) -> Awaited:
+        """wait: returns when the values are in the buffer; called whenever somebody asks for them."""
+        awaited = buffer.as_subclass(cls)
+        awaited._wait = wait
+        return awaited
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in WITHOUT_VALUES or (func in VIEWS and _is_view(func, args)):
+            wait = args[0]._wait
+            found = super().__torch_function__(func, types, args, kwargs or {})
+            return tree_map_only(Tensor, lambda x: cls.over(x, wait), found)
+
+        def here(x: Awaited) -> Tensor:
+            x._wait()
+            return x.as_subclass(Tensor)
+
+        args, kwargs = tree_map_only(Awaited, here, (args, dict(kwargs or {})))
+        return func(*args, **kwargs)
+
+
+def _getters(*names: str) -> set[Any]:
+    return {getattr(Tensor, name).__get__ for name in names}
+
+
+def _functions(*names: str) -> set[Any]:
+    """The methods of these names, and the functions of torch."""
+    return {getattr(of, name) for name in names for of in (Tensor, torch) if hasattr(of, name)}
+
+
+WITHOUT_VALUES = frozenset(
+    _getters("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_cuda", "is_xpu", "is_cpu", "nbytes")
+    | _functions("size", "dim", "stride", "numel", "element_size", "is_floating_point", "is_complex", "is_contiguous")
+    | {Tensor.__len__}
+)
+VIEWS = frozenset(
+    _functions("chunk", "split", "narrow", "select", "unbind", "view", "transpose", "permute", "squeeze", "unsqueeze")
+    | {Tensor.__getitem__}
+)
+
+
+def _is_view(func: Any, args: tuple[Any, ...]) -> bool:
+    if func is not Tensor.__getitem__:
+        return isinstance(args[0], Awaited)
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    return all(one is None or one is ... or type(one) in (int, slice) for one in index)

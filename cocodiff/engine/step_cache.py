@@ -1,0 +1,236 @@
+"""First Block Cache: where a model's first block changes its tokens much as it did before, the other blocks are not
+computed, and what they last added is added again. Lossy; the idea is ParaAttention's, the rule diffusers'.
+
+diffusers' own hook goes by the tokens that a rank has, so ranks would decide differently and wait for each other for
+ever. Here all ranks that share a call's sequence decide together, in every call that has one to compare with: each adds
+up its own tokens' changes, and the sums of all, two numbers of a rank, are added up exactly. So the decision is the
+same on every rank, and that of one process but for the rounding of sums in float64. Other replicas, and the ranks of
+the other branch of guidance, take no part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from cocodiff.config.errors import UserError
+from cocodiff.engine.sequence import SequenceRanks
+from cocodiff.exchange.coding import Moment, StepNotes
+from cocodiff.models.adapter import Forward, form_of
+from cocodiff.models.replacing import replace_forward, signature_of
+
+# The lists of a model's blocks, in the order in which it calls them: those in which diffusers' own caches look.
+BLOCK_LISTS = (
+    "blocks",
+    "transformer_blocks",
+    "single_transformer_blocks",
+    "layers",
+    "visual_transformer_blocks",
+    "temporal_transformer_blocks",
+)
+
+
+@dataclass
+class Kept:
+    """Of a branch of guidance, what its last computed call left. form: of its arguments; step: of the branch's last
+    call, computed or not. first_BLC: what the first block added to this rank's image tokens. rest: what the others
+    added to each tensor that the first one returned, None where the last block returns none. like: what the blocks
+    between returned, without values, by their numbers."""
+
+    form: Any
+    step: int
+    first_BLC: Tensor
+    rest: Sequence[Tensor | None]
+    like: Mapping[int, Any]
+
+
+@dataclass
+class Call:
+    """A call of the model. key: whose `Kept` it has. ranks: that share its sequence. cached: what stands for the other
+    blocks; None where they are computed. first_BLC, output: what the first block added, and returned, once it has.
+    like: see `Kept`."""
+
+    key: Any
+    step: int
+    form: Any
+    ranks: SequenceRanks
+    cached: Kept | None = None
+    first_BLC: Tensor | None = None
+    output: Any = None
+    like: dict[int, Any] = field(default_factory=dict)
+
+
+@dataclass
+class CachedStep:
+    """Of one step: the calls of the model, and those of them that were cached."""
+
+    calls: int = 0
+    cached: int = 0
+
+    @classmethod
+    def merged(cls, parts: Sequence[CachedStep]) -> dict[str, Any]:
+        """Over ranks: "cached_fraction" of the calls."""
+        return {"cached_fraction": sum(part.cached for part in parts) / sum(part.calls for part in parts)}
+
+
+class FirstBlockCache:
+    """The cache of one model. It lives as long as the engine; what it keeps, as long as a run."""
+
+    def __init__(self, model: nn.Module, settings: Any) -> None:
+        """settings: step_cache_threshold, see `Config`: the mean change of what the first block adds to a token's
+        channel, as a fraction of what it added before, up to which the other blocks are not computed.
+
+        Raises UserError for a model of which it is not known where its blocks are."""
+        self._threshold, self._name = settings.step_cache_threshold, type(model).__name__
+        self._blocks = [
+            block
+            for name, blocks in model.named_children()
+            if name in BLOCK_LISTS and isinstance(blocks, nn.ModuleList)
+            for block in blocks
+        ]
+        if len(self._blocks) < 2:
+            raise self._refusal(f"has {len(self._blocks)} block(s) in lists named {', '.join(BLOCK_LISTS)}")
+        self._signature = signature_of(self._blocks[0])
+        self._image = place_of_image(self._blocks[0])
+        self._run, self._call = -1, None  # type: int, Call | None
+        self._kept: dict[Any, Kept] = {}
+        self._report: defaultdict[int, CachedStep] = defaultdict(CachedStep)
+
+    def attach(self) -> Callable[[], None]:
+        """Puts it around the blocks; the returned function takes it off, and gives memory back."""
+        undo, (first, *between, last) = ExitStack(), self._blocks
+        undo.callback(self._forget)
+        undo.callback(replace_forward(first, self._compute_first))
+        for number, block in enumerate(between):
+            undo.callback(replace_forward(block, partial(self._compute_between, number)))
+        undo.callback(replace_forward(last, self._compute_last))
+        return undo.close
+
+    def begin_call(self, moment: Moment, branch: int, ranks: SequenceRanks, arguments: Mapping[str, Any]) -> None:
+        """The model is called. ranks: that share its sequence, who decide together. A branch that these ranks did not
+        compute in the step before begins anew."""
+        if moment.run != self._run:
+            self._forget()
+        self._run, step = moment.run, moment.step
+        self._kept = {key: kept for key, kept in self._kept.items() if kept.step >= step - 1}
+        self._call = Call((ranks, branch), step, form_of(dict(arguments)), ranks)
+
+    def bytes_held(self) -> int:
+        """By what it keeps on this rank."""
+        return sum(x.nbytes for kept in self._kept.values() for x in (kept.first_BLC, *kept.rest) if x is not None)
+
+    def report(self) -> dict[int, StepNotes]:
+        """Notes of every step so far, as a coding's."""
+        return {**self._report}
+
+    def forget_report(self) -> None:
+        self._report.clear()
+
+    def _forget(self) -> None:
+        self._kept, self._call, self._run = {}, None, -1
+
+    def _refusal(self, why: str) -> UserError:
+        return UserError(f"step_cache first_block: {self._name} {why}: choose step_cache none")
+
+    # The blocks -------------------------------------------------------------------------------------------------------
+
+    def _compute_first(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        output, call = forward(*args, **kwargs), self._call
+        if call is None:
+            return output
+        given_BLC = next(iter(self._signature.bind(*args, **kwargs).arguments.values()))
+        call.output, call.first_BLC = output, (self._image_of(output) - given_BLC).detach()
+        noted, kept = self._report[call.step], self._kept.get(call.key)
+        noted.calls += 1
+        if (
+            kept is not None
+            and kept.form == call.form
+            and not self._changed(call.first_BLC, kept.first_BLC, call.ranks)
+        ):
+            noted.cached += 1
+            kept.step, call.cached = call.step, kept
+        return output
+
+    def _compute_between(self, number: int, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        call = self._call
+        if call is not None and call.cached is not None:  # the last block looks at none of it
+            nothing = call.cached.first_BLC.new_zeros(())
+            return tree_map_only(Tensor, lambda x: nothing.expand(x.shape), call.cached.like[number])
+        output = forward(*args, **kwargs)
+        if call is not None:
+            call.like[number] = tree_map_only(Tensor, lambda x: torch.empty_like(x, device="meta"), output)
+        return output
+
+    def _compute_last(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        call, self._call = self._call, None
+        if call is not None and call.cached is not None:
+            rests = call.cached.rest
+            begun = beginnings(call.output, len(rests))
+            found = [None if rest is None else x + rest for x, rest in zip(begun, rests, strict=True)]
+            return found[0] if len(found) == 1 else tuple(found)
+        output = forward(*args, **kwargs)
+        if call is not None and call.first_BLC is not None:  # a model may leave blocks out by itself
+            self._keep(call, call.first_BLC, [output] if isinstance(output, Tensor) else output)
+        return output
+
+    def _keep(self, call: Call, first_BLC: Tensor, ended: Sequence[Tensor | None]) -> None:
+        begun = beginnings(call.output, len(ended))
+        rest = [
+            None if y is None or x.shape != y.shape else (y - x).detach() for x, y in zip(begun, ended, strict=False)
+        ]
+        if len(begun) != len(ended) or any(x is None and y is not None for x, y in zip(rest, ended, strict=True)):
+            raise self._refusal("has blocks of which the last returns other tensors than the first")
+        self._kept[call.key] = Kept(call.form, call.step, first_BLC, rest, call.like)
+
+    def _image_of(self, output: Any) -> Tensor:
+        """Of what the first block returns, the tokens that are denoised: these alone decide, as with diffusers."""
+        if isinstance(output, Tensor):
+            return output
+        if self._image is None:
+            raise self._refusal(
+                "has blocks that return several tensors, and diffusers does not tell which is the image"
+            )
+        found: Tensor = output[self._image]
+        return found
+
+    def _changed(self, now_BLC: Tensor, before_BLC: Tensor, ranks: SequenceRanks) -> bool:
+        """Whether the change is too large, over all tokens of all ranks; one that is no number is."""
+        sums = torch.stack([sum_of_sizes(now_BLC - before_BLC), sum_of_sizes(before_BLC)])[None]
+        if ranks.size > 1:
+            ranks.transport.arrive("the step cache's decision")
+            sums = ranks.gather_rows(sums, [1] * ranks.size, 0, "notes")
+        change, size = (math.fsum(of_ranks) for of_ranks in zip(*sums.tolist(), strict=True))
+        return not (change <= self._threshold * size < math.inf)
+
+
+def sum_of_sizes(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, 1, dtype=torch.float64)
+
+
+def beginnings(output: Any, count: int) -> Sequence[Tensor]:
+    """Of each of `count` tensors that the last block returns, what the first block's `output` has in its place: the
+    same stream, or all of them in one where the model joins them in between (FLUX.2)."""
+    if isinstance(output, Tensor):
+        return [output]
+    return [torch.cat(list(output), dim=1)] if count == 1 else list(output)
+
+
+def place_of_image(block: nn.Module) -> int | None:
+    """Which tensor that a block returns holds the tokens that are denoised; None where diffusers has no record of its
+    class."""
+    from diffusers.hooks._helpers import TransformerBlockRegistry
+
+    try:
+        place: int = TransformerBlockRegistry.get(type(block)).return_hidden_states_index
+    except ValueError:
+        return None
+    return place

@@ -1,0 +1,245 @@
+"""Whether a transformer gives on several ranks what it gives in one process: every exact setting that it allows,
+compiled blocks and the step cache are run on ranks that are threads of this process, and compared.
+
+A setting may round differently, since attention sums in another order. How much that is for this model is measured: one
+process with the keys of every attention in the opposite order. An error far beyond that is none of rounding. A step
+cache is compared with itself on one rank, where all that it can leave out is left out.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from cocodiff.comm.loopback import run_ranks
+from cocodiff.comm.transport import Transport
+from cocodiff.config.config import Config, preset_names
+from cocodiff.config.errors import UserError
+from cocodiff.config.text_table import aligned
+from cocodiff.engine.agreement import tensors_in
+from cocodiff.engine.engine import Engine, parallelize
+from cocodiff.models import experts_of
+from cocodiff.models.planned_attention import TorchFunctions
+
+CALLS = 4  # of a pipeline's transformer that are kept: two steps with two branches of guidance
+BEYOND_ROUNDING = 8.0  # times what another order of summation changes
+COMPILED, CACHED = "tapa, compiled", "tapa, cached"  # what the table calls them
+MOVED = 1 + 1 / 64  # times its first sample is the second one of a step cache's two steps
+Calls = Sequence[tuple[nn.Module, Sequence[Mapping[str, Any]]]]  # of each model
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One setting on so many ranks. outcome: "exact", "wrong", "failed" or "refused"; reason: why, of the last two; of
+    others what was compiled or cached. error: the largest difference to one process; alike: whether all ranks ended
+    with the same bits."""
+
+    ranks: int
+    setting: str
+    outcome: str
+    error: float | None = None
+    alike: bool | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """allowed: the largest difference that rounding explains."""
+
+    model: str
+    calls: int
+    allowed: float
+    trials: tuple[Trial, ...]
+
+    @property
+    def exit_code(self) -> int:
+        """0 where every setting that runs is exact, 1 where one is wrong or fails, 2 where none runs."""
+        outcomes = {trial.outcome for trial in self.trials}
+        return 1 if outcomes & {"wrong", "failed"} else 0 if "exact" in outcomes else 2
+
+    @property
+    def ok(self) -> bool:
+        return self.exit_code == 0
+
+    def __str__(self) -> str:
+        head = ("ranks", "setting", "outcome", "error", "same bits", "why")
+        rows = [
+            (
+                str(trial.ranks),
+                trial.setting,
+                trial.outcome,
+                "" if trial.error is None else f"{trial.error:.1e}",
+                "" if trial.alike is None else "yes" if trial.alike else "no",
+                trial.reason,
+            )
+            for trial in self.trials
+        ]
+        about = f"{self.model}: {self.calls} calls, against one process; rounding explains {self.allowed:.1e}"
+        verdict = {0: "exact", 1: "not exact: do not use it", 2: "runs with none of these settings"}[self.exit_code]
+        bad = {trial.setting for trial in self.trials if trial.outcome in ("wrong", "failed")}
+        if bad and bad <= {COMPILED, CACHED}:
+            verdict = f"exact, but not with {' nor with '.join(sorted(bad))}"
+        return "\n".join([about, *aligned([head, *rows], "><<><<"), f"{self.model}: {verdict}"])
+
+
+def verify(
+    target: Any,
+    inputs: Mapping[str, Any] | None = None,
+    *,
+    ranks: Sequence[int] = (2, 3),
+    plan: Any = None,
+    compile: bool = False,
+) -> Verification:
+    """Compares a diffusers pipeline's transformers, or a bare one, on several ranks with one process, on the CPU.
+
+    inputs: the arguments of a call of `target`. A pipeline makes two steps with them, unless they say otherwise, and
+    the calls of its transformers are repeated. plan: as of `parallelize`. compile: gives the graphs of compiled blocks,
+    which are tried on the first number of ranks, to the compiler, which takes a minute; else they run as they are.
+    Raises UserError for targets without a transformer, and for inputs that they cannot be called with.
+    """
+    models = experts_of(target)
+    model = models[0]
+    if any(x.device.type != "cpu" for one in models for x in one.parameters()):
+        raise UserError(f"{type(model).__name__} is not on the CPU, where ranks are compared: load it there")
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        given = dict(inputs or {})
+        calls: Calls = [(model, [given] * 2)] if target is model else recorded_calls(target, models, given)
+        plain = _outputs(calls)
+        with TorchFunctions(_in_opposite_order):
+            other = _outputs(calls)
+        largest = max(float(x.abs().max()) for x in plain)
+        allowed = BEYOND_ROUNDING * _difference(plain, other) + torch.finfo(plain[0].dtype).eps * largest
+        case = Case(calls, plan, plain, allowed, compile)
+        settings = exact_settings() | {CACHED: Config(step_cache="first_block", step_cache_threshold=1e30)}
+        trials = [case.trial(size, name, config) for size in ranks for name, config in settings.items()]
+        trials += [case.trial(size, COMPILED, Config(compile=True)) for size in ranks[:1]]
+    return Verification(type(model).__name__, sum(len(of_model) for _, of_model in calls), allowed, tuple(trials))
+
+
+def exact_settings() -> dict[str, Config]:
+    """The presets that are exact, and a ring and chunks, by what the table calls them."""
+    presets = {name: Config.preset(name) for name in preset_names()}
+    exact = {name: config for name, config in presets.items() if config.exact}
+    return exact | {"tapa, ring 2": exact["tapa"].with_(ring=2), "split, chunks 2": exact["split"].with_(chunks=2)}
+
+
+def recorded_calls(pipe: Any, models: Sequence[nn.Module], arguments: dict[str, Any]) -> Calls:
+    """The first calls of each of a pipeline's transformers, by the names of their arguments."""
+    signature = inspect.signature(models[0].forward)
+    calls: list[list[dict[str, Any]]] = [[] for _ in models]
+    known = inspect.signature(pipe.__call__).parameters
+    usual = {"num_inference_steps": 2, "output_type": "latent"}
+    arguments = {name: value for name, value in usual.items() if name in known} | arguments
+
+    def keep(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        own = calls[models.index(model)]
+        if len(own) < CALLS:
+            own.append(copy.deepcopy(dict(signature.bind(*args, **kwargs).arguments)))
+
+    handles = [model.register_forward_pre_hook(keep, with_kwargs=True) for model in models]
+    try:
+        pipe(**arguments)
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"{type(pipe).__name__} with {', '.join(arguments)}: {error}: call cocodiff.verify(pipe, inputs=...) with "
+            f"what it wants"
+        ) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not all(calls):
+        of = f"{len(models)} transformers" if len(models) > 1 else "transformer"
+        raise UserError(f"{type(pipe).__name__} did not call its {of}: give inputs that make it")
+    return [*zip(models, calls, strict=True)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What all settings are tried on. plain: what one process gives. compile: see `verify`."""
+
+    calls: Calls
+    plan: Any
+    plain: Sequence[Tensor]
+    allowed: float
+    compile: bool
+
+    def trial(self, ranks: int, setting: str, config: Config) -> Trial:
+        def work(transport: Transport) -> tuple[list[Tensor], str]:
+            found, accounts = list[Tensor](), list[str]()
+            for model, calls in self.calls:
+                own = twin(model)
+                engine = parallelize(own, config=config, transport=transport, plan=self.plan)
+                if engine.compiler is not None and not self.compile:
+                    engine.compiler.backend = "eager"
+                if config.step_cache != "none":
+                    calls = _two_steps(engine, calls)
+                with torch.no_grad(), engine:
+                    found += [x + 0 for x in _outputs([(own, calls)])]
+                accounts.append(_account(engine))
+            return found, "; ".join(filter(None, dict.fromkeys(accounts)))
+
+        try:
+            ((plain, _),) = [(self.plain, "")] if config.exact else run_ranks(1, work)
+            of_ranks = run_ranks(ranks, work)
+        except UserError as refusal:
+            return Trial(ranks, setting, "refused", reason=" ".join(str(refusal).split()))
+        except Exception as failure:
+            return Trial(ranks, setting, "failed", reason=" ".join(f"{type(failure).__name__}: {failure}".split()))
+        first, account = of_ranks[0]
+        error = _difference(plain, first)
+        alike = all(torch.equal(x, y) for outputs, _ in of_ranks for x, y in zip(outputs, first, strict=True))
+        outcome = "exact" if alike and error <= self.allowed else "wrong"
+        return Trial(ranks, setting, outcome, error, alike, account)
+
+
+def _two_steps(engine: Engine, calls: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """A call, and one like it whose sample has moved a little: the engine takes it for the next step."""
+    first, second = (copy.deepcopy(dict(calls[0])) for _ in range(2))
+    engine.adapter.called_with(second)[0].mul_(MOVED)
+    return first, second
+
+
+def _account(engine: Engine) -> str:
+    """In words, what was compiled or cached; empty where neither was wanted."""
+    if engine.compiler is not None:
+        return engine.compiled or "nothing was compiled"
+    if engine.config.step_cache == "none":
+        return ""
+    return f"{engine.drift_profile()[-1]['cached_fraction']:.0%} of the second step's calls cached"
+
+
+def twin(model: nn.Module) -> Any:
+    """A copy of a model that shares its weights."""
+    return copy.deepcopy(model, {id(x): x for x in (*model.parameters(), *model.buffers())})
+
+
+def _outputs(calls: Calls) -> list[Tensor]:
+    return [x for model, of_model in calls for call in of_model for x in tensors_in(model(**copy.deepcopy(call)))]
+
+
+def _difference(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
+    """The largest; infinite where they have not the same shapes."""
+    if [x.shape for x in one] != [x.shape for x in other]:
+        return float("inf")
+    found = max(float((x.double() - y.double()).abs().max()) for x, y in zip(one, other, strict=True))
+    return found if found == found else float("inf")
+
+
+def _in_opposite_order(query: Tensor, key: Tensor, value: Tensor, *more: Any, **named: Any) -> Tensor:
+    """Torch's attention with its keys from the last to the first: the same but for rounding."""
+    call = dict(zip(("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"), more, strict=False)) | named
+    if call.get("is_causal"):
+        return scaled_dot_product_attention(query, key, value, **call)
+    mask = call.get("attn_mask")
+    if mask is not None and mask.shape[-1] > 1:
+        call["attn_mask"] = mask.flip(-1)
+    return scaled_dot_product_attention(query, key.flip(-2), value.flip(-2), **call)

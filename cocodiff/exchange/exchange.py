@@ -1,0 +1,156 @@
+"""The exchange of one rank: from sequence-parallel to head-parallel layout and back, along any plan.
+
+`Exchange` owns what all attention calls share: plans, lanes and groups. Each call sends by a `Transfer` over it
+(`transfer.py`). Nothing here knows who owns what: a block travels through intermediate ranks unchanged, so results have
+the same bits whatever the route.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from cocodiff.comm.trace import Trace
+from cocodiff.comm.transport import Group, Lane, LanePending, Ranks
+from cocodiff.config.machine import Topology
+from cocodiff.config.registry import EXCHANGES, load
+from cocodiff.exchange.messages import BlockSet, InOrder, Port, Target, run_phase, run_pipelined
+from cocodiff.exchange.outgoing import Outgoing
+from cocodiff.kernels import Kernels
+from cocodiff.topology.routes.choice import Chunking, ExchangeTable, megabytes_per_rank
+from cocodiff.topology.routes.detours import nic_detours
+from cocodiff.topology.routes.plans import Phase, Plan, reverse, split_plan
+
+if TYPE_CHECKING:
+    from cocodiff.exchange.staged import StagedExchange
+
+T = TypeVar("T")
+
+
+class Exchange:
+    """One rank's end of an exchange among the ranks of a topology."""
+
+    def __init__(
+        self,
+        name: str,
+        topology: Topology,
+        transport: Ranks,
+        trace: Trace,
+        table: ExchangeTable | None = None,
+        nic_balance: bool = True,
+        kernels: Kernels | None = None,
+        chunking: Chunking | None = None,
+    ) -> None:
+        """name: in the table `EXCHANGES`, or "auto", which goes by `table` for each size. nic_balance: of split,
+        between nodes. kernels: what packs and unpacks; by default whatever suits the device, noted in the trace.
+        chunking: in how many stages tensors can travel besides."""
+        self.rank, self.topology, self.trace, self._table = transport.rank, topology, trace, table
+        self.kernels = kernels or Kernels(note=trace.note_kernel)
+        self.port = Port(self.rank, topology, self.kernels, trace)
+        known = EXCHANGES if name == "auto" else (name,)
+        self.plans: dict[str, Plan] = {one: load(EXCHANGES, one)(topology, self.rank) for one in known}
+        if "split" in self.plans and nic_balance:
+            self.plans["split"] = split_plan(topology, self.rank, nic_detours(topology))
+        self._routes = {one: _both_ways(plan) for one, plan in self.plans.items()}
+        self._name = next(iter(self.plans))
+        # TAPA's phases have a lane each: V-Major's scoring by card stands between them, and v can be in its second
+        # phase while q and k are in their first. All others are one job on the plane lane.
+        self._in_phases = name == "tapa"
+        self.lanes: dict[str, Lane] = {}
+        self._in_order = InOrder()
+        self.groups: dict[str, Group] = {}
+        # every rank makes a group here, also one without a part in the phase or a sibling
+        for link in dict.fromkeys(phase.lane for plan in self.plans.values() for phase in plan):
+            members = topology.cards[topology.places[self.rank].card] if link == "sibling" else range(topology.size)
+            self.groups[link] = transport.group(members)
+            if link == "plane" or self._in_phases:
+                self.lanes[link] = transport.lane(link)
+        self.staged: StagedExchange | None = None
+        if chunking is not None and chunking.chunks > 1:
+            from cocodiff.exchange.staged import staged_exchange
+
+            self.staged = staged_exchange(self, transport, chunking)
+
+    def name_of(self, blocks: BlockSet) -> str:
+        """The plan that blocks of this size take: the one there is, or the table's choice."""
+        if self._table is None:
+            return self._name
+        return self._table.exchange_for(megabytes_per_rank(blocks.layout, blocks.cell_bytes))
+
+    def both_phases(self) -> tuple[Phase, ...]:
+        """TAPA's forward phases, also those without messages for this rank."""
+        return self.plans[self._name]
+
+    def submit(self, outgoing: Outgoing, wait_next: bool = False) -> LanePending[Target]:
+        """Sends tensors on their way: encoded, packed, sent and put in place by the lanes."""
+        if not self._in_phases:
+            return self._on_lane("plane", self._all_phases, outgoing, wait_next)
+        earlier: LanePending[BlockSet] | None = None
+        *early, last = self._routes[self._name][outgoing.way]
+        for phase in early:
+            earlier = self._on_lane(phase.lane, partial(self.phase, phase, earlier), outgoing, wait_next)
+        return self._on_lane(last.lane, partial(self._last_phase, last, earlier), outgoing, wait_next)
+
+    def _on_lane(self, name: str, job: Callable[[Outgoing], T], outgoing: Outgoing, wait_next: bool) -> LanePending[T]:
+        lane, job = self.lanes[name], partial(self._in_order.run, job)
+        return lane.submit_inline(job, outgoing) if wait_next else lane.submit(job, outgoing)
+
+    def _all_phases(self, outgoing: Outgoing) -> Target:
+        """All phases on one lane, together, of the plan for this size. Those of TAPA come one by one: none can overtake
+        another, and a phase packs all its messages in one launch."""
+        blocks = outgoing.blocks()
+        name = self.name_of(blocks)
+        plan = self._routes[name][outgoing.way]
+        if name == "tapa":
+            for phase in plan:
+                self._run_phase(phase, outgoing, blocks)
+            return _placed(outgoing, blocks)
+        with self.trace.span(
+            f"{outgoing.label} plane", "plane", outgoing.layer, self._set_apart(outgoing, plan, blocks)
+        ):
+            target = outgoing.target(blocks)
+            run_pipelined(self.port, plan, blocks, self.groups, target)
+            return target
+
+    def phase(self, phase: Phase, earlier: LanePending[BlockSet] | None, outgoing: Outgoing) -> BlockSet:
+        """One phase on its own lane, after the one before it, or of tensors that have not been encoded. Returns the
+        blocks that are here then."""
+        blocks = outgoing.blocks() if earlier is None else earlier.wait()
+        self._run_phase(phase, outgoing, blocks)
+        return blocks
+
+    def last_phase(self, phase: Phase, outgoing: Outgoing, blocks: BlockSet) -> Target:
+        """The last phase of these blocks; then those that are here are put in place."""
+        self._run_phase(phase, outgoing, blocks)
+        return _placed(outgoing, blocks)
+
+    def _last_phase(self, phase: Phase, earlier: LanePending[BlockSet] | None, outgoing: Outgoing) -> Target:
+        return self.last_phase(phase, outgoing, outgoing.blocks() if earlier is None else earlier.wait())
+
+    def _run_phase(self, phase: Phase, outgoing: Outgoing, blocks: BlockSet) -> None:
+        if phase.sends or phase.receives:
+            apart, lane = self._set_apart(outgoing, [phase], blocks), phase.lane
+            with self.trace.span(f"{outgoing.label} {lane}", lane, outgoing.layer, apart):
+                run_phase(self.port, phase, blocks, self.groups[phase.lane])
+
+    def _set_apart(self, outgoing: Outgoing, phases: Sequence[Phase], blocks: BlockSet) -> int:
+        """Counts what this rank sends in some phases of tensors that have a purpose of their own; how much it is."""
+        if outgoing.purpose is None:
+            return 0
+        sent = [(peer, blocks.bytes(message)) for phase in phases for peer, message in phase.sends.items()]
+        for peer, count in sent:
+            self.trace.count(self.topology.link_class(self.rank, peer), count, purpose=outgoing.purpose)
+        return sum(count for _, count in sent)
+
+
+def _both_ways(plan: Plan) -> dict[str, Plan]:
+    """Forward and back through those phases that have messages for this rank."""
+    forward = tuple(phase for phase in plan if phase.sends or phase.receives)
+    return {"forward": forward, "back": reverse(forward)}
+
+
+def _placed(outgoing: Outgoing, blocks: BlockSet) -> Target:
+    target = outgoing.target(blocks)
+    target.place(blocks.blocks)
+    return target

@@ -1,0 +1,315 @@
+"""The messages of a plan, and the blocks in them: sized, packed, sent, received, passed on and put in place.
+
+The only module that sizes what travels. A payload, what a coding sends in the place of a tensor, is [B, rows, heads, W]
+of any dtype, so all sizes follow from one payload block and the layout of the call.
+
+`run_phase` runs one phase and returns when its messages are here: TAPA, phase by phase. `run_pipelined` runs all phases
+together: all receives are posted first, then the sends in the plan's order; a message with blocks from another rank
+waits for those alone. So what is passed on arrives behind what goes straight, and slow links are never idle for a fast
+one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import Any, TypeVar, cast
+
+from torch import Tensor
+
+from cocodiff.comm.trace import Trace
+from cocodiff.comm.transport import Group, Pending
+from cocodiff.config.errors import UserError
+from cocodiff.config.machine import Topology
+from cocodiff.kernels import Kernels, Rows, views
+from cocodiff.topology.layout import Layout
+from cocodiff.topology.routes.plans import Block, Phase, Plan
+
+T = TypeVar("T")
+Groups = Mapping[str, Group]  # of every link group ("sibling", "plane") that a phase names
+Sent = tuple[Sequence[int], Pending]  # the ranks that a transfer goes to, and the transfer
+Payload = Tensor | Rows  # [B, L, H, W], or chosen rows of such a tensor
+Blocks = Mapping[Block, Sequence[Payload]]  # of every block the payloads that travel together, [B, rows, heads, W] each
+
+
+class EncodedBlocks:
+    """A tensor of which every block was encoded by itself: the blocks [B, rows, heads, W]."""
+
+    def __init__(self, blocks: Sequence[Tensor]) -> None:
+        self._blocks = blocks
+
+    def contained_tensors(self) -> Sequence[Tensor]:
+        return self._blocks
+
+    def split_with_sizes(self, sizes: Sequence[int], dim: int) -> Sequence[Tensor]:
+        """The blocks, which were made for these sizes."""
+        return self._blocks
+
+
+class BlockSet:
+    """The blocks that a rank holds during an exchange, and their sizes in messages.
+
+    blocks: one payload for each tensor that travels together. layout: rows and heads of every rank in this exchange.
+    whole: the layout of the tensors themselves, before they were coded, and their bytes of a token and head, of all
+    together; None: they travel as they are.
+    """
+
+    def __init__(self, blocks: Blocks, layout: Layout, whole: tuple[Layout, int] | None = None) -> None:
+        self.blocks, self.layout, self.whole = dict(blocks), layout, whole
+        some = next(iter(blocks.values()))
+        self.like, self.widths = some[0], [one.shape[-1] for one in some]
+        self._batch, self._width = len(self.like), sum(self.widths)
+        self._itemsize = self.like.new_empty(0).element_size()
+
+    def contained_tensors(self) -> list[Payload]:
+        return [payload for payloads in self.blocks.values() for payload in payloads]
+
+    @property
+    def cell_bytes(self) -> int:
+        """Bytes of one token of one head, of all tensors together."""
+        return self._batch * self._width * self._itemsize
+
+    def numel(self, message: Sequence[Block]) -> int:
+        rows, heads = self.layout.rows, self.layout.heads
+        cells = sum([rows[block.rows] * heads[block.heads] for block in message])
+        return cells * self._batch * self._width
+
+    def bytes(self, message: Sequence[Block]) -> int:
+        return self.numel(message) * self._itemsize
+
+    def whole_bytes(self, message: Sequence[Block]) -> int:
+        """Bytes of a message if tensors travelled as they are."""
+        if self.whole is None:
+            return self.bytes(message)
+        layout, cell = self.whole
+        return cell * sum([layout.rows[block.rows] * layout.heads[block.heads] for block in message])
+
+    def buffer(self, message: Sequence[Block]) -> Tensor:
+        """Memory for one message, flat."""
+        return self.like.new_empty(self.numel(message))
+
+    def buffers(self, messages: Iterable[Sequence[Block]]) -> tuple[Tensor, Sequence[Tensor]]:
+        """Memory for messages that come or go together, flat: all of it, and the part of each."""
+        sizes = [self.numel(message) for message in messages]
+        whole = self.like.new_empty(sum(sizes))
+        return whole, whole.split_with_sizes(sizes)
+
+    def views(self, message: Sequence[Block], buffer: Tensor) -> dict[Block, list[Payload]]:
+        """The blocks of a message as they lie in a flat buffer."""
+        B, rows, heads = self._batch, self.layout.rows, self.layout.heads
+        parts = iter(views(buffer, [(B, rows[b.rows], heads[b.heads], W) for b in message for W in self.widths]))
+        return {block: [next(parts) for _ in self.widths] for block in message}
+
+
+def whole_cell(tensors_BLHD: Iterable[Tensor]) -> int:
+    """Bytes of one token of one head of tensors as they are, of all together."""
+    return sum([len(x) * x.shape[-1] * x.element_size() for x in tensors_BLHD])
+
+
+class Target:
+    """Tensors that an exchange fills. places: of every block that belongs here, where it goes in each of `tensors`."""
+
+    def __init__(self, tensors: Sequence[Tensor], places: Mapping[Block, Sequence[Tensor]], kernels: Kernels) -> None:
+        self.tensors, self._places, self._kernels = tensors, places, kernels
+
+    def contained_tensors(self) -> Sequence[Tensor]:
+        return self.tensors
+
+    def place(self, blocks: Blocks) -> None:
+        """Copies those blocks that belong here to their places, in one launch."""
+        here = [block for block in blocks if block in self._places]
+        if here:
+            parts = [part for block in here for part in blocks[block]]
+            self._kernels.unpack(parts, [place for block in here for place in self._places[block]])
+
+
+def blocks_of(x_BTHW: Tensor, sizes: Sequence[int], dim: int, in_turn: bool) -> Sequence[Tensor]:
+    """The blocks of a tensor, cut by rows or by heads. in_turn: what travelled as `EncodedBlocks` lies block by
+    block in its memory, whatever the tensor's strides say."""
+    if not in_turn:
+        return x_BTHW.split_with_sizes(sizes, dim)
+    B, T, H, W = x_BTHW.shape
+    return views(x_BTHW.view(-1), [(B, size, H, W) if dim == 1 else (B, T, size, W) for size in sizes])
+
+
+class Port:
+    """Where one rank packs its messages and counts what it sends."""
+
+    def __init__(self, rank: int, topology: Topology, kernels: Kernels, trace: Trace) -> None:
+        self.rank, self.topology, self.kernels, self.trace = rank, topology, kernels, trace
+
+    def count(self, peer: int, sent_bytes: int, whole_bytes: int = 0) -> None:
+        """Adds bytes to the trace, by the class of the link to a peer. whole_bytes: of the tensors in whose place they
+        are sent, as they are."""
+        link = self.topology.link_class(self.rank, peer)
+        self.trace.count(link, sent_bytes)
+        self.trace.count(link, whole_bytes, purpose="whole")
+
+    def pack(self, messages: Sequence[Sequence[Payload]], buffers: Sequence[Tensor]) -> None:
+        """Copies all messages to their buffers in one launch."""
+        pieces = [piece for message in messages for piece in message]
+        if any(isinstance(piece, Rows) for piece in pieces):
+            self.kernels.gather_pack(messages, buffers)
+        elif messages:
+            self.kernels.pack(cast(Sequence[Sequence[Tensor]], messages), buffers)
+
+
+class InOrder:
+    """The jobs of one rank's lanes whose messages others match in the order in which they are posted. None runs after
+    one that failed: what that one left unsent or unreceived would be matched with the next one's, and a library may end
+    the process where the sizes differ. The rank that was lost is named by whoever waits."""
+
+    def __init__(self) -> None:
+        self._failed: Exception | None = None
+
+    def run(self, job: Callable[..., T], *given: Any) -> T:
+        if self._failed is not None:
+            raise self._failed
+        try:
+            return job(*given)
+        except UserError:  # which all ranks have alike
+            raise
+        except Exception as error:
+            self._failed = error
+            raise
+
+
+def run_phase(port: Port, phase: Phase, held: BlockSet, group: Group) -> None:
+    """Sends and receives all messages of a phase at once; adds the blocks that came to those held."""
+    received, receives = held.buffers(phase.receives.values())
+    _, sends = held.buffers(phase.sends.values())
+    port.pack([[part for b in message for part in held.blocks[b]] for message in phase.sends.values()], sends)
+    for peer, message in phase.sends.items():
+        port.count(peer, held.bytes(message), held.whole_bytes(message))
+    index = group.ranks.index
+    group.send_recv(
+        [(sent, index(peer)) for peer, sent in zip(phase.sends, sends, strict=True)],
+        [(buffer, index(peer)) for peer, buffer in zip(phase.receives, receives, strict=True)],
+    ).wait()
+    held.blocks |= held.views([b for message in phase.receives.values() for b in message], received)
+
+
+def run_pipelined(port: Port, plan: Plan, held: BlockSet, groups: Groups, target: Target) -> None:
+    """Sends and receives all messages of a plan. The blocks that are here are put in place while others travel."""
+    flight = InFlight(port, held)
+    flight.post_receives(plan, groups)
+    sending = flight.send(plan, groups)
+    target.place(held.blocks)
+    flight.land(target)
+    for _, pending in sending:
+        pending.wait()
+
+
+class PendingReceive:
+    """A message on its way here."""
+
+    def __init__(self, message: tuple[Block, ...], buffer: Tensor) -> None:
+        self.message, self.buffer = message, buffer
+        self.pending: Pending | None = None
+        self._opened = False
+
+    def open(self, held: BlockSet) -> None:
+        """Waits, and adds the message's blocks to those held; a second call does nothing."""
+        if not self._opened:
+            assert self.pending is not None, "a message is sent on before it was asked for"
+            self.pending.wait()
+            self._opened = True
+            held.blocks |= held.views(self.message, self.buffer)
+
+
+class InFlight:
+    """The messages of one plan under way."""
+
+    def __init__(self, port: Port, held: BlockSet) -> None:
+        self._port, self._held = port, BlockSet(held.blocks, held.layout, held.whole)
+        self._phases: list[dict[int, PendingReceive]] = []
+        self._bringing: dict[Block, PendingReceive] = {}
+
+    def contained_tensors(self) -> list[Tensor]:
+        """What comes. What is sent is the `BlockSet`'s that this was made of."""
+        return [receive.buffer for receives in self._phases for receive in receives.values()]
+
+    def post_receives(self, plan: Plan, groups: Groups) -> None:
+        """Allocates every message of the plan and, where the backend can, posts each receive on its own, so that each
+        can be waited for."""
+        for phase in plan:
+            receives = {
+                peer: PendingReceive(message, self._held.buffer(message)) for peer, message in phase.receives.items()
+            }
+            self._phases.append(receives)
+            self._bringing |= {block: receive for receive in receives.values() for block in receive.message}
+            group = groups[phase.lane]
+            for peer, receive in receives.items() if _receives_ahead(groups) else ():
+                receive.pending = group.send_recv([], [(receive.buffer, group.ranks.index(peer))])
+
+    def send(self, plan: Plan, groups: Groups, first: int = 0) -> list[Sent]:
+        """Sends every message as soon as it can be packed. Where receives cannot be posted ahead: one launch and one
+        call for the whole phase, for backends that match the two lists of a call. first: the number of this plan's
+        first phase among those that were given to `post_receives`."""
+        sending: list[Sent] = []
+        for phase, receives in zip(plan, self._phases[first:], strict=False):
+            group = groups[phase.lane]
+            if _receives_ahead(groups):
+                for peer, message in phase.sends.items():
+                    (sent,) = self._packed({peer: message})
+                    sending.append(((peer,), group.send_recv([(sent, group.ranks.index(peer))], [])))
+                continue
+            packed = self._packed(phase.sends)
+            pending = group.send_recv(
+                [(sent, group.ranks.index(peer)) for peer, sent in zip(phase.sends, packed, strict=True)],
+                [(receive.buffer, group.ranks.index(peer)) for peer, receive in receives.items()],
+            )
+            sending.append((list(phase.sends), pending))
+            for receive in receives.values():
+                receive.pending = pending
+        return sending
+
+    def land(self, target: Target) -> None:
+        """Waits for every message and puts its blocks in place, those that came in one call together; then forgets them
+        all, so that their memory is free."""
+        for receives in self._phases:
+            for _, came in groupby(receives.values(), key=lambda receive: id(receive.pending)):
+                blocks: list[Block] = []
+                for receive in came:
+                    receive.open(self._held)
+                    blocks += receive.message
+                target.place({block: self._held.blocks[block] for block in blocks})
+        for forgotten in (self._phases, self._bringing, self._held.blocks):
+            forgotten.clear()
+
+    def _packed(self, messages: Mapping[int, Sequence[Block]]) -> list[Tensor]:
+        """Each message as one flat tensor. Those that do not lie in memory so already are packed in one launch."""
+        found, pieces, buffers = [], [], []
+        for peer, message in messages.items():
+            for block in message:
+                if block not in self._held.blocks:
+                    self._bringing[block].open(self._held)
+            parts = [part for block in message for part in self._held.blocks[block]]
+            sent = as_one(parts)
+            if sent is None:
+                sent = self._held.buffer(message)
+                pieces.append(parts)
+                buffers.append(sent)
+            self._port.count(peer, self._held.bytes(message), self._held.whole_bytes(message))
+            found.append(sent)
+        if buffers:
+            self._port.pack(pieces, buffers)
+        return found
+
+
+def _receives_ahead(groups: Groups) -> bool:
+    return all(group.receives_ahead for group in groups.values())
+
+
+def as_one(pieces: Sequence[Payload]) -> Tensor | None:
+    """Pieces that lie one behind the other in memory, as most that are passed on do, as one flat tensor; else None."""
+    parts = [piece for piece in pieces if isinstance(piece, Tensor) and piece.numel()]  # an empty one has no place
+    if not parts or any(isinstance(piece, Rows) for piece in pieces):
+        return None
+    whole, end = parts[0], parts[0].data_ptr()
+    storage = whole.untyped_storage().data_ptr()
+    for part in parts:
+        if not part.is_contiguous() or part.data_ptr() != end or part.untyped_storage().data_ptr() != storage:
+            return None
+        end += part.nbytes
+    return whole.as_strided((sum(part.numel() for part in parts),), (1,))

@@ -1,0 +1,228 @@
+"""Tensors that an exchange sends: to the ranks of their heads, or attention's output to the ranks of its rows.
+
+Either is encoded (`CodedCall`) and cut into blocks by the lane that sends it first, and tells where blocks go that are
+here. A tensor on its way is an `Arriving` for whoever waits for it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from cocodiff.exchange.messages import Blocks, BlockSet, EncodedBlocks, Payload, Target, blocks_of, whole_cell
+from cocodiff.kernels import Kernels
+from cocodiff.topology.layout import Layout
+from cocodiff.topology.routes.plans import Block
+
+OUTPUT = "o"  # the name of attention's output among the tensors of a call
+
+
+class Encoded(NamedTuple):
+    """Some tensors as they travel: payloads [B, L, H, W] of one dtype, and the layout that tells how many rows L of
+    every rank they have."""
+
+    payloads: Sequence[Payload | EncodedBlocks]
+    layout: Layout
+
+
+class CodedCall:
+    """One attention call's tensors as they travel: what is sent in their place, and what the receiver makes of it.
+
+    This one sends tensors as they are. Subclasses change what they need; routes, chunks and sizes follow from what
+    `encode` returns."""
+
+    def __init__(self, layout: Layout) -> None:
+        """layout: of the tensors themselves."""
+        self.layout = layout
+
+    def begin(self, like_BLHD: Tensor) -> None:
+        """Called once, on the thread that attends, before the first tensor is sent. like_BLHD: that tensor."""
+
+    def comes_in_stages(self) -> None:
+        """Told before the first tensor is sent, where tensors come chunk by chunk: each chunk once and in order, those
+        of the output the last one first."""
+
+    def cell_bytes(self, x_BLHD: Tensor) -> int:
+        """Bytes that one token of one head of a tensor like this takes on the wire, over the batch."""
+        return len(x_BLHD) * x_BLHD.shape[-1] * x_BLHD.element_size()
+
+    def encode(self, tensors_BLHD: Mapping[str, Tensor]) -> Encoded:
+        """The payloads in the tensors' place. Runs on a lane, where it may wait for what it depends on."""
+        return Encoded(list(tensors_BLHD.values()), self.layout)
+
+    def decode(self, received_BSGW: Mapping[str, Tensor], coded: Layout, rows: slice) -> list[Tensor]:
+        """The tensors [B, S, G, D] of all rows of this rank's heads, from payloads of which `rows` have just arrived.
+        coded: the layout of what `encode` gave. Runs on the thread that attends."""
+        return list(received_BSGW.values())
+
+    def encode_output(self, out_BTGD: Tensor, rows: slice) -> Tensor | EncodedBlocks:
+        """The payload in the place of some rows of attention's output, [B, T, G, W]: of `rows` of the sequence.
+        Runs on a lane."""
+        return out_BTGD
+
+    def decode_output(self, received_BLHW: Tensor) -> Tensor:
+        """All heads of this rank's rows of the output, [B, L, H, D]."""
+        return received_BLHW
+
+    # Where calls do not wait for all that they send, see `attention/arrival.py` ---------------------------------------
+
+    share = 1.0  # of a whole tensor's bytes that each takes on the wire
+    measures = False  # whether encoding notes by how much tensors change
+    noted: Any = None  # where encoding notes how it went
+
+    def continues(self, name: str) -> bool:
+        """Whether `operand` goes on from the last values of a tensor, rather than being the last one."""
+        return False
+
+    def displace(self, names: frozenset[str]) -> None:
+        """Told once the call has begun: these tensors are not waited for."""
+
+    def operand(self, name: str, last: Tensor) -> Tensor:
+        """The operand for a displaced tensor, of which the last call left `last`."""
+        return last
+
+
+class CallEnd(NamedTuple):
+    """One rank's end of an attention call. layer: the kind of layer, for the trace."""
+
+    rank: int
+    kernels: Kernels
+    coded: CodedCall
+    layer: str
+
+
+class Outgoing(ABC):
+    """Tensors that travel together. label: of their spans in the trace. layout: of what travels, once it was encoded.
+    purpose: the one that their bytes are counted for besides attention, if any."""
+
+    way: str  # "forward" or "back"
+
+    def __init__(self, end: CallEnd, tensors: Mapping[str, Tensor], purpose: str | None = None) -> None:
+        self.end, self.coded, self.layer, self.purpose = end, end.coded, end.layer, purpose
+        self.names, self._tensors = tuple(tensors), tensors
+        self.label = " ".join(filter(None, (purpose, "".join(tensors))))
+        self.layout: Layout = end.coded.layout
+        self._whole = self.layout, whole_cell(tensors.values())
+        self._encoded: Encoded | None = None
+        self._in_turn = False  # whether blocks lie one after the other, each encoded by itself
+
+    def contained_tensors(self) -> Sequence[object]:
+        """The tensors that `blocks` is made of."""
+        return (*self._tensors.values(), *(() if self._encoded is None else self._encoded.payloads))
+
+    def encode_now(self) -> None:
+        """On the thread that calls, so that only the code waits for the lane."""
+        self._encoded, self._tensors = self.encoded(), {}
+
+    def blocks(self) -> BlockSet:
+        (payloads, self.layout), self._encoded = self._encoded or self.encoded(), None
+        self._in_turn = isinstance(payloads[0], EncodedBlocks)
+        return BlockSet(self.cut(payloads), self.layout, self._whole)
+
+    @abstractmethod
+    def encoded(self) -> Encoded:
+        """The payloads that travel in the tensors' place."""
+
+    @abstractmethod
+    def cut(self, payloads: Sequence[Payload | EncodedBlocks]) -> Blocks:
+        """The payloads as blocks."""
+
+    @abstractmethod
+    def target(self, here: BlockSet) -> Target:
+        """Allocates the tensors that blocks like these fill."""
+
+    @abstractmethod
+    def decode(self, received: Sequence[Tensor], rows: slice | None = None) -> list[Tensor]:
+        """The tensors, of what came in their place. rows: those that have just arrived, None for all."""
+
+
+class TensorsToHeads(Outgoing):
+    """Tensors [B, L, H, D] on their way from the ranks of their rows to the ranks of their heads."""
+
+    way = "forward"
+
+    def encoded(self) -> Encoded:
+        return self.coded.encode(self._tensors)
+
+    def cut(self, payloads: Sequence[Payload | EncodedBlocks]) -> Blocks:
+        own, parts = self.end.rank, [x.split_with_sizes(self.layout.heads, 2) for x in payloads]
+        return {Block(own, peer): list(of_peer) for peer, of_peer in enumerate(zip(*parts, strict=True))}
+
+    def target(self, here: BlockSet) -> Target:
+        own, layout = self.end.rank, here.layout
+        shape, ranks = (len(here.like), sum(layout.rows), layout.heads[own]), layout.in_sequence
+        received_BSGW = [here.like.new_empty((*shape, width)) for width in here.widths]
+        rows = [layout.rows[rank] for rank in ranks]
+        of_ranks = zip(*(blocks_of(x, rows, 1, self._in_turn) for x in received_BSGW), strict=True)
+        places = {Block(rank, own): parts for rank, parts in zip(ranks, of_ranks, strict=True)}
+        return Target(received_BSGW, places, self.end.kernels)
+
+    def decode(self, received_BSGW: Sequence[Tensor], rows: slice | None = None) -> list[Tensor]:
+        by_name = dict(zip(self.names, received_BSGW, strict=True))
+        return self.coded.decode(by_name, self.layout, rows or slice(0, sum(self.layout.rows)))
+
+
+class OutputToRows(Outgoing):
+    """Rows of attention's output [B, T, G, D] on their way from the ranks of its heads to the ranks of its rows."""
+
+    way = "back"
+
+    def __init__(
+        self, end: CallEnd, out_BTGD: Tensor, ranks: Sequence[int] | None = None, purpose: str | None = None
+    ) -> None:
+        """ranks: whose rows these are, consecutive in the sequence; None for all."""
+        super().__init__(end, {OUTPUT: out_BTGD}, purpose)
+        self._ranks = self.layout.in_sequence if ranks is None else ranks
+
+    def encoded(self) -> Encoded:
+        where, (out_BTGD,) = self.layout.row_slices, self._tensors.values()
+        rows = slice(where[self._ranks[0]].start, where[self._ranks[-1]].stop)
+        return Encoded([self.coded.encode_output(out_BTGD, rows)], self.layout)
+
+    def cut(self, payloads: Sequence[Payload | EncodedBlocks]) -> Blocks:
+        parts: Sequence[Payload] = payloads[0].split_with_sizes([self.layout.rows[rank] for rank in self._ranks], 1)
+        return {Block(rank, self.end.rank): [part] for rank, part in zip(self._ranks, parts, strict=True)}
+
+    def target(self, here: BlockSet) -> Target:
+        own, layout = self.end.rank, here.layout
+        shape = (len(here.like), layout.rows[own], sum(layout.heads), here.like.shape[-1])
+        out_BLHW = here.like.new_empty(shape)
+        parts = blocks_of(out_BLHW, layout.heads, 2, self._in_turn)
+        places = {Block(own, rank): [part] for rank, part in enumerate(parts)}
+        return Target([out_BLHW], places, self.end.kernels)
+
+    def decode(self, received_BLHW: Sequence[Tensor], rows: slice | None = None) -> list[Tensor]:
+        """All heads of this rank's rows, [B, L, H, D]."""
+        return [self.coded.decode_output(*received_BLHW)]
+
+
+class Arriving:
+    """One tensor on its way to this rank's heads. together: the names of those that it travels with."""
+
+    def __init__(
+        self,
+        together: str,
+        wait_for_chunk: Callable[[int], Tensor],
+        chunks: int = 1,
+        land: Callable[[int], object] | None = None,
+    ) -> None:
+        """wait_for_chunk: see `chunk`. land: has a chunk put in place, once and for all calls; None for a tensor that
+        comes whole, or is here."""
+        self.together, self._wait_for_chunk, self._chunks, self._land = together, wait_for_chunk, chunks, land
+
+    def wait(self) -> Tensor:
+        """All rows of this rank's heads, [B, S, G, D]."""
+        return [self.chunk(number) for number in range(self._chunks)][-1]
+
+    def chunk(self, number: int) -> Tensor:
+        """The whole sequence, of which this chunk and those asked for before are here. In ascending order, each chunk
+        once."""
+        return self._wait_for_chunk(number)
+
+    def expect(self, number: int) -> None:
+        """Has a chunk put in place as soon as it is here. Chunks land in the order in which they are expected."""
+        if self._land is not None:
+            self._land(number)

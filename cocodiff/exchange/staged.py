@@ -1,0 +1,226 @@
+"""An exchange in stages, one for each chunk of tokens: what Torus attention computes on while the rest travels.
+
+Tensors are queued in the order in which they are sent, each stage by stage. Three lanes serve all tensors and all
+chunks: the plane lane posts and waits for nothing that comes, the sibling lane passes on what comes over fast links,
+and a third one what comes from another node before it is passed on, so that it keeps nothing else waiting. Chunks are
+put in place by a fourth, in the order in which attention will need them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from cocodiff.comm.trace import Trace
+from cocodiff.comm.transport import Group, LanePending, Pending, Ranks
+from cocodiff.config.machine import Topology
+from cocodiff.exchange.messages import BlockSet, Groups, InFlight, Port, Sent, Target
+from cocodiff.exchange.outgoing import Arriving, CallEnd, Outgoing, OutputToRows, TensorsToHeads
+from cocodiff.topology.layout import Layout
+from cocodiff.topology.routes.choice import Chunking, megabytes_per_rank
+from cocodiff.topology.routes.chunks import StageParts, Stages
+from cocodiff.topology.routes.plans import Block, Plan
+
+PART_LANES = ("plane", "sibling", "late")  # of what leaves at once, what is passed on, what is passed on late
+
+
+class Unstaged(Protocol):
+    """The exchange that is cut into stages, see `Exchange`."""
+
+    rank: int
+    topology: Topology
+    trace: Trace
+    port: Port
+    plans: dict[str, Plan]
+    groups: dict[str, Group]
+
+    def name_of(self, blocks: BlockSet) -> str: ...
+
+
+class StagedExchange:
+    """One rank's end of an exchange in stages. What is passed on has groups of its own: no two lanes post in one."""
+
+    def __init__(self, exchange: Unstaged, transport: Ranks, stages: Stages, from_mb: float) -> None:
+        """from_mb: of q, k and v per rank, the size from which stages are worth it."""
+        self.exchange, self.chunks, self.sequence, self._from_mb = exchange, stages.chunks, stages.sequence, from_mb
+        self.hearing = stages.hearing
+        topology = exchange.topology
+        self.several_nodes = topology.nodes > 1
+        ways = ("forward", "back")
+        self.plans = {way: {name: stages.of(plan, way) for name, plan in exchange.plans.items()} for way in ways}
+        numbers = range(len(self.chunks))
+        self._passed_on = {way: [_parts_in_use(plans, n) for n in numbers] for way, plans in self.plans.items()}
+        # Which parts there are is told by the machine and the plans' names, alike on all ranks.
+        relays = any(name != "flat" for name in exchange.plans)
+        lanes = PART_LANES[: 1 + relays + (relays and topology.nodes > 1)]
+        self._lanes = [transport.lane(name) for name in lanes]
+        self._groups: list[Groups] = [exchange.groups]
+        for _ in lanes[1:]:
+            group = transport.group(range(topology.size))
+            self._groups.append(dict.fromkeys(("sibling", "plane"), group))
+        self._landing = transport.lane("landing")
+        self._sent: deque[Sent] = deque()
+
+    def pays(self, layout: Layout, cell_bytes: int) -> bool:
+        """Whether a call goes in stages: the same on all ranks. cell_bytes: of a token and head of one tensor."""
+        return megabytes_per_rank(layout, 3 * cell_bytes) >= self._from_mb
+
+    def rows(self, layout: Layout, number: int) -> slice:
+        """Where a chunk stands in the sequence."""
+        where, ranks = layout.row_slices, self.chunks[number]
+        return slice(where[ranks[0]].start, where[ranks[-1]].stop)
+
+    def send(self, tensors: Sequence[TensorsToHeads], all_sent: bool) -> dict[str, Arriving]:
+        """Starts sending some tensors, each on its own. all_sent: whether the last of them is the last one of the call:
+        its chunks come one by one over the links that they share."""
+        sent = {}
+        for outgoing in tensors:
+            started, in_order = Started(self, outgoing), all_sent and outgoing is tensors[-1]
+            stages = [self.post(started, number, in_order) for number in range(len(self.chunks))]
+            sent[outgoing.label] = self._arriving(outgoing, stages)
+        for arriving in sent.values():
+            arriving.expect(0)
+        return sent
+
+    def _arriving(self, outgoing: TensorsToHeads, stages: Sequence[Stage]) -> Arriving:
+        landed = cache(lambda number: self.land(stages[number]))
+
+        def wait_for_chunk(number: int) -> Tensor:
+            return outgoing.decode([landed(number).wait()], self.rows(outgoing.layout, number))[0]
+
+        return Arriving(outgoing.label, wait_for_chunk, len(stages), landed)
+
+    def output_sender(self, end: CallEnd) -> OutputSender:
+        return OutputSender(self, end)
+
+    def post(self, started: Started, number: int, in_order: bool = False) -> Stage:
+        """Has one stage of a tensor posted and passed on. in_order: after the last stage's messages have left this
+        node."""
+        posted = self._lanes[0].submit(partial(self._post, number, in_order), started)
+        return Stage(
+            number,
+            posted,
+            [
+                self._lanes[part].submit(partial(self._pass_on, posted, number, part))
+                for part in self._passed_on[started.outgoing.way][number]
+            ],
+        )
+
+    def land(self, stage: Stage) -> LanePending[Tensor]:
+        """Has a stage's messages put in place as they come."""
+        return self._landing.submit(partial(self._land, stage))
+
+    def finish(self) -> None:
+        """Returns when all that was sent has left."""
+        self._landing.submit(self._wait_for_sends).wait()
+
+    def _post(self, number: int, in_order: bool, started: Started) -> tuple[Started, InFlight]:
+        """Posts all receives of a stage, and sends what leaves at once."""
+        exchange, outgoing = self.exchange, started.outgoing
+        with exchange.trace.span(f"{outgoing.label} plane", "plane", outgoing.layer):
+            parts = started.begin()[number]
+            flight = InFlight(exchange.port, started.blocks)
+            for plan, groups in zip(parts, self._groups, strict=False):
+                flight.post_receives(plan, groups)
+            for pending in started.leaving if in_order else ():
+                pending.wait()
+            sent = flight.send(parts[0], self._groups[0])
+            self._sent.extend(sent)
+            node = [place.node for place in exchange.topology.places]
+            here = node[exchange.rank]
+            started.leaving = [pending for peers, pending in sent if any(node[peer] != here for peer in peers)]
+            return started, flight
+
+    def _pass_on(self, posted: LanePending[tuple[Started, InFlight]], number: int, part: int) -> None:
+        """Sends what other ranks' messages of this stage bring."""
+        started, flight = posted.wait()
+        parts = started.begin()[number]
+        self._sent.extend(flight.send(parts[part], self._groups[part], first=sum(map(len, parts[:part]))))
+
+    def _land(self, stage: Stage) -> Tensor:
+        for passed_on in stage.passed_on:
+            passed_on.wait()
+        started, flight = stage.posted.wait()
+        with self.exchange.trace.span(f"{started.outgoing.label} plane", "plane", started.outgoing.layer):
+            own = Block(self.exchange.rank, self.exchange.rank)
+            if stage.number == 0:  # the block that stays here belongs to the first chunk
+                started.target.place({own: started.blocks.blocks[own]})
+            flight.land(started.target)
+        return started.target.tensors[0]
+
+    def _wait_for_sends(self) -> None:
+        while self._sent:
+            self._sent.popleft()[1].wait()
+
+
+class Started:
+    """A tensor that travels in stages: encoded and allocated by its first stage, on the posting lane."""
+
+    blocks: BlockSet
+    target: Target
+
+    def __init__(self, staged: StagedExchange, outgoing: Outgoing, first: Started | None = None) -> None:
+        """first: what was started before and shares its target with this one."""
+        self.outgoing, self._staged, self._first = outgoing, staged, first
+        self.leaving: list[Pending] = []  # the last stage's messages to other nodes
+        self._parts: list[StageParts] = []
+
+    def contained_tensors(self) -> tuple[Any, ...]:
+        return (self.blocks, self.target) if self._parts else (self.outgoing,)
+
+    def begin(self) -> list[StageParts]:
+        """Every stage's plan, for the exchange that the tensor's size calls for."""
+        if not self._parts:
+            self.blocks = self.outgoing.blocks()
+            self.target = self.outgoing.target(self.blocks) if self._first is None else self._first.target
+            self._parts = self._staged.plans[self.outgoing.way][self._staged.exchange.name_of(self.blocks)]
+        return self._parts
+
+
+class Stage(NamedTuple):
+    """One stage of a tensor, posted."""
+
+    number: int
+    posted: LanePending[tuple[Started, InFlight]]
+    passed_on: list[LanePending[None]]
+
+
+class OutputSender:
+    """Sends attention's output to the ranks of its rows, the last chunk first."""
+
+    def __init__(self, staged: StagedExchange, end: CallEnd) -> None:
+        self._staged, self._end = staged, end
+        self._first: Started | None = None
+        self._landed: list[LanePending[Tensor]] = []
+
+    def push(self, number: int, out_BTGD: Tensor) -> None:
+        """Sends a finished chunk's rows [B, T, G, D]."""
+        staged = self._staged
+        started = Started(staged, OutputToRows(self._end, out_BTGD, staged.chunks[number]), self._first)
+        self._first = self._first or started
+        self._landed.append(staged.land(staged.post(started, number)))
+
+    def wait(self) -> Tensor:
+        """All heads of this rank's rows, [B, L, H, D], when every chunk of every rank was pushed."""
+        out_BLHW = [landed.wait() for landed in self._landed][-1]
+        self._staged.finish()
+        return self._end.coded.decode_output(out_BLHW)
+
+
+def staged_exchange(exchange: Unstaged, transport: Ranks, chunking: Chunking) -> StagedExchange | None:
+    """None on machines whose tokens make one chunk."""
+    stages = Stages(exchange.topology, exchange.rank, chunking.chunks)
+    return StagedExchange(exchange, transport, stages, chunking.from_mb) if len(stages.chunks) > 1 else None
+
+
+def _parts_in_use(plans: Mapping[str, list[StageParts]], number: int) -> list[int]:
+    """Which of a stage's two later parts has messages, in any of the plans."""
+    return [
+        part
+        for part in (1, 2)
+        if any(phase.sends or phase.receives for stages in plans.values() for phase in stages[number][part])
+    ]

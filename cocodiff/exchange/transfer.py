@@ -1,0 +1,113 @@
+"""The messages of one attention call.
+
+v = transfer.send(v=v_BLHD)                    # travels while q and k are made
+qk = transfer.send(q=q_BLHD, k=k_BLHD)         # together: one message to each peer
+here = transfer.wait(v | qk)
+...
+out_BLHD = transfer.back(out_BSGD)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from cocodiff.comm.transport import LanePending
+from cocodiff.exchange.exchange import Exchange
+from cocodiff.exchange.messages import Target
+from cocodiff.exchange.outgoing import Arriving, CallEnd, CodedCall, Outgoing, OutputToRows, TensorsToHeads
+
+if TYPE_CHECKING:
+    from cocodiff.exchange.staged import OutputSender
+
+TENSORS = 3  # of a call: q, k and v, in whichever order they are sent
+
+
+class Transfer:
+    """in_stages: whether tensors come chunk by chunk; known once something was sent, the same on all ranks."""
+
+    in_stages = False
+
+    def __init__(self, exchange: Exchange, coded: CodedCall, layer: str = "") -> None:
+        """coded: what travels in tensors' place. layer: the kind of layer, for the trace."""
+        self.exchange, self.coded, self.layer, self.layout = exchange, coded, layer, coded.layout
+        self.end = CallEnd(exchange.rank, exchange.kernels, coded, layer)
+        self._sent = 0
+
+    def send(self, wait_next: bool = False, **tensors_BLHD: Tensor) -> dict[str, Arriving]:
+        """Starts sending this rank's rows of some tensors, each [B, L, H, D], in one message to each peer.
+
+        wait_next: the caller waits for them next, so there is nothing to travel behind: the lane's job runs on the
+        thread that waits.
+        """
+        if not self._sent:
+            self.open(tensors_BLHD)
+        self._sent += len(tensors_BLHD)
+        if len({len(x) for x in tensors_BLHD.values()}) > 1:  # queries in groups that share keys have a larger batch
+            return self.post({"q": tensors_BLHD.pop("q")}, wait_next) | self.post(tensors_BLHD, wait_next)
+        return self.post(tensors_BLHD, wait_next)
+
+    @property
+    def all_sent(self) -> bool:
+        """Whether q, k and v were all given to `send`."""
+        return self._sent == TENSORS
+
+    def open(self, tensors_BLHD: Mapping[str, Tensor]) -> None:
+        """Decides once for the call, by the first tensors that are sent."""
+        like_BLHD = next(iter(tensors_BLHD.values()))
+        self.coded.begin(like_BLHD)
+        self.in_stages = self.stages_pay(like_BLHD)
+        if self.in_stages:
+            self.coded.comes_in_stages()
+
+    def stages_pay(self, like_BLHD: Tensor) -> bool:
+        """Whether the call goes in stages, as tensors of this form do where they are large enough."""
+        staged = self.exchange.staged
+        return staged is not None and staged.pays(self.layout, self.coded.cell_bytes(like_BLHD))
+
+    def post(self, tensors_BLHD: Mapping[str, Tensor], wait_next: bool) -> dict[str, Arriving]:
+        """As `send`, with the coding's `encode` as the lane's first work."""
+        staged = self.exchange.staged
+        if staged is None or not self.in_stages:
+            outgoing = TensorsToHeads(self.end, tensors_BLHD)
+            return arriving_whole(outgoing, self.exchange.submit(outgoing, wait_next))
+        one_by_one = [TensorsToHeads(self.end, {name: x_BLHD}) for name, x_BLHD in tensors_BLHD.items()]
+        return staged.send(one_by_one, self.all_sent)
+
+    def wait(self, sent: Mapping[str, Arriving]) -> dict[str, Tensor]:
+        """By name all rows of this rank's heads of what was sent, [B, S, G, D] each."""
+        here: dict[str, Tensor] = {}
+        for together, tensors in groupby(sent.items(), key=lambda item: item[1].together):
+            with self.exchange.trace.span(f"wait for {together}", layer=self.layer):
+                here |= {name: arriving.wait() for name, arriving in tensors}
+        return here
+
+    def back(self, out_BSGD: Tensor) -> Tensor:
+        """Sends all rows of this rank's heads of attention's output; returns what the model goes on with in the place
+        of all heads of its own rows, [B, L, H, D]. Not where it goes in stages."""
+        outgoing = OutputToRows(self.end, out_BSGD)
+        pending = self.exchange.submit(outgoing, wait_next=True)
+        with self.exchange.trace.span(f"wait for {outgoing.label}", layer=self.layer):
+            return outgoing.decode(pending.wait().tensors)[0]
+
+    def back_in_stages(self) -> OutputSender:
+        """The way back, chunk by chunk."""
+        assert self.exchange.staged is not None, "what came in stages goes back in stages"
+        return self.exchange.staged.output_sender(self.end)
+
+
+def arriving_whole(outgoing: Outgoing, pending: LanePending[Target]) -> dict[str, Arriving]:
+    """By name tensors that travel together, each whole; they are decoded once, together."""
+
+    @cache
+    def decoded() -> Sequence[Tensor]:
+        return outgoing.decode(pending.wait().tensors)
+
+    def arriving(index: int) -> Arriving:
+        return Arriving("".join(outgoing.names), lambda _chunk: decoded()[index])
+
+    return {name: arriving(index) for index, name in enumerate(outgoing.names)}

@@ -1,0 +1,210 @@
+"""Restoring an array from Python: `cocodiff inpaint` on ranks of its own, behind a function.
+
+    restored = cocodiff.restore(volume, mask, samples=8)
+    restored.mean, restored.low_90, restored.verdict
+
+The ranks are processes beside this one, so that a notebook keeps its memory and its device, and what a rank dies of
+leaves the notebook alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import accumulate, pairwise, product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cocodiff.comm.launch import without_launcher
+from cocodiff.config.errors import PeerLost, UserError
+from cocodiff.jobs.journal import PARTIAL, Journals
+
+if TYPE_CHECKING:
+    import numpy as np
+
+LAST_S = 10.0  # what a job that is asked to stop may take
+SAID = 2000  # characters of what a job that failed has said
+DECIDED = "input mask out preset format quiet keep_samples overwrite resume config dry_run"
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A restored volume, [Z, Y, X] or [Y, X] as it was given.
+
+    mean                the restoration, in the volume's dtype, outside the mask its very voxels
+    spread              standard deviation of the samples, float32, in the volume's units; None for a single one
+    low_90, high_90     ends of the intervals that hold 90 % of the truth, by a test on hidden regions of this volume;
+                        None without one: of fewer than 16 slices it is made with hidden_test=True
+    samples             each restoration by itself
+    verdict             how good this and methods without a model were on hidden regions, in words; None without a test
+    metrics             what metrics.json holds
+    """
+
+    mean: np.ndarray
+    spread: np.ndarray | None
+    low_90: np.ndarray | None
+    high_90: np.ndarray | None
+    samples: Sequence[np.ndarray]
+    verdict: str | None
+    metrics: dict[str, Any]
+
+
+def restore(
+    volume: Any,
+    mask: Any,
+    samples: int = 8,
+    *,
+    axes: Sequence[str] | None = None,
+    model: str = "embedded",
+    steps: int = 20,
+    ranks: int = 1,
+    preset: str = "tapa",
+    progress: bool = True,
+    **options: Any,
+) -> Restored:
+    """Restores the voxels of a volume where a mask is True, as in scikit-image.
+
+    volume: [Z, Y, X] or [Y, X], a NumPy, Zarr or Dask array or anything that gives slices as those do, which is read
+    chunk by chunk, or what NumPy makes an array of, as lists and torch's tensors. mask: of the same shape, or [Y, X]
+    for every slice. samples: restorations whose mean is taken. axes: of "z", "y" and "x", along which slices are
+    restored; None chooses. model: as of `cocodiff inpaint --model`. steps: denoising steps; of the embedded model 20
+    are as good as the command's 50 (docs/inpainting.md). ranks: of this host, each of which restores slices of its own
+    as far as there are enough. progress: shows a bar. options: further ones of `cocodiff inpaint`, as seed=1,
+    method="best".
+
+    Raises UserError for what cannot be restored, in a line; PeerLost where a rank dies; RuntimeError where a job fails
+    otherwise. Nothing is left in any case, a KeyboardInterrupt included.
+    """
+    unknown = sorted({*options} & {*DECIDED.split()})
+    if unknown:
+        raise UserError(f"restore: {', '.join(unknown)} cannot be given: the function decides it")
+    if not isinstance(preset, str) or "," in preset:
+        raise UserError(f"restore: preset is {preset!r}: give the name of one")
+    with tempfile.TemporaryDirectory(prefix="cocodiff-restore-") as name:
+        folder = Path(name)
+        _save(volume, folder / "volume.npy")
+        _save(mask, folder / "mask.npy")
+        out = folder / "out"
+        given = {"samples": samples, "axes": axes, "model": model, "steps": steps, "ranks": ranks, "preset": preset}
+        words = ["inpaint", "--input", str(folder / "volume.npy"), "--mask", str(folder / "mask.npy")]
+        words += ["--out", str(out), "--quiet", "--keep_samples", *_words({"exact": False} | given | options)]
+        _run(words, out, progress)
+        return _read(out, preset)
+
+
+def _save(array: Any, path: Path) -> None:
+    """The volume or the mask, by the file's name, piece by piece, as it may be larger than memory."""
+    import numpy as np
+
+    what, as_mask = f"restore: {path.stem} is a {type(array).__name__}", path.stem == "mask"
+    try:
+        if not isinstance(getattr(array, "dtype", None), np.dtype):
+            array = np.asarray(array.detach() if hasattr(array, "detach") else array)
+    except (TypeError, ValueError, RuntimeError) as error:  # a tensor of a GPU, or rows of different lengths
+        raise UserError(f"{what} that NumPy makes no array of: {' '.join(str(error).split())}") from error
+    kinds, wanted = ("buif", "True and False") if as_mask else ("uif", "integers or floats")
+    if array.ndim not in (2, 3) or array.dtype.kind not in kinds or np.ma.is_masked(array):
+        what += f" of {array.ndim} dimensions and type {array.dtype}"
+        raise UserError(f"{what}: give {wanted} as [Z, Y, X], or [Y, X] of a slice, and none that a MaskedArray hides")
+    dtype, shape = np.dtype(np.uint8) if as_mask else array.dtype, tuple(map(int, array.shape))
+    saved = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
+    for piece in _pieces(array):
+        one = np.asarray(array[piece])
+        saved[piece] = one != 0 if as_mask else one
+    saved.flush()
+
+
+def _pieces(array: Any) -> Iterable[tuple[slice, ...]]:
+    """What is read at once: whole rows of a slice, or of the chunks that an array has, which are decoded or computed
+    once so. Zarr and HDF5 tell a chunk's sides, Dask those of all chunks along each axis."""
+    chunks = getattr(array, "chunks", None) or (1, *array.shape[1:])
+    cuts = []
+    for sides, length in zip(chunks[:-1], array.shape, strict=False):
+        cuts.append([0, *accumulate(sides)] if isinstance(sides, tuple) else [*range(0, length, max(1, sides)), length])
+    return product(*([slice(*ends) for ends in pairwise(cut)] for cut in cuts))
+
+
+def _words(options: dict[str, Any]) -> list[str]:
+    words = []
+    for name, value in options.items():
+        if getattr(value, "ndim", 0):
+            raise UserError(f"restore: {name} is an array: only volume and mask can be")
+        listed = value if isinstance(value, list | tuple) else [] if value is None else [value]
+        listed = [",".join(map(str, listed))] if name == "range" and listed else listed
+        words += [f"--{name}={str(one).lower() if str(one) in ('True', 'False') else one}" for one in listed]
+    return words
+
+
+def _run(words: Sequence[str], out: Path, progress: bool) -> None:
+    """The job to its end."""
+    with (out.parent / "said").open("w+") as said:
+        command, environment = [sys.executable, "-m", "cocodiff", *words], without_launcher(os.environ)
+        job = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=environment)
+        try:
+            _watch(job, out, progress)
+        except BaseException:
+            job.terminate()
+            try:
+                job.wait(LAST_S)
+            except subprocess.TimeoutExpired:
+                job.kill()
+                job.wait()
+            raise
+        said.seek(0)
+        text = said.read()
+    if job.returncode:
+        raise _error(job.returncode, text, out.parent)
+
+
+def _watch(job: subprocess.Popen[bytes], out: Path, progress: bool) -> None:
+    from tqdm.auto import tqdm
+
+    journals = Journals(out / PARTIAL)
+    with tqdm(desc="restoring", unit="slice", disable=not progress, total=None) as bar:
+        while True:
+            with suppress(subprocess.TimeoutExpired):
+                job.wait(0.5)
+                return
+            kept = journals.kept() if progress else None
+            if kept is not None:
+                bar.total, bar.n = kept.total, kept.done
+                bar.refresh()
+
+
+def _error(code: int, text: str, folder: Path) -> Exception:
+    """What a job has ended of, by what it has said last: of a mistake without its files and options."""
+    lines = [line.removeprefix("cocodiff: ") for line in text.splitlines() if line.startswith("cocodiff: ")]
+    last = lines[-1] if lines else text[-SAID:]
+    if code == 2:
+        last = re.sub(rf"{re.escape(str(folder))}/(volume|mask)\.npy", r"\1", last)
+        last = re.sub(r"(argument )?--(?=\w)", "", last.removesuffix("; see cocodiff inpaint --help"))
+        return UserError(f"restore: {last}")
+    lost = re.match(r"rank (\d+) (was killed by \w+|was stopped[^;]*|died[^;]*|fell silent[^;]*|is gone[^;]*)", last)
+    if lost is not None:
+        return PeerLost(int(lost[1]), lost[2])
+    return RuntimeError(f"the restoration failed: {text[-SAID:]}")
+
+
+def _read(out: Path, preset: str) -> Restored:
+    import numpy as np
+
+    images, stem = out / "images", f"volume_mask_{preset}"
+
+    def of(ending: str) -> Any:
+        path = images / f"{stem}{ending}.npy"
+        return np.load(path) if path.is_file() else None
+
+    metrics = json.loads((out / "metrics.json").read_text())
+    tested = any(one["intervals"] for one in metrics.get("volumes", []))  # else the ends are those of the type
+    said = [one["verdict"] for one in metrics.get("volumes", []) if one["verdict"] is not None]
+    numbers = sorted(int(path.stem.rpartition("_")[2]) for path in images.glob(f"{stem}_sample_*.npy"))
+    samples = [of(f"_sample_{number}") for number in numbers]
+    low, high = (of("_low_90"), of("_high_90")) if tested else (None, None)
+    return Restored(of(""), of("_std"), low, high, samples, said[0] if said else None, metrics)

@@ -1,0 +1,115 @@
+"""Processes of this host: whether there is room for them, forking, signals that reach all, an end with their parent."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import resource
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from cocodiff.config.errors import UserError
+
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # asked of the parent, they end all children
+
+PROC = Path("/proc")
+# Bytes of a CPU rank's own beside weights and activations, once a step has run (docs/benchmarks.md). About half
+# are pages of the imports that ranks share after a fork until Python counts references in them; the rest are buffers of
+# connections and lanes, kernels that oneDNN compiles, and what the C library's allocator holds.
+LIBRARIES = 26 * 2**20
+FILES, FILES_OF_A_PEER = 16, 4  # that a rank has open at least: measured on 6 and 12 ranks over gloo
+
+
+class StopRequest:
+    """A signal handler that only takes note: an exception from it could strike anywhere, and lose a process."""
+
+    asked = False
+
+    def __call__(self, *_: Any) -> None:
+        self.asked = True
+
+
+@contextmanager
+def stop_requests() -> Iterator[StopRequest]:
+    """Takes note of STOPS while the block lasts. What is ignored stays so (nohup ignores SIGHUP)."""
+    stop = StopRequest()
+    heeded = [number for number in STOPS if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, stop) for number in heeded}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def fork(job: Callable[[], int], on_terminate: Any) -> int:
+    """A process that runs a job and ends with its exit code, 1 where it raises. It dies with its parent, and of STOPS
+    heeds SIGTERM alone, which the parent sends: Ctrl-C and a hangup reach the whole terminal group."""
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        die_with_parent(parent)
+        for number in STOPS:
+            signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, on_terminate)
+        code = job()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def die_with_parent(parent: int) -> None:
+    """Linux: the kernel kills this process when its parent goes; also after it has become another program."""
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)  # it went before we asked
+
+
+def signal_all(children: Iterable[int], number: signal.Signals) -> None:
+    for pid in children:
+        os.kill(pid, number)
+
+
+def check_room(ranks: int) -> None:
+    """Raises UserError where so many forked ranks would take more memory, processes or open files than there are."""
+    memory = _available_memory()
+    if memory is not None and ranks * LIBRARIES > memory:
+        raise UserError(
+            f"--ranks {ranks}: each takes {LIBRARIES >> 20} MiB at least and {memory >> 20} MiB are available: start "
+            f"up to {memory // LIBRARIES} here, or ranks on several hosts with mpiexec or torchrun"
+        )
+    processes = _allowed_processes()
+    if processes is not None and ranks >= processes:
+        raise UserError(
+            f"--ranks {ranks}: this host lets you have {processes} processes (ulimit -u, kernel.pid_max): start fewer"
+        )
+    files, allowed = FILES + FILES_OF_A_PEER * ranks, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if ranks > 1 and allowed != resource.RLIM_INFINITY and files > allowed:
+        raise UserError(
+            f"--ranks {ranks}: each has at least {files} files open, as connections, and may have {allowed}: "
+            f"allow more with ulimit -n {2 * files}, or start fewer"
+        )
+
+
+def _available_memory() -> int | None:
+    """Bytes; None where the system does not tell."""
+    listed = PROC / "meminfo"
+    found = re.search(r"^MemAvailable:\s+(\d+)", listed.read_text(), re.MULTILINE) if listed.exists() else None
+    return int(found[1]) * 1024 if found else None
+
+
+def _allowed_processes() -> int | None:
+    listed = PROC / "sys" / "kernel" / "pid_max"
+    limits = [int(listed.read_text())] if listed.exists() else []
+    soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    return min(limits + ([] if soft == resource.RLIM_INFINITY else [soft]), default=None)

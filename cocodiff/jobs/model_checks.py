@@ -1,0 +1,331 @@
+"""Checks that a model's files fit together, before and after they are loaded. Mistakes are one line.
+
+diffusers fills gaps of a folder with random or absent values, and builds some sizes for ever; both are found here.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cocodiff.config.errors import UserError
+from cocodiff.config.files import irregular, read_json
+from cocodiff.models import family_of
+from cocodiff.models.family import EXPERTS
+
+REQUIRED = ("transformer", "vae", "scheduler")
+LIBRARIES = ("diffusers", "transformers")  # whose classes an index may name
+# Of transformers: whole numbers from 1 on, wherever they are given.
+SIZES = (
+    "sample_size",
+    "patch_size",
+    "in_channels",
+    "out_channels",
+    "attention_head_dim",
+    "num_attention_heads",
+    "joint_attention_dim",
+    "pooled_projection_dim",
+    "caption_projection_dim",
+    "pos_embed_max_size",
+)
+# Of autoencoders: what there is one of for each level.
+VAE_BLOCKS = ("block_out_channels", "down_block_types", "up_block_types")
+MAY_BE_NULL = ("out_channels",)
+LARGEST_SIZE, MOST_LAYERS, MOST_TIMESTEPS = 2**20, 1000, 10**6
+TRIAL_STEPS = 4
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+DTYPES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}  # safetensors' names and ours
+PIXEL_BYTES = 4 * 3 * 4  # an image in float32, in three channels, while it is decoded and written: at least four times
+
+
+# Before a model is loaded ---------------------------------------------------------------------------------------------
+
+
+def read_shape(path: Path) -> dict[str, Any]:
+    """A transformer's config.json. Raises UserError for what is no JSON object, and for sizes that none can have."""
+    config = read_json(path)
+    _check_layers(config, path)
+    for key in SIZES:
+        value = config.get(key, 1)
+        sides = value if key == "patch_size" and isinstance(value, list) and value else [value]  # of a video
+        if not (value is None and key in MAY_BE_NULL) and not all(_is_count(one, LARGEST_SIZE) for one in sides):
+            raise UserError(f"{path}: {key} is {value!r}: a whole number from 1 to {LARGEST_SIZE} is needed")
+    side = config.get("sample_size", 0) // patch_side(config)
+    if "sample_size" in config and side < 1:
+        raise UserError(f"{path}: sample_size is below patch_size, so an image has no token: give a larger one")
+    if config.get("pos_embed_max_size", side) < side:
+        raise UserError(f"{path}: pos_embed_max_size is below the {side} tokens of a side: give at least that")
+    axes, width = config.get("axes_dims_rope"), config.get("attention_head_dim")
+    if "axes_dims_rope" in config and width is not None and not _is_split(axes, width):
+        raise UserError(
+            f"{path}: axes_dims_rope is {axes!r}: even numbers are needed that add up to attention_head_dim, {width}"
+        )
+    return config
+
+
+def patch_side(config: Mapping[str, Any]) -> int:
+    """Latent pixels of a token's side; of a video, whose patches have three, of the last."""
+    patch = config.get("patch_size", 1)
+    return int(patch[-1] if isinstance(patch, list) else patch)
+
+
+def _is_count(value: Any, most: int) -> bool:
+    return type(value) is int and 1 <= value <= most
+
+
+def _is_split(axes: Any, width: int) -> bool:
+    return isinstance(axes, list) and all(_is_count(one, width) and one % 2 == 0 for one in axes) and sum(axes) == width
+
+
+def _check_layers(config: Mapping[str, Any], path: Path) -> None:
+    """Raises UserError for numbers of layers that would be built for hours."""
+    for key, value in config.items():
+        counts = value if isinstance(value, list) else [value]
+        layered = re.search(r"layers(_per_block)?$|res_blocks$", key)
+        if layered and any(isinstance(one, (int, float)) and not -1 <= one <= MOST_LAYERS for one in counts):
+            raise UserError(f"{path}: {key} is {value!r}: at most {MOST_LAYERS} layers are possible")
+
+
+def check_index(index: Mapping[str, Any], path: Path, parts: Sequence[str]) -> None:
+    """Raises UserError where `model_index.json` names the parts of a model in another way than diffusers does.
+
+    parts: those that may be absent, as [null, null].
+    """
+    for part in (*REQUIRED, *(name for name in parts if name in index)):
+        named = index.get(part)
+        if part not in REQUIRED and named == [None, None]:
+            continue
+        if not (isinstance(named, list) and len(named) == 2 and all(isinstance(one, str) and one for one in named)):
+            raise UserError(f'{path}: {part} is {named!r}: a library and a class are needed, as ["diffusers", "..."]')
+        if named[0] not in LIBRARIES:
+            raise UserError(f"{path}: {part} is a class of {named[0]}: only {' and '.join(LIBRARIES)} are trusted")
+
+
+def check_folder(folder: Path, index: Mapping[str, Any], parts: Sequence[str]) -> None:
+    """Raises UserError for configurations and weights of a model's folder that cannot be read, or that are absent.
+
+    Reads the headers of weights only. parts: those of the index that may be absent.
+    """
+    check_index(index, folder / "model_index.json", parts)
+    named = [part for part in parts if (index.get(part) or [None])[0]]
+    weighty = [part for part in named if part.startswith(("text_encoder", *EXPERTS[1:]))]
+    shape = read_json(folder / "transformer" / "config.json")
+    for part in ("transformer", "vae", *weighty):
+        path = folder / part / "config.json"
+        _check_layers(read_json(path), path)
+        headers = read_headers(folder / part)
+        if part in REQUIRED:
+            check_header(headers, folder / part)
+        values = sum(count_values(headers).values())
+        if part == "transformer" and values and shape.get("pos_embed_max_size", 0) ** 2 > values:
+            raise UserError(f"{path}: pos_embed_max_size is larger than the {values} values of the weights allow")
+    path = folder / "scheduler" / "scheduler_config.json"
+    timesteps = read_json(path).get("num_train_timesteps", 1000)
+    if not _is_count(timesteps, MOST_TIMESTEPS):
+        raise UserError(f"{path}: num_train_timesteps is {timesteps!r}: a number from 1 to {MOST_TIMESTEPS} is needed")
+
+
+# Of what was loaded ---------------------------------------------------------------------------------------------------
+
+
+def check_loaded(pipe: Any, model: str) -> None:
+    """Raises UserError where weights are missing or left over, and where a pipeline's parts do not fit together."""
+    for part in (*EXPERTS, "vae"):
+        module = getattr(pipe, part, None)
+        if module is None:
+            continue
+        held = (*module.named_parameters(), *module.named_buffers())
+        absent = [name for name, tensor in held if tensor.is_meta]
+        if absent:
+            raise UserError(f"model {model}: the weights of its {part} lack {some(absent)}; copy them again")
+        if part in EXPERTS and (Path(model) / part).is_dir():
+            _check_all_used(module, part, model)
+    _check_latents(pipe, model)
+    _check_scheduler(pipe, model)
+
+
+def _check_all_used(module: Any, part: str, model: str) -> None:
+    """Raises UserError for weights of a transformer's folder that it has no place for."""
+    ignored = type(module)._keys_to_ignore_on_load_unexpected or ()
+    unused = set(read_headers(Path(model) / part)) - set(module.state_dict())
+    unused = {name for name in unused if not any(re.search(pattern, name) for pattern in ignored)}
+    if unused:
+        raise UserError(
+            f"model {model}: its {part} has no place for {some(sorted(unused))} of its weights; "
+            f"{part}/config.json is of another model"
+        )
+
+
+def some(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def _check_latents(pipe: Any, model: str) -> None:
+    config, transformer = pipe.vae.config, pipe.transformer.config
+    channels = config.get("latent_channels") or config.get("z_dim")
+    leaves = transformer.get("out_channels") or transformer.in_channels
+    if channels and leaves not in (channels, 4 * channels):  # packed, a token holds four latent pixels
+        raise UserError(
+            f"model {model}: its transformer makes latents of {leaves} channels and its vae takes {channels}; they are "
+            f"of different models"
+        )
+    family = family_of(pipe.transformer)
+    numbers = {name: config[name] for name in family.vae_numbers if name in config}
+    for name in ("latents_mean", "latents_std"):
+        if config.get(name) is not None or name in family.vae_lists:
+            listed = config.get(name)
+            if not isinstance(listed, (list, tuple)) or len(listed) != channels:
+                raise UserError(f"model {model}: {name} of its vae is {listed!r}: {channels} numbers are needed")
+            numbers |= {f"{name}[{n}]": one for n, one in enumerate(listed)}
+    blocks = {name: config[name] for name in VAE_BLOCKS if name in config}
+    if len({len(one) for one in blocks.values()}) > 1:
+        raise UserError(
+            f"model {model}: {', '.join(blocks)} of its vae are lists of different lengths: make them alike"
+        )
+    for name, value in numbers.items():
+        number = isinstance(value, (int, float)) and math.isfinite(value)
+        if not number or (value == 0 and not name.startswith(("shift_factor", "latents_mean"))):
+            raise UserError(f"model {model}: {name} of its vae is {value!r}: a number is needed")
+
+
+def _check_scheduler(pipe: Any, model: str) -> None:
+    """A few timesteps of a copy of the scheduler: what its settings make must be numbers."""
+    import torch
+
+    scheduler = copy.deepcopy(pipe.scheduler)
+    shift = {"mu": 1.0} if scheduler.config.get("use_dynamic_shifting") else {}
+    try:
+        scheduler.set_timesteps(TRIAL_STEPS, **shift)
+        times = torch.as_tensor(scheduler.timesteps)
+        fit = bool(torch.isfinite(times).all()) and float(times.max()) <= 1.01 * scheduler.config.num_train_timesteps
+        fit = fit and float(times.min()) >= 0 and float(times.max()) > 0
+    except Exception as error:
+        text = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"model {model}: its scheduler makes no timesteps of its settings ({type(error).__name__}: {text}); see "
+            f"scheduler/scheduler_config.json"
+        ) from error
+    if not fit:
+        made = ", ".join(f"{time:g}" for time in times.tolist()[:TRIAL_STEPS])
+        raise UserError(
+            f"model {model}: its scheduler makes timesteps {made} of its settings; see scheduler/scheduler_config.json"
+        )
+
+
+def check_tokenizer(tokenizer: Any, part: str, model: str) -> None:
+    """Raises UserError where a model's folder lacks a tokenizer's vocabulary: transformers makes an empty one then."""
+    names = list(getattr(tokenizer, "vocab_files_names", {}).values())
+    folder = Path(model) / part
+    if names and Path(model).is_dir() and not any((folder / name).is_file() for name in names):
+        raise UserError(f"model {model}: {part} has none of {', '.join(names)}; copy its vocabulary there")
+
+
+def check_sides(pipe: Any, height: int, width: int, model: str, frames: int = 1) -> None:
+    """Raises UserError for images that a model has no positions for, and for those that fit in no memory. frames: of a
+    video."""
+    positions = pipe.transformer.config.get("pos_embed_max_size")
+    if positions:
+        most = positions * pipe.transformer.config.patch_size * pipe.vae_scale_factor
+        for name, side in (("height", height), ("width", width)):
+            if side > most:
+                raise UserError(f"--{name} {side}: model {model} makes images of at most {most} pixels a side")
+    needed = frames * height * width * PIXEL_BYTES
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > memory:
+        asked, fewer = (f" --frames {frames}", " or fewer frames") if frames > 1 else ("", "")
+        raise UserError(
+            f"--height {height} --width {width}{asked}: decoding takes {needed / 2**30:.0f} GiB or more, and this "
+            f"machine has {memory / 2**30:.0f} GiB: give smaller sides{fewer}"
+        )
+
+
+# Weight files: what they hold, and whether ranks of one host can share them -------------------------------------------
+#
+# Where the wanted dtype is the stored one, diffusers leaves a model's parameters on the CPU in the file's own memory
+# map: twelve ranks hold the weights once, in the page cache. Converted to another dtype, every rank has its own copy.
+
+
+def check_weights(folder: Path, part: str, model: str) -> None:
+    """Raises UserError where a part of a model has no safetensors weights."""
+    files = list((folder / part).glob("*")) if (folder / part).is_dir() else []
+    if any(file.suffix == ".safetensors" for file in files):
+        return
+    pickles = [file.name for file in files if file.suffix in PICKLES]
+    if pickles:
+        raise UserError(
+            f"model {model}: {part} has pickle weights only ({pickles[0]}), which can run code when loaded; "
+            f"save it again with pipe.save_pretrained(..., safe_serialization=True)"
+        )
+    raise UserError(f"model {model}: {part} has no .safetensors weights; copy them there")
+
+
+def variant_of(folder: Path) -> str | None:
+    """What diffusers has to be told where all weights of a part are of one variant, as fp16; else None."""
+    named = re.compile(r"(?:diffusion_pytorch_)?model(?:\.(\w+))?(?:-.*)?\.safetensors")
+    found = {match[1] for path in folder.glob("*.safetensors") if (match := named.fullmatch(path.name))}
+    return found.pop() if len(found) == 1 else None
+
+
+def read_headers(folder: Path) -> dict[str, tuple[str, int]]:
+    """Of the tensors of a folder's safetensors files the dtype (safetensors' name) and how many values they have, by
+    their names; reads headers only.
+
+    Raises UserError for files that are no safetensors.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    tensors: dict[str, tuple[str, int]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            if kind := irregular(path):
+                raise UserError(f"{path}: is {kind}; copy the weights there")
+            with safe_open(path, "np") as file:
+                names = file.keys()
+                for name, one in zip(names, map(file.get_slice, names), strict=True):
+                    tensors[name] = one.get_dtype(), math.prod(one.get_shape())
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({error.strerror or error}); copy it again") from error
+        except SafetensorError as error:
+            raise UserError(f"{path}: not a readable safetensors file ({error}); copy it again") from error
+    return tensors
+
+
+def check_header(tensors: Mapping[str, tuple[str, int]], folder: Path) -> None:
+    """Raises UserError for weights most of which are no floating point numbers: loading would convert them silently."""
+    values = count_values(tensors)
+    most, _ = values.most_common(1)[0] if values else ("", 0)
+    if values and not most.startswith(("F", "BF")):
+        raise UserError(f"{folder}: weights of type {most}; save the pipeline in fp32, bf16 or fp16")
+
+
+def stored_values(folder: Path) -> Counter[str]:
+    """How many values of each dtype (safetensors' name) the safetensors files of a folder hold; reads headers only."""
+    return count_values(read_headers(folder))
+
+
+def count_values(tensors: Mapping[str, tuple[str, int]]) -> Counter[str]:
+    values: Counter[str] = Counter()
+    for dtype, number in tensors.values():
+        values[dtype] += number
+    return values
+
+
+def conversion(model: str, folder: Path, dtype: str) -> str:
+    """A line that says what it costs on a CPU that `dtype` is not the stored one; "" where it is."""
+    values = stored_values(folder)
+    if not values:
+        return ""
+    stored = DTYPES.get(values.most_common(1)[0][0])
+    if stored is None or stored == dtype:
+        return ""
+    size = sum(values.values()) * (4 if dtype == "fp32" else 2) / 2**30
+    return (
+        f"model {model} is stored in {stored}: every rank converts its own copy to {dtype} ({size:.2f} GiB); "
+        f"--dtype {stored} shares the file's pages instead"
+    )

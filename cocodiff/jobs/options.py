@@ -1,0 +1,306 @@
+"""Options of a subcommand from the command line and a YAML file, with errors that are one line and name the remedy."""
+
+from __future__ import annotations
+
+import re
+import reprlib
+from argparse import SUPPRESS, Action, ArgumentParser, HelpFormatter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from cocodiff.config.config import Config, preset_names, read_yaml
+from cocodiff.config.errors import UserError, check_choice, check_keys, suggestion
+from cocodiff.config.registry import RECORDS, load
+from cocodiff.config.setting import Option, settings_of
+from cocodiff.jobs.settings import FOUND, beside_the_record
+
+CONFIG = Option("config", "YAML file with any of the options")
+RANKS = Option("ranks", "local ranks to start; leave away under mpiexec or torchrun", type=int)
+LOG_LEVEL = Option("log_level", "library messages to show", "error", choices=("debug", "info", "warning", "error"))
+RUN_OPTIONS = (RANKS, Option("quiet", "no progress bars", False, type=bool), LOG_LEVEL)
+DEAL_OPTIONS = (
+    Option(
+        "parallel",
+        "how ranks are dealt (to replicas and guidance branches): auto (memory first, then the least predicted time of "
+        "the whole job) or off (one replica, guidance as given or 1)",
+        "auto",
+        choices=("auto", "off"),
+    ),
+    Option(
+        "replicas",
+        "sets of ranks with images of their own: a number that divides the ranks, or auto",
+        "auto",
+        type=int | str,
+        choices=("auto",),
+        least=1,
+        wanted="a number that divides the ranks, or auto",
+    ),
+    Option("dry_run", "say deal, memory and predicted time; start nothing", False, type=bool),
+)
+RESUME = Option(
+    "resume",
+    "go on with a run that did not end; it wrote into the same folder, with the same settings and inputs; where there "
+    "is none, start afresh",
+    False,
+    type=bool,
+)
+# What --help shows of a job's options, after those under the job's own headings; --help-all shows the others too.
+HEADINGS = {
+    "ranks": "ranks preset parallel replicas dry_run machine device exchange codec guidance_parallel vae compile",
+    "results": "out format keep_samples exact quality overwrite resume report_only quiet",
+}
+FILES = ("input", "mask", "truth", "image", "out")  # name files or folders: an empty name is the current folder
+# Beyond these a number is a slip of the pen: schedules, batches and images of such sizes fit in no memory.
+MOST = {"steps": 10**6, "batch": 10**6, "ranks": 10**6, "nodes": 10**5, "samples": 1000, "branches": 100, "fps": 1000}
+MOST |= dict.fromkeys(("height", "width", "size", "frames"), 2**16)
+
+
+def engine_record() -> type[Config]:
+    """The settings that commands give flags to, read from files, sweep over and start engines with: `Config`, or the
+    dataclass derived from it that the registry names in its place."""
+    return cast("type[Config]", load(RECORDS, "engine"))
+
+
+def with_settings(own: Sequence[Option], wanted: Callable[[Option], bool] = lambda setting: True) -> tuple[Option, ...]:
+    """A command's own options, and those of the engine's settings that it has none of the same name for."""
+    names = {option.name for option in own}
+    flags = [one for one in settings_of(engine_record()).values() if one.given != "code" and one.name not in names]
+    return (*own, *(_flag(one) for one in flags if wanted(one)))
+
+
+def _flag(setting: Option) -> Option:
+    """A setting's flag. One that presets say has no default of its own: where it is not given, the preset's holds."""
+    if setting.given == "machine":
+        return setting
+    told = "".join(f"; with {other} {' or '.join(values)}" for other, *values in filter(None, [setting.only_with]))
+    return replace(setting, default=None, help=f"{setting.help}{told} (default: the preset's)")
+
+
+def parse(
+    command: str,
+    about: str,
+    options: Sequence[Option],
+    words: Sequence[str],
+    sections: Sequence[str] = (),
+    headings: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """The options' values: defaults, then the file named by `--config`, then the command line.
+
+    `--any-key` and `--any_key` are the same. Booleans are `--key`, `--no_key`, or `--key true` or `false`.
+    sections: keys that only the file may have; they are returned as they stand there, None where they do not.
+    headings: of a job, what --help shows before HEADINGS: options' names under each. Others show all that they have.
+    Raises UserError for unknown options and keys (with a suggestion), wrong types and missing values.
+    """
+    full = headings is None or not {"--help-all", "--help_all"}.isdisjoint(words)
+    parser = _parser(command, about, options, {**headings, **HEADINGS} if headings else {}, full)
+    given = _of_words(parser, options, words)
+    values = {option.name: option.default for option in options} | dict.fromkeys(sections)
+    if "config" in given:
+        path = given.pop("config")
+        of_file = _from_file(path, options, sections)
+        # a sweep goes on where it was
+        values |= of_file if sections or given.get("overwrite") else beside_the_record(of_file, path)
+    values |= given
+    for option in options:
+        if option.type == int | str:
+            _check_number_or_word(option, values[option.name])
+        if option.name in FILES and (values[option.name] == "" or (option.many and "" in (values[option.name] or ()))):
+            raise UserError(f"--{option.name} '': an empty name: name a file or a folder, . for the current one")
+        if option.required and not values[option.name]:
+            raise UserError(f"--{option.name} is missing: {option.help}; see cocodiff {command} --help")
+    return values
+
+
+def engine_settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The engine's settings among the options' values."""
+    flags = [name for name, one in settings_of(engine_record()).items() if one.given != "code"]
+    return {name: values[name] for name in flags if values.get(name) is not None}
+
+
+def preset_configs(values: dict[str, Any]) -> dict[str, Config]:
+    """The presets that `--preset` names (A,B or A B), each with the engine's settings among the options on top."""
+    names = list(dict.fromkeys(name for word in values["preset"] for name in word.split(",") if name))
+    for name in names:
+        check_choice("preset", name, preset_names())
+    if not names:
+        raise UserError(f"--preset {' '.join(values['preset'])!r} names none; choose from {', '.join(preset_names())}")
+    return {name: engine_record().preset(name, **engine_settings(values)) for name in names}
+
+
+def check_counts(values: dict[str, Any], *names: str) -> None:
+    """Raises UserError for options that are given and below 1, or beyond what any run can have."""
+    for name in names:
+        most = MOST.get(name, 10**9)
+        for value in values[name] if isinstance(values[name], list) else [values[name]]:
+            if value is not None and not 1 <= value <= most:
+                said = "at least 1 is needed" if value < 1 else f"at most {most:,} are possible"
+                raise UserError(f"--{name} {_shown(value)}: {said}")
+
+
+def check_strength(strength: float, steps: Sequence[int]) -> None:
+    """Raises UserError for a strength outside (0, 1], and for one so small that the schedule, of which the last
+    `steps` run, has more than MOST["steps"]."""
+    if not 0 < strength <= 1:
+        raise UserError(f"--strength {strength}: give a number above 0 and up to 1")
+    if max(steps) / strength > MOST["steps"]:
+        least = max(steps) / MOST["steps"]
+        raise UserError(
+            f"--strength {strength:g}: {max(steps)} steps that run would be the end of a schedule of more than "
+            f"{MOST['steps']:,}; give at least {least:g}"
+        )
+
+
+def _check_number_or_word(option: Option, value: Any) -> None:
+    """Raises UserError for a word that is none of the option's, and for digits that int() has trouble with: ² and
+    thousands of them."""
+    if isinstance(value, str) and value not in option.words and not re.fullmatch(r"[0-9]{1,18}", value):
+        said = "not a whole number of at most 18 digits" if value.isdigit() else f"give {option.wanted}"
+        raise UserError(f"--{option.name} {value[:20]!r}: {said}")
+
+
+class _Parser(ArgumentParser):
+    """Takes `-` and `_` in names for the same, and what begins with one hyphen for a value, as -1000,3000."""
+
+    def _parse_optional(self, arg_string: str) -> Any:
+        name, equals, value = arg_string.partition("=")
+        long = f"--{name[2:].replace('-', '_')}{equals}{value}"
+        return super()._parse_optional(long) if name.startswith("--") else None
+
+    def error(self, message: str) -> Any:
+        raise UserError(f"{' '.join(message.split())}; see {self.prog} --help")
+
+
+class _Once(Action):
+    """Keeps the one value of an option; argparse itself would silently take the last."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if hasattr(namespace, self.dest):
+            raise UserError(f"--{self.dest} is given more than once: it takes one value, give it once")
+        setattr(namespace, self.dest, self.const if self.nargs == 0 else values)
+
+
+class _Help(HelpFormatter):
+    """The help, with a flag as `--x` and an option of several values as `--x X ...`."""
+
+    def _format_args(self, action: Action, default_metavar: str) -> str:
+        plain = super()._format_args(action, default_metavar)
+        return {"?": "", "+": f"{plain.partition(' ')[0]} ..."}.get(str(action.nargs), plain)
+
+
+def _parser(
+    command: str, about: str, options: Sequence[Option], headings: Mapping[str, str], full: bool
+) -> ArgumentParser:
+    """full: whether the help shows all options, and all that is said of each."""
+    needed = "".join(f" --{option.name} {option.name.upper()}" for option in options if option.required)
+    more = "" if full else " --help-all shows all options, and all that is said of each."
+    parser = _Parser(
+        prog=f"cocodiff {command}",
+        usage=f"%(prog)s{needed} [options]",
+        description=about,
+        epilog=f"--config FILE: YAML with any of the options. Flags: --x, --no-x, or --x true or false.{more}",
+        formatter_class=partial(_Help, max_help_position=28),
+        argument_default=SUPPRESS,
+        add_help=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument("-h", "--help", "--help_all", action="help", help=SUPPRESS)
+    titled = [(parser.add_argument_group(title), names.split()) for title, names in headings.items()]
+    group_of = {name: group for group, names in titled for name in names}
+    others = parser.add_argument_group("for experts" if headings else "options")
+    for option in (CONFIG, *options):
+        add = group_of.get(option.name, others).add_argument
+        extra: dict[str, Any] = {"choices": option.words} if option.closed else {}
+        if option.type is bool:
+            add(f"--no_{option.name}", dest=option.name, action=_Once, nargs=0, const="false", help=SUPPRESS)
+            extra = {"nargs": "?", "const": "true", "type": str.lower, "choices": ("true", "false")}
+        if not full and not (option.closed and len(",".join(option.words)) < 15):
+            extra["metavar"] = {int: "N", float: "X", int | str: "N"}.get(
+                option.type, "WORD" if option.words else "NAME"
+            )
+        extra |= {"nargs": "+", "action": "extend"} if option.many else {"action": _Once}
+        shown = _help(option, full) if full or option.name in group_of else SUPPRESS
+        add(f"--{option.name}", help=shown, **extra)
+    return parser
+
+
+def _help(option: Option, full: bool) -> str:
+    """What an option's help says: all of it, or what stands before the first colon, semicolon or bracket."""
+    shown = "" if option.default in (None, False, "") or option.many else f" (default: {option.default})"
+    return ((option.help if full else re.split("[:;] | \\(", option.help)[0]) + shown).replace("%", "%%")
+
+
+def _of_words(parser: ArgumentParser, options: Sequence[Option], words: Sequence[str]) -> dict[str, Any]:
+    """The values on a command line, each in its option's type."""
+    found, extra = parser.parse_known_args(words)
+    if "-h" in extra:
+        parser.print_help()
+        parser.exit()
+    by_name = {option.name: option for option in (CONFIG, *options)}
+    for word in extra:
+        name = word[2:].partition("=")[0].replace("-", "_")
+        if word.startswith("--"):
+            known = [*by_name, *(f"no_{option.name}" for option in options if option.type is bool)]
+            parser.error(f"unknown option --{name}{suggestion(name, known)}")
+    if extra:
+        parser.error(f"unrecognized arguments: {' '.join(extra)}")
+    return {name: _typed(by_name[name], value, parser) for name, value in vars(found).items()}
+
+
+def _typed(option: Option, word: Any, parser: ArgumentParser) -> Any:
+    """A word of the command line, or several, in the option's type."""
+    if isinstance(word, list):
+        return [_typed(option, one, parser) for one in word]
+    if option.type is bool:
+        return word == "true"
+    for kind in option.kinds:
+        with suppress(ValueError):
+            return kind(word)
+    return parser.error(f"--{option.name} {word[:20]}: not a number")
+
+
+def _from_file(path: str, options: Sequence[Option], sections: Sequence[str]) -> dict[str, Any]:
+    """A settings file's values, checked like those of the command line. A key without a value (null) is not given."""
+    values = read_yaml(Path(path))
+    by_name = {option.name: option for option in options}
+    if "quality" in by_name:
+        values.pop(FOUND, None)
+    check_keys(map(str, values), [*sections, *by_name], path)
+    return {
+        name: value if name in sections else _checked(path, by_name[name], value, by_name[name].many)
+        for name, value in values.items()
+        if value is not None
+    }
+
+
+def _checked(path: str, option: Option, value: Any, many: bool = False) -> Any:
+    """A value of a settings file in the option's type; of many, a list. Raises UserError for others."""
+    if many:
+        return [_checked(path, option, one) for one in (value if isinstance(value, list) else [value])]
+    if option.type is float and type(value) is int and abs(value) < 2**63:
+        value = float(value)
+    if option.numbers and type(value) in (int, float) and abs(value) < 2**63:
+        value = str(value)
+    if type(value) not in option.kinds:
+        names = " or ".join(kind.__name__ for kind in option.kinds)
+        raise UserError(f"{path}: {option.name}: {_shown(value)} is not of type {names}")
+    if type(value) is int and abs(value) >= 2**63:
+        raise UserError(f"{path}: {option.name}: {_shown(value)} has more than 64 bits; give a smaller number")
+    if option.closed and value not in option.words:
+        raise UserError(
+            f"{path}: {option.name}: {_shown(value)}{suggestion(str(value), option.words)}; "
+            f"choose from {', '.join(option.words)}"
+        )
+    return value
+
+
+def _shown(value: Any) -> str:
+    """A value as Python writes it, shortened: a number may have any number of digits, a list may contain itself."""
+    if type(value) is int and abs(value) >= 2**63:
+        return "a number of more than 64 bits"
+    shown = reprlib.Repr()
+    shown.maxstring = shown.maxother = 100
+    return shown.repr(value)

@@ -1,0 +1,450 @@
+"""Models by name: the embedded one, a folder in diffusers' layout, or a hub id. Only safetensors are read."""
+
+from __future__ import annotations
+
+import gc
+import math
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from cocodiff.config.errors import UserError
+from cocodiff.config.files import is_there, read_json
+from cocodiff.jobs.model_checks import (
+    check_folder,
+    check_loaded,
+    check_tokenizer,
+    check_weights,
+    conversion,
+    patch_side,
+    read_shape,
+    some,
+    variant_of,
+)
+from cocodiff.jobs.terminal import say
+from cocodiff.models import pipelines_of
+from cocodiff.models.family import EXPERTS, GENERATE, Pipelines, Video
+
+Embeddings = dict[str, Any]  # arguments of a pipeline call for one image: tensors of one row
+EMBEDDED = "embedded"
+INDEX = "model_index.json"
+OWN_PIPELINE = "StableDiffusion3InpaintPipeline"  # of the embedded model
+OWN_VAE = "vae_config.json"  # what tells the folder of a model that was trained from the embedded one
+TEXT_PARTS = ("text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "tokenizer_2", "tokenizer_3")
+IMAGE_ENCODER = "image_encoder"  # of image prompts, and of a video's first frame
+UNUSED_PARTS = (IMAGE_ENCODER, "feature_extractor")  # without such an image
+MAY_BE_ABSENT = (*TEXT_PARTS, *UNUSED_PARTS, *EXPERTS[1:])
+
+
+@dataclass(frozen=True)
+class Request:
+    """The model that a command wants. guidance: None for the pipeline's own; guidance_2: of a second expert, None for
+    the first one's. image: file of a video's first frame, None for videos of text alone."""
+
+    model: str
+    task: str
+    prompts: Sequence[str] = ("",)
+    guidance: float | None = None
+    guidance_2: float | None = None
+    image: str | None = None
+
+    @cached_property
+    def index(self) -> dict[str, Any]:
+        """Of a model with files of its own. Raises UserError as `read_index`."""
+        return read_index(self.model)
+
+    @property
+    def own(self) -> Path | None:
+        return own_weights(self.model)
+
+    @cached_property
+    def pipelines(self) -> Pipelines:
+        return pipelines_of(self.index["_class_name"], self.model)
+
+    @property
+    def video(self) -> Video | None:
+        """What a video is, unless options say otherwise; None for a model that makes images."""
+        return None if self.own is not None else self.pipelines.video_of(self.index)
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """What results depend on: prompts, and the bytes of the image."""
+        image = {} if self.image is None else {"image": zlib.crc32(Path(self.image).read_bytes())}
+        return {"prompts": list(self.prompts or ("",))} | image
+
+    @property
+    def pipeline(self) -> str:
+        """The class to load. Raises UserError where there is none."""
+        return self.pipelines.of_task(self.task, self.model, self.image is not None)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A pipeline ready to be called, on its device, without text encoders: prompts are embeddings of one row each.
+    fixed: arguments that all calls have, for guidance and the first frame."""
+
+    name: str
+    pipe: Any
+    prompts: list[Embeddings]
+    fixed: dict[str, Any]
+
+    def arguments(self, batch: int, prompt: int = 0) -> dict[str, Any]:
+        """A call's arguments for `batch` images of one prompt: its embeddings, and what all calls have."""
+        rows = self.prompts[prompt]
+        return {name: row.repeat(batch, *[1] * (row.ndim - 1)) for name, row in rows.items()} | self.fixed
+
+
+def own_weights(model: str) -> Path | None:
+    """The folder of the embedded model's weights, or of one that was trained from it; None for any other model."""
+    folder = Path(str(resources.files("cocodiff.demo_model"))) / "weights" if model == EMBEDDED else Path(model)
+    return folder if is_there(folder / OWN_VAE) else None
+
+
+# Before ranks start ---------------------------------------------------------------------------------------------------
+
+
+def check_model(request: Request, ranks: int, weights: bool = True) -> None:
+    """Checks a model before it is loaded. Raises UserError for a folder without loadable weights, an
+    unknown family, a task or options that the model has not, and more ranks than it has heads or tokens.
+
+    weights: whether there have to be any."""
+    name = request.model
+    own = request.own
+    if own is not None:
+        if request.task == GENERATE:
+            raise UserError("the embedded model only restores: name a text-to-image model with --model")
+        encoders = False
+    else:
+        _ = request.pipeline  # there is one
+        encoders = has_encoders(request.index)
+        if weights and Path(name).is_dir():
+            second = [part for part in EXPERTS[1:] if _is_named(request.index, part)]
+            for part in ("transformer", *second, "vae", *_encoders(request.index)):
+                check_weights(Path(name), part, name)
+    if encoders and not request.prompts:
+        raise UserError(f"--prompt is missing: say what model {name} shall show")
+    if any(request.prompts) and not encoders:
+        raise UserError(f"model {name} has no text encoders, so it takes no --prompt: leave it away")
+    for option, scale in (("guidance", request.guidance), ("guidance_2", request.guidance_2)):
+        if scale is not None and not math.isfinite(scale):
+            raise UserError(f"--{option} {scale}: give a number")
+    if request.guidance_2 is not None and request.index.get("boundary_ratio") is None:
+        raise UserError(f"--guidance_2 {request.guidance_2:g}: model {name} has no second expert: leave it away")
+    if request.image is not None:
+        read_image(request.image)
+    if own is not None and request.guidance is not None:
+        raise UserError(f"--guidance {request.guidance:g}: the embedded model has no guidance: leave it away")
+    shape = transformer_config(name)
+    if not shape.is_file():
+        raise UserError(f"model {name}: no transformer/config.json; give a folder in diffusers' layout")
+    check_shape(request, read_shape(shape), ranks)
+    if weights and own is None and Path(name).is_dir():
+        check_folder(Path(name), request.index, MAY_BE_ABSENT)
+
+
+def check_shape(request: Request, config: dict[str, Any], ranks: int) -> None:
+    """Raises UserError for more ranks than a transformer can use, and for weights that want more than latents."""
+    name, patch = request.model, patch_side(config)
+    side = config.get("sample_size", 0) // patch
+    if side and ranks > side * side:
+        raise UserError(f"{ranks} ranks for the {side * side} image tokens of model {name}: use at most {side * side}")
+    enters, leaves = config.get("in_channels"), config.get("out_channels")
+    more = bool(enters and leaves and enters not in (leaves, leaves * patch**2))
+    if request.task == GENERATE and request.pipelines.animate:
+        if more and request.image is None:
+            raise UserError(f"--image is missing: model {name} makes videos that begin with an image")
+        if request.image is not None and not more and not request.index.get("expand_timesteps"):
+            raise UserError(f"--image: model {name} makes videos from text alone: leave it away")
+        if request.image is not None and config.get("image_dim") and not _is_named(request.index, IMAGE_ENCODER):
+            raise UserError(f"model {name} has no image_encoder, which its transformer asks for; copy it there")
+    elif request.task == GENERATE and more:
+        raise UserError(
+            f"model {name} only restores: its transformer takes {enters} channels and gives {leaves}; name a "
+            f"text-to-image model"
+        )
+
+
+def read_image(path: str) -> Any:
+    """An image of 8 bits as an RGB picture. Raises UserError for what is none."""
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            if image.mode.startswith(("I", "F")):
+                raise UserError(f"--image {path}: has more than 8 bits a pixel: save it with 8")
+            return image.convert("RGB")
+    except (OSError, ValueError) as error:
+        raise UserError(f"--image {path}: cannot be read ({_one_line(error)}): give a PNG, JPEG or TIFF") from error
+
+
+def read_index(name: str) -> dict[str, Any]:
+    """A model's `model_index.json`. Raises UserError where there is none, and where it is no JSON object."""
+    index = read_json(model_file(name, INDEX))
+    return index | {"_class_name": str(index.get("_class_name") or "")}
+
+
+def has_encoders(index: dict[str, Any]) -> bool:
+    return bool(_encoders(index))
+
+
+def _encoders(index: dict[str, Any]) -> list[str]:
+    return [part for part in TEXT_PARTS if part.startswith("text_encoder") and _is_named(index, part)]
+
+
+def _is_named(index: dict[str, Any], part: str) -> bool:
+    """Whether the index names a class for a part: [library, class], [null, null] where the model has none."""
+    named = index.get(part)
+    return isinstance(named, list) and bool(named) and bool(named[0])
+
+
+def transformer_config(name: str) -> Path:
+    """The config.json of a model's transformer. Raises UserError as `model_file`."""
+    own = own_weights(name)
+    return own / "config.json" if own is not None else model_file(name, "transformer/config.json")
+
+
+def model_file(name: str, file: str) -> Path:
+    """A small file of a model: in its folder, or fetched from the hub. Raises UserError where it cannot be had."""
+    folder = Path(name)
+    if not is_there(folder) and name.count("/") == 1 and not name.startswith((".", "/")):
+        return _fetched(name, file)
+    if not is_there(folder) or not folder.is_dir():
+        raise UserError(f"model {folder}: no such folder; give one in diffusers' layout, or leave --model away")
+    if not (folder / INDEX).is_file():
+        raise UserError(f"model {folder}: no {INDEX}; save the pipeline there with pipe.save_pretrained(...)")
+    return folder / file
+
+
+def _fetched(name: str, file: str) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(name, file))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"model {name}: no such folder, and {file} cannot be fetched from the hub ({_one_line(error)}); "
+            f"give a folder in diffusers' layout"
+        ) from error
+
+
+def import_pipeline(request: Request) -> None:
+    """Imports the pipeline's class and all it needs: before ranks are forked, so that they share it."""
+    gc.disable()  # a tenth of the time would go into a search for garbage among what stays
+    _pipeline_class(request)
+    gc.freeze()  # ranks do not search it either: each would copy 120 MB of pages, as the collector writes to them
+    gc.enable()
+
+
+# On every rank --------------------------------------------------------------------------------------------------------
+
+
+def load_model(request: Request, dtype: str, transport: Any) -> Model:
+    """Loads a pipeline on every rank, on the rank's device. All ranks call it.
+
+    dtype: fp32, bf16 or fp16. Text encoders are loaded by rank 0 alone, for as long as it encodes the prompts; the
+    others get the embeddings. On a CPU, weights stored in `dtype` are mapped from their file, not copied.
+    Raises UserError on every rank when the model cannot be loaded.
+    """
+    wanted = torch_dtype(dtype)
+    if request.own is not None:
+        from cocodiff.demo_model import load_pipeline, prompt_embeddings
+
+        pipe, fixed = load_pipeline(wanted, request.own), {"guidance_scale": 1.0}
+        prompts = [prompt_embeddings(1, wanted)]
+    else:
+        pipe, prompts, fixed = _load_on_ranks(request, dtype, transport)
+    pipe.to(transport.device)
+    prompts = [{name: value.to(transport.device) for name, value in prompt.items()} for prompt in prompts]
+    return Model(request.model, pipe, prompts, fixed)
+
+
+def _load_on_ranks(request: Request, dtype: str, transport: Any) -> tuple[Any, list[Embeddings], dict[str, Any]]:
+    first, wanted = transport.rank == 0, torch_dtype(dtype)
+    pipe = _load_denoiser(request, wanted) if first else None
+    transport.broadcast_object(None)  # what comes from the hub has been fetched once
+    if pipe is None:
+        pipe = _load_denoiser(request, wanted)
+    elif transport.device.type == "cpu":
+        line = conversion(request.model, model_file(request.model, INDEX).parent / "transformer", dtype)
+        if line:
+            say(line)
+    guidance = request.guidance
+    if has_encoders(request.index):
+        prompts = transport.broadcast_object(_encode_prompts(request, pipe, wanted, transport) if first else None)
+    else:
+        guidance = 1.0 if guidance is None else guidance
+        prompts = [no_prompt(request.pipelines, pipe.transformer, wanted)] * max(1, len(request.prompts))
+    fixed = {request.pipelines.guidance: guidance, "guidance_scale_2": request.guidance_2}
+    if request.image is not None:
+        fixed["image"] = read_image(request.image)
+    return pipe, prompts, {name: value for name, value in fixed.items() if value is not None}
+
+
+def _load_denoiser(request: Request, dtype: Any) -> Any:
+    """The pipeline without its text encoders. Raises UserError where its parts do not fit together."""
+    parts: dict[str, Any] = dict.fromkeys((*TEXT_PARTS, *UNUSED_PARTS))
+    if request.image is not None and _is_named(request.index, IMAGE_ENCODER):
+        parts[IMAGE_ENCODER] = _load_encoder(request, IMAGE_ENCODER, request.index[IMAGE_ENCODER][1], dtype)
+    pipe = _from_pretrained(request, dtype, parts)
+    check_loaded(pipe, request.model)
+    return pipe
+
+
+def _encode_prompts(request: Request, denoiser: Any, dtype: Any, transport: Any) -> list[Embeddings]:
+    """The prompts' embeddings; when it returns, nothing of the text encoders is left in memory."""
+    import torch
+
+    index = request.index
+    known = {name: part for name, part in denoiser.components.items() if part is not None}
+    absent = [part for part in TEXT_PARTS if not _is_named(index, part)]
+    unused = dict.fromkeys(UNUSED_PARTS)
+    encoders = {part: _load_encoder(request, part, index[part][1], dtype) for part in _encoders(index)}
+    pipe = _from_pretrained(request, dtype, unused | known | encoders | dict.fromkeys(absent))
+    for part in TEXT_PARTS:
+        if part.startswith("tokenizer") and part not in absent:
+            check_tokenizer(getattr(pipe, part), part, request.model)
+    guided = request.guidance is None or request.guidance > 1
+    prompts = encode(request.pipelines, pipe, request.prompts, guided, transport.device)
+    del pipe, encoders
+    gc.collect()  # modules are full of reference cycles
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+    return prompts
+
+
+def _from_pretrained(request: Request, dtype: Any, parts: dict[str, Any]) -> Any:
+    """The pipeline with some parts given, or None; the others are read. Raises UserError where they cannot be."""
+    import diffusers
+
+    diffusers.utils.logging.disable_progress_bar()
+    kind, folder = _pipeline_class(request), Path(request.model)
+    given = {"variant": variant_of(folder / "transformer") or variant_of(folder / "vae")}
+    given |= {name: part for name, part in parts.items() if name in request.index}
+    with _loading(request.model):
+        return kind.from_pretrained(
+            request.model, torch_dtype=dtype, use_safetensors=True, local_files_only=_is_local(request), **given
+        )
+
+
+def _load_encoder(request: Request, part: str, name: str, dtype: Any) -> Any:
+    """A text encoder. Raises UserError where it cannot be read, and for weights that lack tensors, which the pipeline's
+    own loading would make up."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    with _loading(f"{request.model}: {part}"):
+        encoder, found = getattr(transformers, name).from_pretrained(
+            request.model,
+            subfolder=part,
+            dtype=dtype,
+            variant=variant_of(Path(request.model) / part),
+            use_safetensors=True,
+            local_files_only=_is_local(request),
+            output_loading_info=True,
+        )
+    # The head that predicts words plays no part in what an encoder says; some models are saved without it.
+    missing = sorted(name for name in found["missing_keys"] if "lm_head" not in name.split("."))
+    if missing:
+        raise UserError(f"model {request.model}: the weights of its {part} lack {some(missing)}; copy them again")
+    return encoder
+
+
+def _is_local(request: Request) -> bool:
+    return Path(request.model).is_dir()
+
+
+@contextmanager
+def _loading(model: str) -> Iterator[None]:
+    """Around the libraries' reading of a model's files: whatever they raise is the files' fault, in one line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:  # said for the user
+        raise UserError(f"model {model} cannot be loaded: {_one_line(error)}") from error
+    except Exception as error:  # said for programmers, so that the kind of error helps
+        raise UserError(f"model {model} cannot be loaded: {type(error).__name__}: {_one_line(error)}") from error
+
+
+def _pipeline_class(request: Request) -> Any:
+    import diffusers
+
+    return getattr(diffusers, request.pipeline if request.own is None else OWN_PIPELINE)
+
+
+def _one_line(error: Exception) -> str:
+    """A library's message on one line, without the stack of C++ calls that torch adds to its own."""
+    return " ".join(re.split(r"\n(Exception raised from|frame #0)", str(error))[0].split())[:300]
+
+
+def torch_dtype(name: str) -> Any:
+    import torch
+
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+
+
+# Prompts become embeddings on one rank, whose text encoders are gone before the first denoising step -----------------
+
+
+def encode(pipelines: Pipelines, pipe: Any, prompts: Sequence[str], guided: bool, device: Any) -> list[Embeddings]:
+    """The embeddings of each prompt, on the CPU, by the pipeline's own `encode_prompt`.
+
+    pipe: with text encoders, which are moved to `device`. guided: whether the negative prompt is needed too.
+    Raises UserError where the encoders fail or give numbers that are not finite.
+    """
+    import torch
+
+    for name, part in pipe.components.items():
+        if name.startswith("text_encoder") and part is not None:
+            part.to(device)
+    with torch.no_grad():
+        wanted = guided and pipelines.negative is not None
+        negative = _embeddings_of(pipelines, pipe, pipelines.negative or "", device) if wanted else {}
+        against = {f"negative_{name}": value for name, value in negative.items()}
+        return [_embeddings_of(pipelines, pipe, prompt, device) | against for prompt in prompts]
+
+
+def _embeddings_of(pipelines: Pipelines, pipe: Any, prompt: str, device: Any) -> Embeddings:
+    import torch
+
+    try:
+        values = pipe.encode_prompt(prompt, **pipelines.also, device=device)
+    except Exception as error:  # none of our code runs in there: the encoders' files do not fit together
+        raise UserError(
+            f"{type(pipe).__name__} cannot encode the prompt with the model's text encoders and tokenizers "
+            f"({type(error).__name__}: {_one_line(error)}); copy them again"
+        ) from error
+    named = dict(zip(pipelines.encoded, values, strict=True))
+    if "prompt_embeds_mask" in named and named["prompt_embeds_mask"] is None:
+        # Qwen-Image's encode_prompt leaves out a mask that masks nothing; its call would warn that it is missing.
+        named["prompt_embeds_mask"] = torch.ones(named["prompt_embeds"].shape[:2], dtype=torch.long)
+    for name, value in named.items():
+        if name and value is not None and not bool(torch.isfinite(value).all()):
+            raise UserError(
+                f"the model's text encoders give NaN or Inf as {name}: use a wider --dtype, or copy their weights again"
+            )
+    return {name: value.cpu() for name, value in named.items() if name and value is not None}
+
+
+def no_prompt(pipelines: Pipelines, transformer: Any, dtype: Any) -> Embeddings:
+    """Zero embeddings, for pipelines saved without text encoders; the same for the negative prompt. Of one token, or
+    of as many as all prompts have, where that is told."""
+    import torch
+
+    config, zero = transformer.config, {}
+    negative = () if pipelines.negative is None else tuple(f"negative_{name}" for name in pipelines.encoded if name)
+    for name in (*filter(None, pipelines.encoded), *negative):
+        if name.endswith("_mask"):
+            zero[name] = torch.ones(1, 1, dtype=torch.long)
+        elif "pooled" in name:
+            zero[name] = torch.zeros(1, config.pooled_projection_dim, dtype=dtype)
+        else:
+            width = config.get("joint_attention_dim") or config.text_dim
+            zero[name] = torch.zeros(1, pipelines.also.get("max_sequence_length", 1), width, dtype=dtype)
+    return zero

@@ -1,0 +1,181 @@
+"""xpu, cuda and cpu behind a few words: which device a rank has, and the order between its streams."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+from collections.abc import Iterator, Mapping
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from cocodiff.config.errors import OwnRankError
+
+T = TypeVar("T")
+IPEX = "intel_extension_for_pytorch"
+log = logging.getLogger("cocodiff.kernels.device")
+
+
+def rank_device(name: str, local_rank: int, shared: bool = False) -> torch.device:
+    """The device of a rank: "cpu", "xpu", "cuda", or "auto" for the accelerator that is really there, else the CPU.
+
+    On accelerators the local rank picks the tile and makes it current, which must happen before any process group.
+    shared: where ranks outnumber tiles, they take them in turns.
+    Raises OwnRankError when the named accelerator is absent or, unshared, has fewer tiles than ranks.
+    """
+    if name == "auto":
+        found = torch.accelerator.current_accelerator(check_available=True)
+        name = found.type if found is not None else "cpu"
+    if name == "xpu":
+        import_ipex()
+    if name == "cpu":
+        return torch.device("cpu")
+    module = torch.get_device_module(name)
+    count = module.device_count() if module.is_available() else 0
+    if not count or (local_rank >= count and not shared):
+        raise OwnRankError(f"local rank {local_rank} has no {name} device: {count} found; {_more_devices(name, count)}")
+    device = torch.device(name, local_rank % count)
+    module.set_device(device)
+    return device
+
+
+def _more_devices(name: str, count: int) -> str:
+    """The remedy where ranks outnumber devices."""
+    remedy = "start fewer ranks a node, or --transport host to share them" if count else "start fewer ranks a node"
+    if name != "xpu":
+        return remedy
+    environment = [
+        f"{key}={os.environ[key]}" for key in ("ZE_FLAT_DEVICE_HIERARCHY", "ZE_AFFINITY_MASK") if key in os.environ
+    ]
+    return (
+        f"{remedy}, or let each rank see all tiles: ZE_FLAT_DEVICE_HIERARCHY=FLAT, no ZE_AFFINITY_MASK and no "
+        f"gpu_tile_compact.sh (now {', '.join(environment) or 'neither is set'})"
+    )
+
+
+def import_ipex() -> bool:
+    """Imports Intel's extension of PyTorch where there is one for this PyTorch: older stacks have xpu through it alone,
+    newer ones a few more kernels. It ends the process when its version is another one's, so that is looked at first.
+    """
+    try:
+        version = metadata.version(IPEX)
+    except metadata.PackageNotFoundError:
+        return False
+    if _two_numbers(version) != _two_numbers(torch.__version__):
+        log.warning("%s %s is for another PyTorch than %s: not imported", IPEX, version, torch.__version__)
+        return False
+    try:
+        import_module(IPEX)
+    except Exception as error:
+        log.warning("%s %s could not be imported and is not used: %s", IPEX, version, error)
+        return False
+    return True
+
+
+def _two_numbers(version: str) -> tuple[str, ...]:
+    return tuple(re.findall(r"\d+", version)[:2])
+
+
+def free_memory(device: torch.device, ranks: int) -> int | None:
+    """Bytes that this process can still take: an equal part of what its tile, or on CPU the node, has available, for
+    each of the node's `ranks` that share it, and what its allocator holds unused. None where the system does not tell.
+    """
+    if device.type == "cpu":
+        available = _meminfo("MemAvailable")
+        return None if available is None else available // ranks
+    module = torch.get_device_module(device)
+    allocated, reserved = module.memory_allocated(device), module.memory_reserved(device)
+    sharing = ranks_on_device(device, ranks)
+    try:
+        return int(module.mem_get_info(device)[0] // sharing + reserved - allocated)
+    except RuntimeError:  # an xpu driver without sysman knows only how much there is in all
+        return int(module.get_device_properties(device).total_memory // sharing - allocated)
+
+
+def ranks_on_device(device: torch.device, ranks: int) -> int:
+    """How many of a node's `ranks` share a device at most: local ranks take those that they see in turns. Where a
+    launcher's mask leaves each rank a tile alone, it is theirs, though all of them see one."""
+    if device.type == "cpu":
+        return 1
+    count = int(torch.get_device_module(device).device_count())
+    return 1 if count == 1 and "ZE_AFFINITY_MASK" in os.environ else -(-ranks // count)
+
+
+def _meminfo(key: str) -> int | None:
+    path = Path("/proc/meminfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), None)
+
+
+class StreamMark:
+    """A point in the current stream of a device. On CPU work is done when its call returns: nothing to mark."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._module, self._device = None if device.type == "cpu" else torch.get_device_module(device), device
+        if self._module is not None:
+            self._event = self._module.Event()
+            self._event.record(self._module.current_stream(device))
+
+    def wait(self) -> None:
+        """Makes the caller's current stream wait for this point; the host does not block."""
+        if self._module is not None:
+            self._module.current_stream(self._device).wait_event(self._event)
+
+    def wait_on_host(self) -> None:
+        """Returns when this point has been reached."""
+        if self._module is not None:
+            self._event.synchronize()
+
+
+class HandedOver(Generic[T]):
+    """A value on its way to another stream, from the one that is current where this is made. Every tensor that one
+    thread makes and another uses goes this way, so that the order and the memory are seen to in one place.
+
+    value: what `used_on_current_stream` takes. On CPU work is done when its call returns: there is nothing to order."""
+
+    def __init__(self, value: T, device: torch.device) -> None:
+        self._value, self._made = value, None if device.type == "cpu" else StreamMark(device)
+
+    def take(self) -> T:
+        """The value, for the caller's current stream, which goes on behind what the other one held; the host does not
+        block. The value's memory is kept until this stream is through with it, whoever frees it."""
+        if self._made is not None:
+            self._made.wait()
+            used_on_current_stream(self._value)
+        return self._value
+
+
+@contextlib.contextmanager
+def lane_stream(device: torch.device) -> Iterator[None]:
+    """Gives a background thread a stream of its own on accelerators."""
+    if device.type == "cpu":
+        yield
+        return
+    module = torch.get_device_module(device)
+    module.set_device(device)
+    with module.stream(module.Stream(device=device)):
+        yield
+
+
+def used_on_current_stream(value: T) -> T:
+    """Tells the allocator that the current stream uses a value's tensors, on whichever one they were made: their memory
+    is not handed out again before that.
+
+    value: a tensor, what holds tensors, or a list, tuple or mapping of these; or no tensor: None, a number, a text.
+    Raises TypeError for other objects, whose tensors would be forgotten."""
+    if isinstance(value, Tensor):
+        if value.device.type not in ("cpu", "meta"):
+            value.record_stream(torch.get_device_module(value.device).current_stream(value.device))
+    elif isinstance(value, list | tuple | Mapping):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            used_on_current_stream(part)
+    elif hasattr(value, "contained_tensors"):
+        used_on_current_stream(list(value.contained_tensors()))
+    elif not isinstance(value, int | float | str | None):
+        raise TypeError(f"a {type(value).__name__} passes to another stream and does not tell what tensors it holds")
+    return value

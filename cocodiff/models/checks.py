@@ -1,0 +1,96 @@
+"""Refuses transformers that ranks cannot share, in words that help: when one is made parallel, and at each of its
+calls, since a user may change it in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cocodiff.config.errors import UserError
+
+# Caches of diffusers that go by the number of calls, which all ranks have in common, and were seen to give one
+# process's images on several ranks. Others decide by what a rank sees of its own tokens, or are not known.
+COUNTING_CACHES = ("PyramidAttentionBroadcastHook", "MagCacheHeadHook", "MagCacheBlockHook", "TaylorSeerCacheHook")
+
+
+def check_not_compiled(modules: Iterable[tuple[str, nn.Module]], is_traced: bool = False) -> None:
+    """modules: with their names; the transformer's own is empty. is_traced: whether they are called by what is
+    compiled. Raises UserError for those that are compiled."""
+    for name, module in modules:
+        if is_traced or module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule":
+            raise UserError(
+                f"{name or 'the transformer'} is compiled by torch.compile, which would keep the attention it saw: "
+                f"parallelize the model that is not compiled, with compile=True"
+            )
+
+
+def never_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A model's hook; where torch.compile traces what calls the model it raises UserError."""
+
+    def call(is_traced: bool, model: nn.Module, *arguments: Any) -> Any:
+        check_not_compiled([("", model)], is_traced=is_traced)
+        return hook(model, *arguments)
+
+    untraced = torch.compiler.disable(call)
+    return lambda *args: untraced(torch.compiler.is_dynamo_compiling(), *args)
+
+
+def check_no_deciding_cache(modules: Iterable[tuple[str, nn.Module]]) -> None:
+    """modules: with their names, the transformer first. Raises UserError for one with a cache of diffusers that lets
+    every rank decide for itself what to compute: ranks that disagree wait for each other for ever."""
+    for name, hook in stateful_hooks(modules):
+        kind, config = type(hook).__name__, getattr(hook, "config", None)
+        other = ", or a cache that goes by steps (docs/models.md)"
+        if kind.startswith("FBC"):
+            other = f" with step_cache_threshold {hook.threshold}, which ranks decide alike"
+        if kind not in COUNTING_CACHES or getattr(config, "calibrate", False):
+            raise UserError(
+                f"{name or 'the transformer'} has the cache hook {kind}, by which each rank would decide from its "
+                f"own tokens what to compute, and ranks would disagree: call transformer.disable_cache() first, and "
+                f"choose step_cache first_block{other}"
+            )
+
+
+def check_only_cache(modules: Iterable[tuple[str, nn.Module]], own: str) -> None:
+    """Raises UserError for a cache of diffusers on a model that has our own, of this name."""
+    if cache := cache_on(modules):
+        raise UserError(
+            f"step_cache {own} and the cache hook {cache} would both leave blocks out: call "
+            f"transformer.disable_cache() first, or choose step_cache none"
+        )
+
+
+def cache_on(modules: Iterable[tuple[str, nn.Module]]) -> str | None:
+    """The name of a cache hook of diffusers on one of the modules; None where there is none."""
+    return next((type(hook).__name__ for _, hook in stateful_hooks(modules)), None)
+
+
+def stateful_hooks(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, Any]]:
+    """Hooks of diffusers that keep something between calls, with the names of their modules."""
+    for name, module in modules:
+        registry: Any = vars(module).get("_diffusers_hook")
+        yield from ((name, hook) for hook in (registry.hooks.values() if registry else ()) if hook._is_stateful)
+
+
+def called_often(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The transformer and its blocks: what compilers and caches are put on, few enough to be looked at in each call."""
+    lists = [(name, part) for name, part in model.named_children() if isinstance(part, nn.ModuleList)]
+    return [("", model), *((f"{name}.{number}", block) for name, part in lists for number, block in enumerate(part))]
+
+
+def check_no_gradients(model: nn.Module, arguments: dict[str, Any]) -> None:
+    """Raises UserError for a call whose gradients somebody wants: none pass from rank to rank. That is an argument
+    which requires them, or a model in training; parameters alone do so in every script that forgets `no_grad`."""
+    if not torch.is_grad_enabled():
+        return
+    wanted = [name for name, x in arguments.items() if isinstance(x, Tensor) and x.requires_grad]
+    if not wanted and model.training and any(x.requires_grad for x in model.parameters()):
+        wanted = ["the parameters of a model in training mode"]
+    if wanted:
+        raise UserError(
+            f"gradients are wanted for {', '.join(wanted)}, but none pass between ranks: call the transformer in "
+            f"torch.no_grad(), or on one rank"
+        )

@@ -1,0 +1,405 @@
+"""Decoding latents into images, on one rank, or in tiles or bands on all: a pipeline's VAE in a `with` block."""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from cocodiff.comm.transport import Part, Transport
+from cocodiff.config.errors import UserError
+from cocodiff.models.replacing import replace
+
+VAES = ("AutoencoderKL", "AutoencoderKLFlux2", "AutoencoderKLQwenImage", "AutoencoderKLQwenImage21", "AutoencoderKLWan")
+PARTS = ("encoder", "quant_conv", "decoder", "post_quant_conv")  # what encoding and decoding call
+OF_TORCH = (
+    *("ModuleList", "Sequential", "Identity", "Dropout", "SiLU", "ReLU", "GELU", "Mish"),
+    *("Linear", "Conv2d", "GroupNorm", "ZeroPad2d"),
+)
+OF_DIFFUSERS = (
+    *("Encoder", "Decoder", "UNetMidBlock2D", "DownEncoderBlock2D", "UpDecoderBlock2D", "ResnetBlock2D"),
+    *("Downsample2D", "Upsample2D", "Attention", "AvgDown3D", "DupUp3D"),
+    *("QwenImage21AvgDown3D", "QwenImage21DupUp3D"),
+    *(
+        family + layer
+        for family in ("Wan", "QwenImage", "QwenImage21")
+        for layer in (
+            *("Encoder3d", "Decoder3d", "MidBlock", "ResidualDownBlock", "ResidualUpBlock", "UpBlock"),
+            *("ResidualBlock", "AttentionBlock", "Resample", "Upsample", "CausalConv3d", "RMS_norm"),
+        )
+    ),
+)
+
+
+def share_vae(vae: Any, how: str, transport: Transport) -> Iterator[Callable[[], object]]:
+    """Puts the calls that the setting `vae` asks for in the place of a VAE's own; gives what takes each off.
+
+    Raises UserError for `tiled` with a VAE that has no tiles, and for `sharded` with one that is not known in bands."""
+    if how == "all" or (how == "one" and transport.size == 1):
+        return
+    shared = {"one": OneRankVAE, "tiled": TiledVAE, "sharded": ShardedVAE}[how](vae, transport)
+    for name in ("encode", "decode"):
+        if hasattr(shared, name):
+            calls = [getattr(vae, name), getattr(shared, name)]
+            yield calls.pop  # should others have kept what calls the last one
+            yield replace(vae, name, lambda *args, _calls=calls, **kwargs: _calls[-1](*args, **kwargs))
+
+
+class SharedVAE:
+    def __init__(self, vae: Any, transport: Transport) -> None:
+        self._vae, self._transport, self._decode = vae, transport, vae.decode
+
+    def _copy(self, tiling: bool) -> Any:
+        """The VAE as its class has it, with the same weights; tiling: its `use_tiling`."""
+        vae: Any = object.__new__(type(self._vae))
+        own = {name: value for name, value in vars(self._vae).items() if name not in ("encode", "decode")}
+        vars(vae).update(own, use_tiling=tiling)
+        return vae
+
+
+class OneRankVAE(SharedVAE):
+    """Rank 0 decodes: the others neither spend the time nor need the memory, they are sent the image. Encoding draws
+    from the pipeline's random generators, so every rank does it."""
+
+    def decode(self, z: Tensor, return_dict: bool = True, **options: Any) -> Any:
+        """As the VAE's own. Every rank calls it and gets rank 0's image, on its own device."""
+        from diffusers.models.autoencoders.vae import DecoderOutput
+
+        image = None
+        if self._transport.rank == 0:
+            image = self._decode(z, return_dict=False, **options)[0].cpu()
+        image = self._transport.broadcast_object(image).to(z.device)
+        return DecoderOutput(sample=image) if return_dict else (image,)
+
+
+class TiledVAE(SharedVAE):
+    """All ranks decode, each some of the tiles that the VAE cuts by itself once its `enable_tiling()` was called: the
+    image is bit for bit that of one process with tiling.
+
+    How an image is cut and how tiles are blended stays the VAE's own affair. Its `decode` runs twice, on copies that
+    share its weights and have another decoder: first one that only notes its calls, then, when every rank has decoded
+    its part of these calls and sent the results to all, one that returns these in order. An image no larger than a tile
+    is one call, which rank 0 makes.
+
+    Memory: a rank decodes one tile at a time, beside those that it has decoded. Then it holds all ranks' tiles (with
+    overlaps of a quarter up to 1.8 images), and with them its own twice more while they are sent, or the image once
+    they are blended. Encoding is tiled as well, but every rank does all of it.
+    """
+
+    def __init__(self, vae: Any, transport: Transport) -> None:
+        """Raises UserError where the VAE has no tiles."""
+        if not hasattr(vae, "use_tiling") or not isinstance(getattr(vae, "decoder", None), nn.Module):
+            raise UserError(f"vae tiled: a {type(vae).__name__} does not decode in tiles; choose vae one or all")
+        super().__init__(vae, transport)
+
+    def encode(self, x: Tensor, return_dict: bool = True, **options: Any) -> Any:
+        """As the VAE's own with tiling. Every rank calls it, none waits for another."""
+        return self._copy(tiling=True).encode(x, return_dict=return_dict, **options)
+
+    def decode(self, z: Tensor, return_dict: bool = True, **options: Any) -> Any:
+        """As the VAE's own with tiling. Every rank calls it with the same latents and gets the same image.
+
+        Raises UserError for latents of a video: its frames depend on each other."""
+        if z.ndim == 5 and z.shape[2] > 1:
+            raise UserError(f"vae tiled: {z.shape[2]} frames; only images are decoded in tiles: choose vae one or all")
+        decoder, calls, sizes = self._vae.decoder, list[Callable[[], Tensor]](), list[int]()
+
+        def note(tile: Tensor, *more: Any, **options: Any) -> Tensor:
+            calls.append(partial(decoder, tile, *more, **options))
+            sizes.append(tile.numel())
+            return torch.empty_like(tile, device="meta")  # without numbers, which costs nothing to blend
+
+        self._decode_with(note, z, **options)
+        dealt = deal_tiles(sizes, self._transport.size)
+        own = [calls[number]() for number in dealt[self._transport.rank]]
+        of_ranks = tensors_of_all(own, self._transport, z, "the exchange of decoded tiles")
+        tiles = dict(zip(itertools.chain(*dealt), itertools.chain(*of_ranks), strict=True))
+        in_order = iter([tiles[number] for number in sorted(tiles)])
+        return self._decode_with(lambda *_, **__: next(in_order), z, return_dict=return_dict, **options)
+
+    def _decode_with(self, call: Callable[..., Tensor], z: Tensor, **options: Any) -> Any:
+        vae = self._copy(tiling=True)
+        vae._modules = {**vae._modules, "decoder": _InPlaceOfDecoder(vae.decoder, call)}
+        return vae.decode(z, **options)
+
+
+class _InPlaceOfDecoder(nn.Module):
+    """Has the layers of a decoder, which some VAEs look at, and does something else when it is called."""
+
+    def __init__(self, decoder: nn.Module, call: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.decoder, self._call = decoder, call
+
+    def forward(self, *args: Any, **options: Any) -> Tensor:
+        return self._call(*args, **options)
+
+
+class ShardedVAE(SharedVAE):
+    """All ranks decode, each a band of the picture along its longer side, and encode so: the same as one process up to
+    rounding, since rows that layers need of other bands are sent (`Bands`). A rank needs the memory of its band.
+
+    There are no more bands than latent rows: ranks without one wait for the picture. A VAE's own tiles are left off.
+    """
+
+    def __init__(self, vae: Any, transport: Transport) -> None:
+        """Raises UserError where the VAE has a layer that is not known in bands."""
+        unknown = unknown_layer(vae)
+        if unknown is not None:
+            raise UserError(
+                f"vae sharded: a {type(vae).__name__} is not known in bands: it has {unknown}; choose vae one or all"
+            )
+        super().__init__(vae, transport)
+
+    def encode(self, x: Tensor, return_dict: bool = True, **options: Any) -> Any:
+        """As the VAE's own. Every rank calls it with the same image and gets the same distribution."""
+        from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+        from diffusers.models.modeling_outputs import AutoencoderKLOutput
+
+        def parameters(vae: Any, band: Tensor) -> Tensor:
+            return vae.encode(band, return_dict=False, **options)[0].parameters
+
+        patch = getattr(self._vae.config, "patch_size", None)  # a whole number where the VAE itself cuts patches
+        found = DiagonalGaussianDistribution(
+            self._in_bands(parameters, x, 2 ** halvings(self._vae) * (patch if isinstance(patch, int) else 1))
+        )
+        return AutoencoderKLOutput(latent_dist=found) if return_dict else (found,)
+
+    def decode(self, z: Tensor, return_dict: bool = True, **options: Any) -> Any:
+        """As the VAE's own. Every rank calls it with the same latents and gets the same image."""
+        from diffusers.models.autoencoders.vae import DecoderOutput
+
+        def sample(vae: Any, band: Tensor) -> Tensor:
+            return vae.decode(band, return_dict=False, **options)[0]
+
+        image = self._in_bands(sample, z, 1)
+        return DecoderOutput(sample=image) if return_dict else (image,)
+
+    @torch.no_grad()
+    def _in_bands(self, call: Callable[[Any, Tensor], Tensor], x: Tensor, factor: int) -> Tensor:
+        """What `call` makes of all bands of x. factor: rows of x for each latent row."""
+        transport, axis = self._transport, -2 if x.shape[-2] >= x.shape[-1] else -1
+        latent_rows = x.shape[axis] // factor
+        bands = max(1, min(transport.size, latent_rows))
+        rows = [(latent_rows + band) // bands for band in range(bands)]
+        own = []
+        if transport.rank < bands:
+            ends = [factor * end for end in itertools.accumulate(rows)][:-1]
+            band = x.tensor_split(ends, axis)[transport.rank]
+            with Bands(Part(transport, range(bands)), rows, axis) if bands > 1 else contextlib.nullcontext():
+                own.append(call(self._copy(tiling=False), band))
+        return torch.cat([*itertools.chain(*tensors_of_all(own, transport, x, "the exchange of decoded bands"))], axis)
+
+
+def tensors_of_all(own: list[Tensor], transport: Transport, like: Tensor, at: str) -> list[list[Tensor]]:
+    """Every rank's tensors, on every rank. own: this rank's, of one dtype on all ranks. like: on the device of these.
+    at: the name of the exchange, should a rank not come to it."""
+    gathered = transport.gather_object([(tensor.shape, tensor.dtype) for tensor in own])
+    of_ranks = transport.broadcast_object(gathered)
+    dtype = next(dtype for of_rank in of_ranks for _, dtype in of_rank)
+    counts = [[math.prod(shape) for shape, _ in of_rank] for of_rank in of_ranks]
+
+    def gathered_tensors(own: list[Tensor]) -> list[Tensor]:
+        sent = torch.cat([tensor.flatten() for tensor in own] or [like.new_empty(0, dtype=dtype)])
+        parts = [like.new_empty(sum(count), dtype=dtype) for count in counts]
+        transport.world.all_gather(sent, parts).wait()
+        return parts
+
+    transport.arrive(at)
+    parts = transport.control.submit(gathered_tensors, own).wait()
+    return [
+        [x.view(shape) for x, (shape, _) in zip(part.split(count), of_rank, strict=True)]
+        for part, count, of_rank in zip(parts, counts, of_ranks, strict=True)
+    ]
+
+
+def deal_tiles(sizes: list[int], ranks: int) -> list[list[int]]:
+    """Numbers of tiles for each rank: the largest first, each to the rank that has least to decode so far."""
+    dealt: list[list[int]] = [[] for _ in range(ranks)]
+    load = [(0, rank) for rank in range(ranks)]
+    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
+        size, rank = heapq.heappop(load)
+        dealt[rank].append(number)
+        heapq.heappush(load, (size + sizes[number], rank))
+    return dealt
+
+
+# A VAE's layers on a band of the picture each: what reaches over a band's edges comes from the other ranks.
+#
+# Most layers of a VAE compute a pixel from the same pixel, or from its own part of a coarser picture. The exceptions:
+#
+# - a convolution of three rows needs a row on each side of the band, or below it alone where it halves the picture;
+# - attention compares all pixels: queries stay, keys and values are gathered;
+# - a group norm's mean and variance are of the whole picture.
+#
+# `Bands` sees these three as torch's functions, whichever class calls them, and `unknown_layer` refuses beforehand
+# every class that is not known to be made of them. So a layer that computes otherwise ends a run instead of changing
+# its image.
+
+
+def unknown_layer(vae: Any) -> str | None:
+    """The first layer of a VAE that is not known to be right in bands, with its place and why; None where all are."""
+    if type(vae).__name__ not in VAES or not _is_from(type(vae), "diffusers."):
+        return "a class of its own"
+    for part in (part for part in PARTS if getattr(vae, part, None) is not None):
+        for name, layer in getattr(vae, part).named_modules():
+            reason = _why_unknown(layer)
+            if reason is not None:
+                return f"{reason} at {f'{part}.{name}'.rstrip('.')}"
+    return None
+
+
+def halvings(vae: Any) -> int:
+    """How often a VAE's encoder halves a picture's sides."""
+    return sum(layer.stride[-1] == 2 for layer in vae.encoder.modules() if _is_convolution(layer))
+
+
+def _is_from(kind: type, package: str) -> bool:
+    return kind.__module__.startswith(package)
+
+
+def _is_convolution(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.Conv2d | nn.Conv3d)
+
+
+def _why_unknown(layer: Any) -> str | None:
+    kind = type(layer)
+    known = (kind.__name__ in OF_TORCH and _is_from(kind, "torch.nn.")) or (
+        kind.__name__ in OF_DIFFUSERS and _is_from(kind, "diffusers.")
+    )
+    if not known:
+        return f"a {kind.__name__}"
+    if layer._compiled_call_impl is not None:
+        return f"a {kind.__name__} that is compiled"
+    if _is_convolution(layer):
+        # Some classes pad their input by themselves, and say by how much in the order of `torch.nn.functional.pad`.
+        pads = layer._padding[:4] if hasattr(layer, "_padding") else (*layer.padding, *layer.padding)
+        form = tuple(layer.kernel_size[-2:]), tuple(layer.stride[-2:]), set(pads)
+        forms = (((1, 1), (1, 1), {0}), ((3, 3), (1, 1), {1}), ((3, 3), (2, 2), {0}))
+        if form not in forms or set(layer.dilation) != {1} or layer.padding_mode != "zeros":
+            return f"a convolution with {layer.extra_repr()}"
+    attributes = {
+        "ZeroPad2d": ("padding", ((0, 1, 0, 1),)),
+        "Downsample2D": ("padding", (0,)),
+        "Upsample2D": ("interpolate", (True,)),
+        "RMS_norm": ("channel_first", (True,)),
+        "Upsample": ("mode", ("nearest", "nearest-exact")),
+    }
+    for name, (attribute, values) in attributes.items():
+        if kind.__name__.endswith(name) and getattr(layer, attribute) not in values:
+            return f"a {kind.__name__} with {attribute} {getattr(layer, attribute)!r}"
+    processor = type(getattr(layer, "processor", None)).__name__
+    return None if processor in ("NoneType", "AttnProcessor2_0") else f"attention by a {processor}"
+
+
+class Bands(TorchFunctionMode):
+    """While it is entered, a VAE's encoder and decoder compute one band of a picture that is cut along `axis`, -2 for
+    rows or -1 for columns. All ranks of the transport enter it, and call the same layers, with a band each.
+
+    rows: latent rows (or columns) of every rank's band, in the picture's order; at least one each.
+    """
+
+    def __init__(self, transport: Transport, rows: Sequence[int], axis: int) -> None:
+        super().__init__()
+        self._transport, self._rows, self._axis = transport, rows, axis
+        self._instead: dict[Any, Callable[..., Tensor]] = {
+            F.conv2d: self._conv2d,
+            F.conv3d: self._conv3d,
+            F.scaled_dot_product_attention: self._attend,
+            F.group_norm: self._group_norm,
+        }
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self._instead.get(func, func)(*args, **(kwargs or {}))
+
+    def _conv2d(self, x: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any, *more: Any) -> Tensor:
+        padding = list(padding)
+        if padding[self._axis]:  # by the convolution itself, so there is no place yet for the neighbours' rows
+            x = F.pad(x, (0, 0, 1, 1) if self._axis == -2 else (1, 1, 0, 0))
+            padding[self._axis] = 0
+        self._take_edges(x, weight, stride)
+        return F.conv2d(x, weight, bias, stride, padding, *more)
+
+    def _conv3d(self, x: Tensor, weight: Tensor, bias: Any, stride: Any, *more: Any) -> Tensor:
+        self._take_edges(x, weight, stride)
+        return F.conv3d(x, weight, bias, stride, *more)
+
+    def _take_edges(self, x: Tensor, weight: Tensor, stride: Sequence[int]) -> None:
+        """Puts the neighbours' rows where a convolution's input has been padded with zeros: in one exchange with each.
+        At the picture's own edges zeros stay."""
+        if weight.shape[self._axis] == 1:
+            return
+        rank, both = self._transport.rank, stride[self._axis] == 1
+        before, after = rank > 0, rank + 1 < self._transport.size
+
+        def row(at: int) -> Tensor:
+            return x.narrow(self._axis, at % x.shape[self._axis], 1)
+
+        sends, places = [], []
+        if before:
+            sends.append((row(1 if both else 0).contiguous(), rank - 1))
+        if after:
+            places.append((row(-1), rank + 1))
+        if both and after:
+            sends.append((row(-2).contiguous(), rank + 1))
+        if both and before:
+            places.append((row(0), rank - 1))
+        recvs = [(place.contiguous(), peer) for place, peer in places]
+        for (place, _), came in zip(places, self._exchanged(sends, recvs), strict=True):
+            place.copy_(came)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, **more: Any) -> Tensor:
+        """Of this band's pixels to all; [B, H, L, D]. In columns keys stand in another order than in one process."""
+        own = torch.stack([key, value])
+        pixels = key.shape[2] // self._rows[self._transport.rank]
+        parts = [own.new_empty(*own.shape[:3], pixels * rows, own.shape[4]) for rows in self._rows]
+        key, value = torch.cat(self._gathered(own, parts), 3)
+        return F.scaled_dot_product_attention(query, key, value, **more)
+
+    def _group_norm(self, x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        """By the mean and variance of all bands, in float32 at least; x: [B, C, ...]. They are computed group by group,
+        so that no copy of a whole x in float32 comes about."""
+        batch, channels = x.shape[:2]
+        wide = torch.promote_types(x.dtype, torch.float32)
+        of_groups = x.reshape(batch * groups, -1)
+        moments = [torch.stack(torch.var_mean(of_group.to(wide), correction=0)) for of_group in of_groups]
+        own = torch.cat([*moments, moments[0].new_full((1,), of_groups.shape[1])])
+        gathered = torch.stack(self._gathered(own, [torch.empty_like(own) for _ in self._rows]))
+        share = gathered[:, -1:] / gathered[:, -1].sum()
+        var, mean = gathered[:, :-1].view(len(self._rows), -1, 2).unbind(-1)
+        whole_mean = (share * mean).sum(0)
+        whole_var = (share * (var + (mean - whole_mean) ** 2)).sum(0)
+        # Batch norm takes mean and variance as given: every row's channels are channels of their own to it.
+        flat, of_channels = x.reshape(1, batch * channels, -1), channels // groups
+        mean, var = (each.repeat_interleave(of_channels) for each in (whole_mean, whole_var))
+        return F.batch_norm(
+            flat, mean, var, weight.to(wide).repeat(batch), bias.to(wide).repeat(batch), False, 0.0, eps
+        ).view(x.shape)
+
+    def _exchanged(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> list[Tensor]:
+        self._transport.arrive("the exchange of a picture's edges")
+
+        def exchange(sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> list[Tensor]:
+            self._transport.world.send_recv(sends, recvs).wait()
+            return [tensor for tensor, _ in recvs]
+
+        return self._transport.control.submit_inline(exchange, sends, recvs).wait()
+
+    def _gathered(self, own: Tensor, parts: list[Tensor]) -> list[Tensor]:
+        self._transport.arrive("a gather of all bands")
+
+        def gather(own: Tensor, parts: list[Tensor]) -> list[Tensor]:
+            self._transport.world.all_gather(own, parts).wait()
+            return parts
+
+        return self._transport.control.submit_inline(gather, own, parts).wait()

@@ -1,0 +1,364 @@
+"""What each coding costs: bytes on the wire, calls of which kinds in every step, memory kept between calls.
+
+The planner's side of a coding. `Costs` tells of those that send tensors whole and keep nothing; the table `COSTS` of
+the registry names the class of any other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from cocodiff.attention import arrival
+from cocodiff.attention.arrival import SAMPLING, Displaced
+from cocodiff.attention.lossless import Lossless, LosslessKind, values_kept
+from cocodiff.attention.residual import (
+    BITS,
+    FINEST,
+    FIRST_BITS,
+    Residual,
+    ResidualKind,
+    codes_first_calls,
+    reconstructions,
+    width_of,
+)
+from cocodiff.attention.sites import TENSORS
+from cocodiff.attention.v_major.coding import VMajor
+from cocodiff.attention.v_major.selection import Schedule, scored_blocks
+from cocodiff.config.config import Config
+from cocodiff.config.machine import Topology
+from cocodiff.config.registry import COSTS, load
+from cocodiff.engine.assemble import coding_name, coding_of
+from cocodiff.kernels.lossless import least_room
+from cocodiff.topology.layout import Layout
+
+
+class CallKind(NamedTuple):
+    """How calls of attention are made: predictions know each kind by one recording.
+
+    whole: as a run's first ones, which have nothing to go by: tensors as they are, or as nearly as a code can. stable:
+    the part of the tokens that stays behind. fine: with the bits of the last steps. displaced: names of the tensors
+    that no call waits for, as "qkv"."""
+
+    whole: bool = False
+    stable: float = 0.0
+    fine: bool = False
+    displaced: str = ""
+
+
+WHOLE = CallKind(whole=True)
+
+
+class Typical(NamedTuple):
+    """What tensors decide in a run, for predictions that have none. stable: where a threshold decides, the part of the
+    tokens that stay. displaced: where a controller decides, of every step the part of the calls by the tensors that are
+    displaced together."""
+
+    stable: float = 0.0
+    displaced: Sequence[Mapping[str, float]] = ()
+
+
+class Cell(NamedTuple):
+    """One token of one head of a tensor, over the batch: what sizes are counted in."""
+
+    batch: int
+    head_dim: int
+    itemsize: int
+
+    @property
+    def bytes(self) -> int:
+        """As the tensor itself has it."""
+        return self.batch * self.head_dim * self.itemsize
+
+
+class Costs:
+    """Of one coding, by the engine's settings. The functions that take a `coding` (one rank's) are for benchmarks."""
+
+    steps_to_settle = 0  # coded calls after a whole one, before those that all others are like
+
+    @classmethod
+    def head_bytes(cls, settings: Any, head_dim: int, itemsize: int) -> int:
+        """What one token of one head takes on the wire, of q, k, v or the output each."""
+        return head_dim * itemsize
+
+    @classmethod
+    def sent_bytes(cls, settings: Any, head_dim: int, itemsize: int, kind: CallKind) -> int:
+        """The same in calls of a kind."""
+        return cls.head_bytes(settings, head_dim, itemsize)
+
+    @classmethod
+    def rows_sent(cls, settings: Any, topology: Topology, layout: Layout, kind: CallKind) -> Sequence[float]:
+        """How many of its rows every rank of a group sends of q, k and v each."""
+        return layout.rows
+
+    @classmethod
+    def gathered(cls, settings: Any, topology: Topology, layout: Layout, kind: CallKind) -> Sequence[float]:
+        """Bytes that every rank of a group sends each other one in a call besides, of one batch row."""
+        return [0.0] * topology.size
+
+    @classmethod
+    def choosing(cls, settings: Any, kind: CallKind) -> tuple[int, int]:
+        """Launches, and gathers of all ranks, that v waits for before it is sent."""
+        return 0, 0
+
+    @classmethod
+    def agrees(cls, settings: Any) -> bool:
+        """Whether ranks gather what they agree on, once in a coded call of the model, which waits for it."""
+        return False
+
+    @classmethod
+    def kinds_of_steps(cls, settings: Any, steps: int, typical: Typical) -> list[Mapping[CallKind, float]]:
+        """Of every step the parts of its calls by their kind."""
+        return [{WHOLE: 1.0}] * steps
+
+    @classmethod
+    def state_bytes(cls, settings: Any, topology: Topology, layout: Layout, cell: Cell) -> list[Mapping[str, int]]:
+        """What one site keeps on every rank of a group, what is in flight between its calls as well, in bytes by what
+        it is (fields of `RankMemory`). cell: of one tensor."""
+        return [{} for _ in range(topology.size)]
+
+    @staticmethod
+    def hold_at(coding: Any, kind: CallKind) -> None:
+        """Makes every call as one of this kind, as far as it can: one that follows no other is whole."""
+
+    @staticmethod
+    def agree(coding: Any) -> None:
+        """Returns when what `begin_step` has the ranks agree on is there, for which the next call waits anyway."""
+
+    @staticmethod
+    def catch_up(coding: Any) -> None:
+        """Receives what calls have sent and did not wait for."""
+
+
+def costs_of(config: Config) -> type[Costs]:
+    """Of the coding that the settings name."""
+    name = coding_name(config)
+    found: type[Costs] = load(COSTS, name) if name in COSTS else Costs
+    return found
+
+
+@dataclass(frozen=True)
+class StateSizes:
+    """How much is kept between calls by the engine's settings, which say whether there is a step cache; by a coding."""
+
+    costs: type[Costs]
+    settings: Any
+
+    def of_site(self, topology: Topology, layout: Layout, cell: Cell) -> list[Mapping[str, int]]:
+        """As `Costs.state_bytes`."""
+        return self.costs.state_bytes(self.settings, topology, layout, cell)
+
+
+def state_sizes(config: Config) -> StateSizes | None:
+    """How much the coding and the step cache keep between calls; None where that is nothing."""
+    keeps = coding_of(config).keeps_state or config.step_cache != "none"
+    return StateSizes(costs_of(config), config) if keeps else None
+
+
+class VMajorCosts(Costs):
+    """V-Major (CoCoDiff section III-D)."""
+
+    @classmethod
+    def rows_sent(cls, settings: Any, topology: Topology, layout: Layout, kind: CallKind) -> Sequence[float]:
+        """So large a part of the rows that may stay does, of every card in whole tokens."""
+        if kind.whole:
+            return layout.rows
+        found = [float(rows) for rows in layout.rows]
+        for ranks in topology.cards.values():
+            held = sum(layout.may_stay[rank] for rank in ranks)
+            for rank in ranks:
+                found[rank] -= math.floor(held * kind.stable) * layout.may_stay[rank] / max(1, held)
+        return found
+
+    @classmethod
+    def gathered(cls, settings: Any, topology: Topology, layout: Layout, kind: CallKind) -> Sequence[float]:
+        """Scores of the own rows, by threshold their norms as well; with scoring by card what the first tile chose, a
+        byte for each of the card's rows."""
+        if kind.whole:
+            return super().gathered(settings, topology, layout, kind)
+        if settings.scoring == "source":
+            return [4.0 * (1 + (settings.schedule == "threshold")) * rows for rows in layout.may_stay]
+        of_cards = [topology.cards[place.card] for place in topology.places]
+        return [
+            float(sum(layout.may_stay[one] for one in ranks) * (min(ranks) == rank))
+            for rank, ranks in enumerate(of_cards)
+        ]
+
+    @classmethod
+    def choosing(cls, settings: Any, kind: CallKind) -> tuple[int, int]:
+        return (0, 0) if kind.whole else (LAUNCHES_TO_CHOOSE, 1)
+
+    @classmethod
+    def kinds_of_steps(cls, settings: Any, steps: int, typical: Typical) -> list[Mapping[CallKind, float]]:
+        schedule, found = Schedule.of(settings), list[Mapping[CallKind, float]]()
+        for step in range(steps):
+            part = schedule.stable_fraction(step, steps)
+            selective = CallKind(stable=typical.stable if part is None else part)
+            found.append({WHOLE if schedule.is_full(step, steps) else selective: 1.0})
+        return found
+
+    @classmethod
+    def state_bytes(cls, settings: Any, topology: Topology, layout: Layout, cell: Cell) -> list[Mapping[str, int]]:
+        """Exact. What is received are all tokens for the rank's own heads. The reference is v at the scored rows: the
+        own image tokens with all heads (source), or on the first tile of a card the card's image tokens with that
+        tile's plane's heads (card). One rank alone keeps nothing."""
+        if topology.size == 1:
+            return [{}]
+        found: list[Mapping[str, int]] = []
+        for rank, heads in enumerate(layout.heads):
+            rows, scored_heads = layout.may_stay[rank], sum(layout.heads)
+            if settings.scoring == "card":
+                card, of_plane = scored_blocks(topology, rank)
+                rows = sum(layout.may_stay[other] for other in card) if card[0] == rank else 0
+                scored_heads = sum(layout.heads[other] for other in of_plane)
+            found.append(
+                {
+                    "image_cache": 3 * sum(layout.may_stay) * heads * cell.bytes,
+                    "reference_cache": rows * scored_heads * cell.bytes,
+                    "text_cache": 3 * (sum(layout.rows) - sum(layout.may_stay)) * heads * cell.bytes,
+                }
+            )
+        return found
+
+    @staticmethod
+    def hold_at(coding: VMajor, kind: CallKind) -> None:
+        coding.schedule = coding.schedule.held_at(None if kind.whole else kind.stable)
+
+
+# Of scores and what is made of them, up to packing the chosen rows.
+LAUNCHES_TO_CHOOSE = 41
+# Of a whole tensor, what a coded call sends in a run of 50 steps, where heads are so wide that rounding to whole bytes
+# does not count (docs/exchange.md).
+TYPICAL = 0.37
+
+
+class LosslessCosts(Costs):
+    """The lossless codec, where its sizes, which depend on the data, are those of a typical run."""
+
+    steps_to_settle = 2  # in which there is no continuation
+
+    @classmethod
+    def head_bytes(cls, settings: Any, head_dim: int, itemsize: int) -> int:
+        whole = head_dim * itemsize
+        return whole if itemsize != 2 else max(least_room(head_dim), math.ceil(TYPICAL * whole))
+
+    @classmethod
+    def sent_bytes(cls, settings: Any, head_dim: int, itemsize: int, kind: CallKind) -> int:
+        return head_dim * itemsize if kind.whole else cls.head_bytes(settings, head_dim, itemsize)
+
+    @classmethod
+    def agrees(cls, settings: Any) -> bool:
+        return True
+
+    @classmethod
+    def kinds_of_steps(cls, settings: Any, steps: int, typical: Typical) -> list[Mapping[CallKind, float]]:
+        """The first step is whole, all others are alike."""
+        coded: list[Mapping[CallKind, float]] = [{CallKind(): 1.0}]
+        return [{WHOLE: 1.0}, *coded * (steps - 1)][:steps]
+
+    @classmethod
+    def state_bytes(cls, settings: Any, topology: Topology, layout: Layout, cell: Cell) -> list[Mapping[str, int]]:
+        """Exact: of every tensor what both ends know."""
+        if topology.size == 1 or cell.itemsize != 2:
+            return [{} for _ in range(topology.size)]
+        S, H = sum(layout.rows), sum(layout.heads)
+        of_cell = len(TENSORS) * values_kept(settings) * cell.bytes
+        return [{"reconstructions": of_cell * (L * H + S * G)} for L, G in zip(layout.rows, layout.heads, strict=True)]
+
+    @staticmethod
+    def hold_at(coding: Lossless, kind: CallKind) -> None:
+        coding.fixed_kind = LosslessKind(kind.whole, TYPICAL)
+
+    @staticmethod
+    def agree(coding: Lossless) -> None:
+        if coding.notes is not None:
+            coding.notes.hand_out()
+
+
+class ResidualCosts(Costs):
+    """The residual codec and displacement, with any codec or none."""
+
+    steps_to_settle = 2  # in which there is no continuation, no comparison with it, and nothing is in flight
+
+    @classmethod
+    def head_bytes(cls, settings: Any, head_dim: int, itemsize: int) -> int:
+        if settings.codec == "lossless":
+            return LosslessCosts.head_bytes(settings, head_dim, itemsize)
+        return width_of(head_dim, itemsize, BITS[settings.codec])
+
+    @classmethod
+    def sent_bytes(cls, settings: Any, head_dim: int, itemsize: int, kind: CallKind) -> int:
+        if settings.codec == "lossless":
+            return LosslessCosts.sent_bytes(settings, head_dim, itemsize, kind)
+        bits = BITS[settings.codec]
+        if bits is not None and kind.whole:
+            bits = FIRST_BITS * bits if codes_first_calls(settings.codec) else None
+        elif bits is not None and kind.fine:
+            bits = min(2 * bits, FINEST)
+        return width_of(head_dim, itemsize, bits)
+
+    @classmethod
+    def agrees(cls, settings: Any) -> bool:
+        return bool(settings.codec != "none" or settings.arrival == "adaptive")
+
+    @classmethod
+    def kinds_of_steps(cls, settings: Any, steps: int, typical: Typical) -> list[Mapping[CallKind, float]]:
+        """The first step is whole, the last ones are fine; what is displaced in the others is told by `typical`, or all
+        tensors are."""
+        bits, last = BITS.get(settings.codec), steps - settings.fine_steps
+        finer = CallKind(fine=bits is not None and bits < FINEST)
+        of_arrival: dict[str, Callable[[int], Mapping[str, float]]] = {
+            "now": lambda _: {"": 1.0},
+            "displaced": lambda _: {"".join(TENSORS): 1.0},
+            "adaptive": lambda step: typical.displaced[step],
+        }
+        found: list[Mapping[CallKind, float]] = [{WHOLE: 1.0}]
+        for step in range(1, steps):
+            sets = of_arrival[settings.arrival](step) if step < last else {}
+            found.append({CallKind(displaced=names): part for names, part in sets.items()} or {finer: 1.0})
+        return found[:steps]
+
+    @classmethod
+    def state_bytes(cls, settings: Any, topology: Topology, layout: Layout, cell: Cell) -> list[Mapping[str, int]]:
+        """Exact. What is kept: see `kept_cells`. In flight where calls do not wait: what a call has sent of every
+        tensor until it has left, and what came until the next call takes it, as wide as it travels."""
+        if topology.size == 1:
+            return [{}]
+        S, H, width = sum(layout.rows), sum(layout.heads), cls.head_bytes(settings, cell.head_dim, cell.itemsize)
+        late = len(TENSORS) * cell.batch * width if settings.arrival != "now" else 0
+        return [
+            {"reconstructions": kept_cells(settings, L, S, G, H) * cell.bytes, "in_flight": late * (L * H + S * G)}
+            for L, G in zip(layout.rows, layout.heads, strict=True)
+        ]
+
+    @staticmethod
+    def hold_at(coding: Residual | Displaced, kind: CallKind) -> None:
+        if isinstance(coding, Displaced):
+            coding.fixed_kind = arrival.DisplacedKind(kind.whole, frozenset(kind.displaced))
+        inner = coding.inner if isinstance(coding, Displaced) else coding
+        if isinstance(inner, Residual):
+            inner.fixed_kind = ResidualKind(kind.whole, kind.fine)
+        elif isinstance(inner, Lossless):
+            LosslessCosts.hold_at(inner, kind)
+
+    @staticmethod
+    def agree(coding: Residual | Displaced) -> None:
+        if coding.notes is not None:
+            coding.notes.hand_out()
+
+    @staticmethod
+    def catch_up(coding: Residual | Displaced) -> None:
+        if isinstance(coding, Displaced):
+            coding.catch_up()
+
+
+def kept_cells(settings: Any, L: int, S: int, G: int, H: int) -> int:
+    """Tokens times heads that a rank with L of S rows and G of H heads keeps of q, k, v and the output: with a codec
+    the reconstructions of both ends; else what the last call received, where calls do not wait, and the rows by which
+    the sender measures how they change."""
+    if settings.codec != "none":
+        return len(TENSORS) * reconstructions(settings) * (L * H + S * G)
+    received, sampled = 3 * S * G + L * H, 3 * -(-L // SAMPLING) * H + -(-S // SAMPLING) * G
+    return received + (sampled if settings.arrival == "adaptive" else 0)

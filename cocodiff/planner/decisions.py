@@ -1,0 +1,149 @@
+"""What the controller of `arrival: adaptive` decides in a run, taken from a recorded one: a plan has no numbers to
+decide by.
+
+A file of decisions is YAML: `runs`, each with the settings that decisions depend on (codec, predictor, tau), what was
+computed (`about`), and `displaced`, for every step a mapping of the tensors that are displaced together (qkvo, or none)
+to the part of the attention calls. `cocodiff plan --decisions` writes one from the metrics.json of a run. The
+shipped ones are of the embedded model.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cocodiff.config.config import Config, find_shipped, read_yaml
+from cocodiff.config.errors import UserError
+
+SHIPPED = "embedded"
+NONE = "none"
+SELDOM = 0.02  # of a run's calls: sets that are less frequent are planned as one that waits for more
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """displaced: of every step the parts of the calls by the tensors that are displaced together."""
+
+    codec: str
+    predictor: str
+    tau: float
+    about: str
+    displaced: tuple[tuple[tuple[str, float], ...], ...]
+
+    @property
+    def steps(self) -> int:
+        return len(self.displaced)
+
+    def title(self) -> str:
+        return f"{self.about}: codec {self.codec}, tau {self.tau:g}, {self.steps} steps"
+
+    def over(self, steps: int) -> list[Mapping[str, float]]:
+        """The decisions of a run of so many steps: those of the recorded step that is as far on its way."""
+        if steps == 1:
+            return [dict(self.displaced[0])]
+        return [dict(self.displaced[round(step * (self.steps - 1) / (steps - 1))]) for step in range(steps)]
+
+    def distance(self, config: Config, steps: int) -> tuple[float, ...]:
+        """How far a run's settings are from the recorded ones: codec before predictor, tau and steps."""
+        far_off = abs(math.log(self.tau / config.tau)), abs(math.log(self.steps / steps))
+        return float(self.codec != config.codec), float(self.predictor != config.predictor), *far_off
+
+    def record(self) -> dict[str, Any]:
+        """As in a file."""
+        rows = [{names or NONE: round(part, 4) for names, part in step} for step in self.displaced]
+        return {**{name: getattr(self, name) for name in ("codec", "predictor", "tau", "about")}, "displaced": rows}
+
+
+def decisions_of(config: Config, steps: int, given: Sequence[Decisions] = ()) -> Decisions | None:
+    """Those that are replayed for a run: of the given ones, or of the shipped ones, the nearest. None where nothing is
+    decided by tensors' errors. config: without `codec: auto`."""
+    if config.arrival != "adaptive":
+        return None
+    known = given or _read(find_shipped("decisions", "decisions", SHIPPED))
+    return min(known, key=lambda one: one.distance(config, steps))
+
+
+def read_decisions(paths: Sequence[str]) -> tuple[Decisions, ...]:
+    """Of files of decisions, and of the metrics.json of runs with `arrival: adaptive`. Raises UserError for others."""
+    return tuple(one for path in paths for one in _read(Path(path)))
+
+
+def _read(path: Path) -> tuple[Decisions, ...]:
+    try:
+        if path.suffix == ".json":
+            return _of_metrics(json.loads(path.read_text()))
+        runs = read_yaml(path)["runs"]
+        return tuple(_decisions(run, [_named(step) for step in run["displaced"]]) for run in runs)
+    except OSError as error:
+        raise UserError(f"--decisions {path} cannot be read: {error.strerror}") from error
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"--decisions {path}: neither a file of decisions nor the metrics.json of a run with arrival adaptive "
+            f"({error!r:.150})"
+        ) from error
+
+
+def _named(step: Mapping[str, float]) -> dict[str, float]:
+    return {"" if names == NONE else names: part for names, part in step.items()}
+
+
+def as_file(*runs: Decisions) -> str:
+    """The text of a file of decisions."""
+    return yaml.safe_dump({"runs": [one.record() for one in runs]}, sort_keys=False, default_flow_style=None, width=120)
+
+
+def _decisions(about: Mapping[str, Any], rows: Sequence[Mapping[str, float]]) -> Decisions:
+    displaced = tuple(tuple((str(names), float(part)) for names, part in row.items()) for row in rows)
+    if not displaced or any(abs(sum(part for _, part in row) - 1) > 0.01 for row in displaced):
+        raise ValueError("the parts of a step's calls do not sum up to 1")
+    return Decisions(about["codec"], about["predictor"], float(about["tau"]), str(about["about"]), displaced)
+
+
+def _of_metrics(document: Mapping[str, Any]) -> tuple[Decisions, ...]:
+    """Of every preset of a run whose calls were displaced, over its images."""
+    of_presets: dict[str, list[Any]] = {}
+    for image in document["images"]:
+        if any(set(row.get("displaced_sets", ())) - {""} for row in image.get("drift", ())):
+            of_presets.setdefault(image["mode"], []).append([row["displaced_sets"] for row in image["drift"]])
+    if not of_presets:
+        raise ValueError("no image has steps that displaced anything")
+    found = []
+    for preset, runs in of_presets.items():
+        names = ("codec", "predictor", "tau")
+        given = {name: document["config"][name] for name in names if document["config"].get(name) is not None}
+        config = Config.preset(preset, **given)
+        about = {name: getattr(config, name) for name in names}
+        if config.codec == "auto":
+            raise ValueError(f"preset {preset} has codec auto: name the codec of a run whose decisions are replayed")
+        rows = [_mean(of_step) for of_step in zip(*runs, strict=True)]
+        found.append(_decisions(about | {"about": f"{document['config']['model']} model, {len(runs)} image(s)"}, rows))
+    return tuple(found)
+
+
+def _mean(sets: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = sorted({name for one in sets for name in one})
+    return {name: sum(one.get(name, 0.0) for one in sets) / len(sets) for name in names}
+
+
+def without_seldom(steps: Sequence[Mapping[str, float]]) -> list[Mapping[str, float]]:
+    """The same with few sets of tensors: a seldom one is counted as the largest frequent one within it, whose calls
+    wait for more."""
+    total: dict[str, float] = {"": math.inf}
+    for step in steps:
+        for names, part in step.items():
+            total[names] = total.get(names, 0.0) + part / len(steps)
+    kept = [names for names, part in total.items() if part >= SELDOM]
+    found: list[Mapping[str, float]] = []
+    for step in steps:
+        parts: dict[str, float] = {}
+        for names, part in step.items():
+            stands = max((one for one in kept if set(one) <= set(names)), key=len)
+            parts[stands] = parts.get(stands, 0.0) + part
+        found.append(parts)
+    return found

@@ -1,0 +1,453 @@
+"""What a step of a model takes: the bytes that its layers send by link class, and seconds, in closed form.
+
+A layer goes as the engine has it. The setting's own order gives tensors to an exchange while the rank computes; the
+exchange's own routes say which blocks take which links; the coding says how wide they are. The rank that has most to
+compute sets the pace, and of messages that are under way together the fullest link (`traffic.py`). The arithmetic is a
+roofline at the device's full rates (`roofline.py`), meshes with a ring are priced by `placement.py`.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cocodiff.attention.strategy import LazyQKV, Site, Strategy, nothing
+from cocodiff.attention.ulysses import Ulysses
+from cocodiff.comm.trace import LINK_CLASSES
+from cocodiff.config.config import Config
+from cocodiff.config.machine import Topology
+from cocodiff.config.registry import ORDERS, load
+from cocodiff.engine.assemble import AttentionWork, chunking, exchange_table, mesh_of
+from cocodiff.exchange.coding import Moment
+from cocodiff.models.tokens import IMAGE
+from cocodiff.planner.costs import WHOLE, CallKind, Typical, costs_of
+from cocodiff.planner.decisions import Decisions, decisions_of, without_seldom
+from cocodiff.planner.memory import Load, ModelShape
+from cocodiff.planner.placement import InStages, in_chunks, ring_of
+from cocodiff.planner.roofline import Layer, coded_s, copied_s, merged_s, roofline, scored_s
+from cocodiff.planner.traffic import Hop, Latencies, Wires, of_ranks, stages_of
+from cocodiff.topology.axes import Mesh
+from cocodiff.topology.layout import Layout, Segments
+from cocodiff.topology.routes.choice import megabytes_per_rank
+
+SAMPLES = (0.0, 0.5, 1.0)  # stable fractions that are looked at where a schedule has more than three
+SITES = 3  # layers whose calls follow one another where some do not wait for what they send
+NO_NUMBERS = torch.empty(0, device="meta")
+LAUNCHES_V, LAUNCHES_QK, LAUNCHES_REST = 1, 4, 4  # q and k: a product of each; normalisation and rotation in one
+
+
+@dataclass(frozen=True)
+class Case:
+    """The run that is planned. stable: where a threshold decides, the part of the tokens that stay. decisions: what a
+    controller decides, by recorded runs to choose from; () for the shipped ones. one_peer: groups serve one peer at a
+    time. known_mesh: of Ulysses and Ring; None for the one that the engine would choose."""
+
+    shape: ModelShape
+    topology: Topology
+    config: Config
+    load: Load
+    steps: int = 50
+    stable: float = 0.7
+    decisions: tuple[Decisions, ...] = ()
+    one_peer: bool = False
+    known_mesh: Mesh | None = None
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        """Of Ulysses and Ring."""
+        return self.known_mesh or mesh_of(
+            self.config, self.topology, AttentionWork(self.shape.heads, self.shape.head_dim)
+        )
+
+
+class Kind(NamedTuple):
+    """Layers that take alike: their number in one call of the model, what they attend to; whether what follows
+    attention is done while q and k travel."""
+
+    name: str
+    layers: int
+    segments: Segments
+    beside: bool = False
+
+
+def kinds_of(shape: ModelShape, load: Load) -> list[Kind]:
+    """A parallel MLP takes as long as one that follows, and waits for no attention."""
+    found = (
+        Kind("joint", shape.joint_layers, load.segments),
+        Kind("parallel", shape.parallel_layers, load.segments, True),
+        Kind("image", shape.image_layers, tuple(one for one in load.segments if one.name == IMAGE)),
+    )
+    return [kind for kind in found if kind.layers]
+
+
+def kinds_of_steps(case: Case) -> list[Mapping[CallKind, float]]:
+    """Of every step the parts of its calls by their kind."""
+    if case.topology.size == 1:
+        return [{WHOLE: 1.0}] * case.steps
+    decisions = decisions_of(case.config, case.steps, case.decisions)
+    displaced = without_seldom(decisions.over(case.steps)) if decisions else ()
+    return costs_of(case.config).kinds_of_steps(case.config, case.steps, Typical(case.stable, displaced))
+
+
+def sampled_kinds(case: Case) -> list[CallKind]:
+    """Those of them that are looked at; of many stable fractions some, and between these straight lines."""
+    kinds = {kind for step in kinds_of_steps(case) for kind in step}
+    if len({kind.stable for kind in kinds if not kind.whole}) > len(SAMPLES):
+        kinds = {kind for kind in kinds if kind.whole} | {CallKind(stable=part) for part in SAMPLES}
+    return sorted(kinds, key=lambda kind: (not kind.whole, kind.displaced, *kind[1:]))
+
+
+def of_kind(known: Mapping[CallKind, float], kind: CallKind) -> float:
+    """A quantity known for some kinds of calls, for another one, which leaves another part of the tokens behind."""
+    if kind in known:
+        return known[kind]
+    parts = sorted((one.stable, value) for one, value in known.items() if not one.whole)
+    upper = next(pair for pair in parts if pair[0] >= kind.stable)
+    lower = next(pair for pair in reversed(parts) if pair[0] <= kind.stable)
+    return lower[1] + (kind.stable - lower[0]) / (upper[0] - lower[0]) * (upper[1] - lower[1])
+
+
+def over_steps(known: Mapping[CallKind, float], steps: Sequence[Mapping[CallKind, float]]) -> float:
+    """The mean over all steps of a quantity that is known for kinds of calls."""
+    return statistics.mean(sum(part * of_kind(known, kind) for kind, part in step.items()) for step in steps)
+
+
+# A layer --------------------------------------------------------------------------------------------------------------
+
+
+class Moved(NamedTuple):
+    """A span: seconds from its layer's start."""
+
+    name: str
+    lane: str
+    start_s: float
+    end_s: float
+
+
+class LayerPlan(NamedTuple):
+    """Of a layer in calls of one kind, on the rank that computes longest. seconds: until the next one begins; spans: of
+    its main thread and lanes; bytes: of all ranks, by link class."""
+
+    seconds: float
+    compute_s: float
+    spans: list[Moved]
+    bytes: dict[str, float]
+
+
+class Sent:
+    """How tensors of a layer travel in calls of one kind.
+
+    width: bytes of one head of one token; rows: how many of a Ulysses group's rows are sent of q, k and v; forward,
+    back: one tensor's hops; stages: of calls that go in chunks, else None.
+    """
+
+    forward: Sequence[Hop] = ()
+    back: Sequence[Hop] = ()
+    stages: InStages | None = None
+
+    def __init__(self, case: Case, kind: Kind, latencies: Latencies, call: CallKind) -> None:
+        mesh, config, costs = case.mesh, case.config, costs_of(case.config)
+        layouts = mesh.layouts(kind.segments, case.shape.heads)
+        self.width = costs.sent_bytes(config, case.shape.head_dim, case.load.itemsize, call)
+        groups = list(zip(mesh.parts, layouts, strict=True))
+        rows_P = of_ranks(mesh, (costs.rows_sent(config, *group, call) for group in groups))
+        gathered_P = of_ranks(mesh, (costs.gathered(config, *group, call) for group in groups))
+        all_P, heads_P = (of_ranks(mesh, (getattr(one, name) for one in layouts)) for name in ("rows", "heads"))
+        self.rows = float(sum(rows_P[list(mesh.groups[0])]))
+        work = AttentionWork(case.shape.heads, case.shape.head_dim, kind.segments, case.load.batch, case.load.itemsize)
+        self.ring = ring_of(mesh, layouts, work, Wires(mesh.topology), latencies.latency_s + latencies.message_s)
+        self.bytes = {link: sum(one.bytes[link] for one in self.ring.messages) for link in LINK_CLASSES}
+        if mesh.ulysses == 1:
+            return
+        cell, table = case.load.batch * self.width, exchange_table(config, case.topology)
+        size_mb = 3 * megabytes_per_rank(layouts[0], cell)
+        name = config.exchange if table is None else table.exchange_for(size_mb)
+        stages = stages_of(mesh, name, config.nic_balance, case.one_peer)
+        back = [stage.back() for stage in reversed(stages)]
+        self.forward = [stage.hop(rows_P, heads_P, cell, latencies) for stage in stages]
+        self.back = [stage.hop(all_P, heads_P, cell, latencies) for stage in back]
+        gathers = stages_of(mesh, "flat")[0].traffic(case.load.batch * gathered_P, np.ones_like(heads_P)).bytes
+        for link in LINK_CLASSES:
+            there, here = (sum(hop.sent[link] for hop in hops) for hops in (self.forward, self.back))
+            self.bytes[link] += 3 * there + here + gathers[link]
+        chunks = chunking(config, mesh.parts[0])
+
+        def seconds(chosen_PP: np.ndarray) -> float:
+            hops = [stage.only(chosen_PP).hop(all_P, heads_P, cell, latencies) for stage in stages]
+            return sum(4 * hop.link_s + hop.wait_s for hop in hops)
+
+        if size_mb >= chunks.from_mb:
+            in_stages = in_chunks(mesh, chunks.chunks, all_P, seconds)
+            self.stages = in_stages and in_stages._replace(moves_s=self.ring.moves_s)
+
+
+class PlannedLayer:
+    """One rank's layer: q, k and v of the right size, which take as long as the roofline says, attention, the rest."""
+
+    def __init__(
+        self, case: Case, kind: Kind, layout: Layout, slot: int, compute: Callable[[float, int], None], x_BLHD: Tensor
+    ) -> None:
+        """layout: of the rank's Ulysses group, in which it has this slot. compute: told of seconds and launches before
+        each thing that is computed. x_BLHD: stands for q, k and v."""
+        self.kind, self.layout, self.slot = kind, layout, slot
+        self._heads, self._compute, self._x_BLHD = case.shape.heads, compute, x_BLHD
+        self.times: Layer = roofline(case.shape, case.topology, sum(layout.rows), case.load.batch, slot, layout)
+
+    def run(self, strategy: Strategy, site: Site) -> None:
+        strategy.attend(self.qkv(), site)
+        if not self.kind.beside:
+            self._rest()
+
+    def qkv(self) -> LazyQKV:
+        def projected(seconds: float, launches: int) -> Callable[[], Tensor]:
+            def project() -> Tensor:
+                self._compute(seconds, launches)
+                return self._x_BLHD
+
+            return project
+
+        half, v = projected(self.times.project_qk / 2, LAUNCHES_QK // 2), projected(self.times.project_v, LAUNCHES_V)
+        meanwhile = self._rest if self.kind.beside else nothing
+        return LazyQKV(half, half, v, self.kind.segments, self._heads, meanwhile=meanwhile)
+
+    def _rest(self) -> None:
+        self._compute(self.times.rest, LAUNCHES_REST)
+
+
+class PlannedCall:
+    """A rank's main thread and lanes in layers that follow one another. It takes the place of the transfer and of the
+    trace that an order is given: what is sent travels hop by hop, each when its lane is free."""
+
+    def __init__(self, case: Case, kind: Kind, call: CallKind, latencies: Latencies, sent: Sent) -> None:
+        self.layer, self.spans, self.at, self.compute_s = kind.name, list[Moved](), 0.0, 0.0
+        self._case, self._kind, self._call, self._latencies = case, kind, call, latencies
+        self._free, self._arrived = dict[str, float](), dict[str, float]()
+        self._sent, mesh = sent, case.mesh
+        self._device, self._costs = case.topology.machine.device, costs_of(case.config)
+        options = [
+            PlannedLayer(case, kind, layout, slot, self._compute, NO_NUMBERS)
+            for layout in mesh.layouts(kind.segments, case.shape.heads)
+            for slot in range(mesh.ulysses)
+        ]
+        self._layer = max(options, key=lambda layer: layer.times.total)
+        layout, slot, self._B, self._D = self._layer.layout, self._layer.slot, case.load.batch, case.shape.head_dim
+        self._L, self._S, self._G, self._H = layout.rows[slot], sum(layout.rows), layout.heads[slot], case.shape.heads
+        coded = case.config.codec != "none" and self._sent.width != case.shape.head_dim * case.load.itemsize
+        self._coded = bool(coded and self._sent.forward)
+
+    def run(self) -> LayerPlan:
+        """Layers in turn, of which the last one counts: where a call does not wait for what it sends, those before have
+        filled the lanes."""
+        began = before = computed = 0.0
+        for _ in range(SITES if self._call.displaced else 1):
+            began, before, computed = self.at, self._lanes_end, self.compute_s
+            self.spans.clear()
+            self._layer.run(self, Site(self.layer))
+        seconds = self.at - began
+        if self._call.displaced:
+            seconds = max(seconds, self._lanes_end - before)
+        spans = [one._replace(start_s=one.start_s - began, end_s=one.end_s - began) for one in self.spans]
+        return LayerPlan(seconds, self.compute_s - computed, spans, self._sent.bytes)
+
+    @property
+    def _lanes_end(self) -> float:
+        return max(self._free.values(), default=0.0)
+
+    def attend(self, qkv: LazyQKV, _site: Site) -> Tensor:
+        """As of a strategy."""
+        times, in_stages = self._layer.times, self._sent.stages
+        load(ORDERS, self._case.config.order)(qkv, self, self)
+        self._wait("q", "k", "v")
+        with self.span("attention"):
+            blocks, behind = self._case.mesh.ring, in_stages or self._sent.ring
+            parts = blocks if in_stages is None else blocks + 2  # of each query, which are merged
+            self._compute(blocks * times.attention, parts)
+            self._compute((parts - 1) * self._merged_s(), parts - 1)
+            self.at += behind.seconds(times.attention) - blocks * times.attention
+        if in_stages is None:
+            self._travel("o")
+        self._wait("o")
+        return NO_NUMBERS
+
+    def _compute(self, seconds: float, launches: int) -> None:
+        spent = seconds + launches * self._latencies.launch_s
+        self.at, self.compute_s = self.at + spent, self.compute_s + spent
+
+    @contextmanager
+    def span(self, name: str, lane: str = "main", layer: str = "", late_bytes: int = 0) -> Iterator[None]:
+        """As of a trace."""
+        began = self.at
+        yield
+        self.spans.append(Moved(name, lane, began, self.at))
+
+    def send(self, wait_next: bool = False, **tensors: Tensor) -> dict[str, Any]:
+        """As of a transfer."""
+        if self._sent.stages is None:
+            self._travel(*tensors)
+        return dict(tensors)
+
+    def _travel(self, *names: str) -> None:
+        """Starts sending tensors, together: a lane codes and packs them, they take every hop, and are put in place."""
+        forward, launch_s = names != ("o",), self._latencies.launch_s
+        hops = self._sent.forward if forward else self._sent.back
+        at = self.at + (self._chosen_s() if "v" in names else 0.0)
+        itemsize = 1 if self._coded else self._case.load.itemsize
+        coded_s = len(names) * self._coded_s(forward, sends=True)
+        extra_s = 0.0 if names[0] in self._call.displaced else coded_s
+        if names[0] in self._call.displaced:  # while nothing is waited for
+            self._compute(coded_s, 0)
+        for number, hop in enumerate(hops, 1):
+            began = max(at, self._free.get(hop.lane, 0.0))
+            # what is passed on is packed while links are busy
+            packed_s = copied_s(self._device, len(names) * hop.packed / hop.phases, itemsize) + hop.phases * launch_s
+            if number == len(hops):
+                cells = self._sent.rows * self._G if forward else self._L * self._H
+                placed = len(names) * self._B * self._sent.width * cells
+                packed_s += copied_s(self._device, placed, itemsize) + launch_s
+            at = began + extra_s + packed_s + hop.wait_s + len(names) * hop.link_s
+            self._free[hop.lane], extra_s = at, 0.0
+            self.spans.append(Moved(f"{''.join(names)} {hop.lane}", hop.lane, began, at))
+        self._arrived |= dict.fromkeys(names if hops else (), at)
+
+    def _wait(self, *names: str) -> None:
+        """Until those that are not displaced have come. What has come is decoded here."""
+        here = [name for name in names if name in self._arrived]
+        if not here:
+            return
+        with self.span(f"wait for {''.join(here)}"):
+            self.at = max(self.at, *(self._arrived[name] for name in here if name not in self._call.displaced), 0.0)
+        self._compute(len(here) * self._coded_s("o" not in here, sends=False), 0)
+
+    def _chosen_s(self) -> float:
+        """Seconds until it is known what of v is sent."""
+        launches, gathers = self._costs.choosing(self._case.config, self._call)
+        latency_s, message_s, launch_s, blocked_s = self._latencies
+        scored = self._B * self._L * self._H * self._D * self._case.load.itemsize if launches else 0
+        gather_s = latency_s + (self._case.mesh.ulysses - 1) * (message_s + 2 * blocked_s)
+        return scored_s(self._device, scored) + launches * launch_s + gathers * gather_s
+
+    def _merged_s(self) -> float:
+        """Seconds of merging two parts of the output."""
+        return merged_s(self._device, self._B * self._S * self._G * self._D)
+
+    def _coded_s(self, forward: bool, sends: bool) -> float:
+        """Seconds of the passes that code a tensor at one end."""
+        if not self._coded:
+            return 0.0
+        shape = (self._L, self._H) if forward == sends else (self._S, self._G)
+        x = torch.empty(self._B, *shape, self._D, device="meta", dtype=torch.bfloat16)
+        return coded_s(self._device, x, self._case.config, self._sent.width, sends)
+
+
+# A step ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Seconds of a mean step. compute_s: of the rank that computes longest; bytes: of all ranks, by link class."""
+
+    step_s: float
+    compute_s: float
+    bytes: dict[str, float]
+    steps: int
+
+    @property
+    def image_s(self) -> float:
+        """Denoising alone: no text encoder, no VAE."""
+        return self.step_s * self.steps
+
+    @property
+    def communication_share(self) -> float:
+        return 1 - self.compute_s / self.step_s if self.step_s else 0.0
+
+
+def plan_layers(case: Case, latencies: Latencies) -> list[tuple[Kind, dict[CallKind, LayerPlan]]]:
+    """Of every kind of layers one, in calls of every kind of `sampled_kinds`."""
+    found = []
+    for kind in kinds_of(case.shape, case.load):
+        sent_of = cache(partial(Sent, case, kind, latencies))
+        calls = {
+            call: PlannedCall(case, kind, call, latencies, sent_of(call._replace(displaced="")))
+            for call in sampled_kinds(case)
+        }
+        found.append((kind, {call: planned.run() for call, planned in calls.items()}))
+    return found
+
+
+def plan_step(case: Case, latencies: Latencies) -> StepPlan:
+    """Layers follow one another; once in a call of the model ranks gather what they agree on for all its layers."""
+    every, branches = kinds_of_steps(case), case.load.branches
+    agrees = case.topology.size > 1 and costs_of(case.config).agrees(case.config)
+    coded = statistics.mean(sum(part for kind, part in step.items() if not kind.whole) for step in every)
+    step_s = branches * latencies.latency_s * coded * agrees
+    compute_s, sent = 0.0, dict.fromkeys(LINK_CLASSES, 0.0)
+    for kind, plans in plan_layers(case, latencies):
+        calls = kind.layers * branches
+        step_s += calls * over_steps({call: plan.seconds for call, plan in plans.items()}, every)
+        compute_s += calls * over_steps({call: plan.compute_s for call, plan in plans.items()}, every)
+        for link in LINK_CLASSES:
+            sent[link] += calls * over_steps({call: plan.bytes[link] for call, plan in plans.items()}, every)
+    return StepPlan(step_s, compute_s, sent, case.steps)
+
+
+# For benchmarks -------------------------------------------------------------------------------------------------------
+
+
+class ModelCalls:
+    """One rank's calls of a model that has some layers alike, one after the other, which a benchmark runs.
+
+    layers: what one layer is, each for a guidance branch of its own."""
+
+    def __init__(self, config: Config, strategy: Ulysses, steps: int) -> None:
+        self.coding, self.costs, self.layers = strategy.coding, costs_of(config), list[PlannedLayer]()
+        self._strategy, self._image, self._step, self._steps = strategy, 0, -1, steps
+
+    def begin(self, kind: CallKind) -> None:
+        """The next step, of calls of this kind. Returns when what ranks agree on once for all its layers is there."""
+        self.costs.hold_at(self.coding, kind)
+        self._step += 1
+        self.coding.begin_step(Moment(self._image, self._step, self._steps))
+        self.costs.agree(self.coding)
+
+    def run(self, layers: int) -> None:
+        for number in range(layers):
+            for branch, layer in enumerate(self.layers):
+                layer.run(self._strategy, Site(f"{layer.kind.name} {number}" if number else layer.kind.name, branch))
+
+
+class SerialTransport:
+    """A transport whose groups serve one peer at a time: at step s they send to the rank s further on and receive from
+    the rank s before."""
+
+    def __init__(self, transport: Any) -> None:
+        self._inner, self.world = transport, SerialGroup(transport.world)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def group(self, ranks: Sequence[int]) -> Any:
+        return SerialGroup(self._inner.group(ranks))
+
+
+class SerialGroup:
+    receives_ahead = False  # a call lists all its peers, so that they can take turns
+
+    def __init__(self, group: Any) -> None:
+        self._inner, self.ranks, self.index = group, group.ranks, group.index
+
+    def send_recv(self, sends: list[tuple[Any, int]], recvs: list[tuple[Any, int]]) -> Any:
+        size, pending = len(self.ranks), self._inner.send_recv([], [])
+        for step in range(1, size):
+            to, source = (self.index + step) % size, (self.index - step) % size
+            sent, received = ([one for one in some if one[1] == peer] for some, peer in ((sends, to), (recvs, source)))
+            pending = self._inner.send_recv(sent, received)
+            pending.wait()
+        return pending

@@ -1,0 +1,447 @@
+"""What a run takes of each rank's memory: weights, activations and what a coding keeps. Pure arithmetic, in bytes.
+
+Caches (CoCoDiff section III-D) are exact to the byte. With B batch rows, S_img image tokens, H heads of D channels and
+P ranks they are `branches x layers x 4 x B x S_img x H x D x itemsize / P` where everything divides: q, k, v and the
+scoring reference. They hold whole sequences, so the rows of the text come on top. The residual codec's reconstructions
+are exact to the byte as well: q, k, v and the output, text included, at both ends, each once (predictor last) or twice,
+`branches x layers x 8 x B x S x H x D x itemsize / P` once. Where calls do not wait for what they send, a call's codes
+or tensors are in flight for every site, once at either end; without a codec only the receiver keeps something, and with
+`arrival: adaptive` the sender every 16th row. The step cache keeps what blocks added to a rank's tokens, exact as well:
+`branches x B x (2 L_img + L_text) x H x D x itemsize`, where the last block returns the text. Activations are an
+estimate (`activations`). Text encoders and the VAE, which run before and after, come last; what the allocator
+keeps in reserve is not counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple, TypeVar
+
+from cocodiff.attention.streaming import head_runs
+from cocodiff.config.errors import UserError
+from cocodiff.config.machine import Topology
+from cocodiff.models.family import VAE_FACTOR, Family, VaeSize, Video
+from cocodiff.models.tokens import IMAGE, image_and_text
+from cocodiff.planner.costs import Cell, StateSizes
+from cocodiff.topology.axes import Mesh, cut
+from cocodiff.topology.layout import Layout, Segments
+from cocodiff.topology.routes.rounds import rounds_of
+
+T = TypeVar("T")
+MIB = 2**20
+
+# What the estimate of activations counts, in tensors of one rank's share: [B, L, H, D], or as large [B, S, G, D].
+STREAMS = 6  # the residual stream, attention's output, and what normalisation and modulation make before each half
+ALONE = 5  # q, k, v, the output, and one being concatenated or rotated
+EXCHANGED = 14  # q, k, v projected, packed, received and put in place; the output; one being concatenated or rotated
+RING = 9  # k and v of two other groups; the merged output in float32; a part and its share of that
+PIECE = 7  # of streaming, for the rows of a piece: its queries and the next one's, put together; two parts; both ways
+TOKENS = 8  # of a token ring beside that: q of two other ranks, and parts on their way, three here and three from here
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A transformer as memory sees it.
+
+    joint_layers      attention over image and text tokens, then an MLP (double blocks)
+    parallel_layers   the MLP runs beside the attention (FLUX's single blocks)
+    image_layers      second attentions over image tokens alone (the dual layers of SD3.5 Medium)
+    mlp_ratio         width of the MLP's hidden layer over the model's; gated_mlp: it is made of two of them
+    text_tokens       of the longest prompt
+    pixels_per_token  of a side: the VAE's factor times the patch
+    rows_per_image    batch rows of a call for one image: 2 where guidance puts both halves in one call
+    branches          calls in one step: 2 where guidance calls the model twice
+    unsharded_copies  tensors of all image tokens that a rank has before the engine cuts them: 3 where the model adds
+                      positions to them (what the patches give, the positions, the sum), 1 where they are cut at the
+                      first block, 0 where the call's inputs are
+    parameters        numbers that the weights hold
+    encoders          numbers that the weights of all text encoders hold; 0 where that is not known
+    vae               what the VAE takes; None where that is not known
+    video             what the model makes of itself; None for images
+    """
+
+    name: str
+    heads: int
+    head_dim: int
+    joint_layers: int
+    parameters: int
+    parallel_layers: int = 0
+    image_layers: int = 0
+    mlp_ratio: float = 4.0
+    gated_mlp: bool = False
+    text_tokens: int = 512
+    pixels_per_token: int = 16
+    rows_per_image: int = 1
+    branches: int = 1
+    unsharded_copies: int = 0
+    encoders: int = 0
+    vae: VaeSize | None = None
+    video: Video | None = None
+
+    def __post_init__(self) -> None:
+        may_be_zero = ("joint_layers", "parallel_layers", "image_layers", "text_tokens", "unsharded_copies", "encoders")
+        for field in fields(self):
+            value, least = getattr(self, field.name), 0 if field.name in may_be_zero else 1
+            if field.type == "int" and (type(value) is not int or value < least):
+                raise UserError(f"model {self.name}: {field.name} {value!r}: give a whole number of at least {least}")
+        if not isinstance(self.mlp_ratio, (int, float)) or not self.mlp_ratio > 0:
+            raise UserError(f"model {self.name}: mlp_ratio {self.mlp_ratio!r}: give a number above 0")
+
+    @property
+    def width(self) -> int:
+        return self.heads * self.head_dim
+
+    def image_tokens(self, side: int) -> int:
+        """Tokens of a square image of `side` pixels. Raises UserError for sides that patches do not fill."""
+        a_side, rest = divmod(side, self.pixels_per_token)
+        if rest or side < 1:
+            lower, step = max(1, a_side) * self.pixels_per_token, self.pixels_per_token
+            raise UserError(
+                f"size {side}: {self.name} cuts images into tokens of {step} x {step} pixels; "
+                f"use {lower} or {lower + step}"
+            )
+        return a_side**2
+
+    def video_tokens(self, video: Video) -> int:
+        """Tokens of a video, of a model whose VAE is known. Raises UserError for frames and sides that patches do not
+        fill."""
+        assert self.vae is not None, "what a latent frame is"
+        each, side = self.vae.frames, self.pixels_per_token * self.vae.factor // VAE_FACTOR
+        for name, value, rest in (
+            ("frames", video.frames - 1, 1),
+            ("height", video.height, 0),
+            ("width", video.width, 0),
+        ):
+            step = each if rest else side
+            if value % step:
+                lower = value // step * step + rest
+                raise UserError(
+                    f"--{name} {value + rest}: {self.name} makes {step} n{' + 1' * rest}: use {lower or step}"
+                )
+        return (1 + video.frames // each) * (video.height // side) * (video.width // side)
+
+    def segments(self, side: int) -> Segments:
+        """Of joint attention: a square image of `side` pixels and the longest prompt. Raises UserError as
+        `image_tokens`."""
+        return image_and_text(self.image_tokens(side), self.text_tokens)
+
+
+def shape_of_config(family: Family, config: Mapping[str, Any], parameters: int) -> ModelShape:
+    """The shape of a family's transformer from its config."""
+    mlp_ratio = config.get("mlp_ratio", 4.0)
+    if "ffn_dim" in config:
+        mlp_ratio = config["ffn_dim"] / (config["num_attention_heads"] * config["attention_head_dim"])
+    return ModelShape(
+        name=family.class_name,
+        heads=config["num_attention_heads"],
+        head_dim=config["attention_head_dim"],
+        joint_layers=config["num_layers"],
+        parallel_layers=config.get("num_single_layers", 0),
+        image_layers=len(config.get("dual_attention_layers") or ()),
+        mlp_ratio=mlp_ratio,
+        parameters=parameters,
+        **family.shape_facts(config),
+    )
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a run puts on the ranks.
+
+    batch: rows B of one call. state: what is kept between steps; None where that is nothing.
+    """
+
+    segments: Segments
+    batch: int
+    itemsize: int = 2
+    branches: int = 1
+    state: StateSizes | None = None
+
+    def tokens(self, name: str) -> int:
+        """Of the segments of this name."""
+        return sum(segment.tokens for segment in self.segments if segment.name == name)
+
+
+KEPT = ("image_cache", "reference_cache", "text_cache", "reconstructions", "in_flight", "step_cache")  # between calls
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one rank. Caches of V-Major: q, k and v of image tokens, the scoring reference, and q, k and v of text
+    tokens. reconstructions: of the residual codec or of calls that do not wait, what the ends hold of q, k, v and the
+    output. in_flight: of one call of every site, what was sent or came and the next call takes. step_cache: what blocks
+    added at the last call that was computed."""
+
+    weights: int = 0
+    activations: int = 0
+    image_cache: int = 0
+    reference_cache: int = 0
+    text_cache: int = 0
+    reconstructions: int = 0
+    in_flight: int = 0
+    step_cache: int = 0
+
+    @property
+    def cache(self) -> int:
+        """All that is kept between calls."""
+        return sum(getattr(self, name) for name in KEPT)
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.activations + self.cache
+
+
+def add(parts: list[RankMemory]) -> RankMemory:
+    return RankMemory(*(sum(getattr(part, field.name) for part in parts) for field in fields(RankMemory)))
+
+
+def site_cache(topology: Topology, layout: Layout, state: StateSizes, cell: Cell) -> list[RankMemory]:
+    """What every rank keeps of one site. cell: of one tensor."""
+    return [RankMemory(**sizes) for sizes in state.of_site(topology, layout, cell)]
+
+
+def run_cache(shape: ModelShape, topology: Topology, load: Load, mesh: Mesh | None = None) -> list[RankMemory]:
+    """Every rank's caches of all sites, layers times branches, and its step cache. Nothing where nothing is kept.
+
+    mesh: of Ulysses and Ring; None is Ulysses alone."""
+    state = load.state
+    if state is None:
+        return [RankMemory()] * topology.size
+    cell = Cell(load.batch, shape.head_dim, load.itemsize)
+    total = [RankMemory()] * topology.size
+    alone = tuple(segment for segment in load.segments if segment.name == IMAGE)
+    for layers, segments in ((shape.joint_layers + shape.parallel_layers, load.segments), (shape.image_layers, alone)):
+        if not segments:  # by a plan no token is known to be an image's
+            continue
+        of_site = by_rank(
+            mesh or Mesh.build(topology),
+            (segments, shape.heads),
+            lambda part, layout: site_cache(part, layout, state, cell),
+        )
+        total = [add([sofar, *[one] * (layers * load.branches)]) for sofar, one in zip(total, of_site, strict=True)]
+        if state.settings.step_cache != "none":
+            rows = by_rank(mesh or Mesh.build(topology), (segments, shape.heads), lambda _, layout: layout.rows)
+            steps = [RankMemory(step_cache=load.branches * L * shape.heads * cell.bytes) for L in rows]
+            total = [add([*both]) for both in zip(total, steps, strict=True)]
+    return total
+
+
+def by_rank(mesh: Mesh, call: tuple[Segments, int], of_part: Callable[[Topology, Layout], Sequence[T]]) -> list[T]:
+    """What `of_part` tells of the ranks of a Ulysses group, for all groups, in rank order. call: its segments and
+    heads."""
+    found: dict[int, T] = {}
+    for group, part, layout in zip(mesh.groups, mesh.parts, mesh.layouts(*call), strict=True):
+        found |= dict(zip(group, of_part(part, layout), strict=True))
+    return [found[rank] for rank in range(mesh.topology.size)]
+
+
+def activations(shape: ModelShape, topology: Topology, load: Load, mesh: Mesh | None = None) -> list[int]:
+    """Every rank's activations at their peak, where tokens enter or in one layer: an estimate.
+
+    Where tokens enter there are `unsharded_copies` tensors of the whole image, one of which lives on in the first
+    layer. In a layer, of the size of the rank's share, there are the streams that a layer keeps, and the largest of:
+    attention (q, k, v, send and receive buffers, whole sequences, the output) with the hidden layer of an MLP that runs
+    beside it; that layer's output projection, whose input is put together from both; and an MLP that follows (hidden
+    layer before and after its activation, and its output). Attention itself is taken to be fused: no S x S matrix. The
+    text's embeddings, rotary angles and the model's exit are left out as small.
+    """
+    mesh = mesh or Mesh.build(topology)
+    attention = (ALONE if mesh.ulysses == 1 else EXCHANGED) + (RING if mesh.ring > 1 else 0)
+    if mesh.ring > 1 and mesh.kind != "keys":
+        attention += TOKENS if mesh.kind == "token" else streamed(mesh, shape.heads)
+    hidden, gates = shape.mlp_ratio, 3 if shape.gated_mlp else 1
+    stages = [attention, 1 + max(2, gates) * hidden]
+    if shape.parallel_layers:
+        fused = 3 if shape.gated_mlp else 1
+        stages += [attention + gates * hidden, fused + gates * hidden + 1 + hidden + 1]
+    copies = STREAMS + max(stages)
+
+    def of_part(_part: Topology, layout: Layout) -> list[int]:
+        whole, shares = sum(layout.rows), zip(layout.rows, layout.heads, strict=True)
+        return [max(L * shape.width, whole * G * shape.head_dim) for L, G in shares]
+
+    shares = by_rank(mesh, (load.segments, shape.heads), of_part)
+    whole = load.tokens(IMAGE) * shape.width
+    kept = whole if shape.unsharded_copies and mesh.topology.size > 1 else 0
+    numbers = [max(shape.unsharded_copies * whole, kept + copies * share) for share in shares]
+    return [int(count * load.batch * load.itemsize) for count in numbers]
+
+
+def streamed(mesh: Mesh, heads: int) -> int:
+    """Tensors of the size of a rank's share that streaming attention has beside a ring's, without the four blocks that
+    it does not pass on."""
+    nodes = rounds_of(mesh)[0].shape[0]
+    pieces = nodes * min(head_runs(nodes, held) for held in mesh.heads(heads))
+    return -(-PIECE * mesh.ring // pieces) + 1 - 4
+
+
+def size_run(shape: ModelShape, topology: Topology, load: Load, mesh: Mesh | None = None) -> list[RankMemory]:
+    """What every rank needs. Every rank holds all weights. mesh: None is Ulysses alone.
+
+    Raises UserError where the ranks outnumber image tokens, or those of a Ulysses group heads.
+    """
+    weights = shape.parameters * load.itemsize
+    return [
+        replace(cache, weights=weights, activations=active)
+        for cache, active in zip(
+            run_cache(shape, topology, load, mesh), activations(shape, topology, load, mesh), strict=True
+        )
+    ]
+
+
+def largest_batch(shape: ModelShape, topology: Topology, load: Load, memory: int, mesh: Mesh | None = None) -> int:
+    """The most images that fit into `memory` bytes on every rank; 0 where one is too many. load.batch plays no part."""
+    of_one = size_run(shape, topology, replace(load, batch=shape.rows_per_image), mesh)
+    return max(0, min((memory - need.weights) // (need.total - need.weights) for need in of_one))
+
+
+def misfit(need: RankMemory, memory: int) -> str | None:
+    """Why a rank's needs exceed `memory` bytes, what is to blame and what helps; None where they fit."""
+    if need.total <= memory:
+        return None
+    parts = {"weights": need.weights, "activations": need.activations, "cache": need.cache}
+    if need.weights > memory:
+        blame = "the weights alone do not fit: use a smaller dtype or tiles with more memory"
+    elif need.weights + need.activations > memory:
+        blame = "weights and activations alone do not fit: use a smaller batch, a smaller image or more ranks"
+    elif 2 * need.step_cache > need.cache:
+        blame = (
+            "what the step cache keeps is too much: use a smaller batch, more ranks, or step_cache none, which keeps "
+            "nothing"
+        )
+    elif need.in_flight:
+        blame = (
+            "what calls keep for the next ones and have in flight is too much: use arrival now, which has nothing in "
+            "flight (and with codec none keeps nothing), predictor last with a codec, a smaller batch or more ranks"
+        )
+    elif need.reconstructions:
+        blame = (
+            "what the residual codec keeps is too much: use predictor last, which keeps half of what the others do, a "
+            "smaller batch, more ranks, or codec none, which keeps nothing"
+        )
+    else:
+        blame = "V-Major's cache is too much: use a smaller batch, more ranks, or preset tapa, which keeps no cache"
+    listed = ", ".join(f"{name} {mib(count)}" for name, count in parts.items())
+    return f"{mib(need.total)} MiB are needed ({listed}) and {mib(memory)} MiB are there; {blame}"
+
+
+def check_fits(need: RankMemory, memory: int, where: str) -> None:
+    """Raises UserError with figures, blame and remedy where a rank's needs exceed `memory`, in bytes.
+
+    where: what is asked, for the message, e.g. "rank 3 on cpu".
+    """
+    reason = misfit(need, memory)
+    if reason is not None:
+        raise UserError(f"memory of {where}: {reason}")
+
+
+def mib(count: int) -> str:
+    """Bytes as MiB: whole ones, of less than ten with two decimals."""
+    return f"{count / MIB:.0f}" if count >= 10 * MIB else f"{count / MIB:.2f}"
+
+
+# Text encoders and VAE ------------------------------------------------------------------------------------------------
+#
+# Rank 0 of the run alone loads the text encoders, all at once, before the transformer is on its device; they are gone
+# before the first step (`loading/pipelines.py`). Every rank holds the VAE's weights, and encodes the image that is to
+# be restored. Latents are decoded as the setting `vae` says, meanwhile the coding keeps its caches. Encoding and
+# decoding are estimates (`models.family.VaeSize`): attention in the VAE is taken to be fused, and activations of the
+# text encoders are left out as small.
+
+VAE_SETTINGS = ("one", "all", "tiled", "sharded")
+CHANNELS = 3  # of an image
+STRIDE = 0.75  # from where a tile begins to where the next one does, in tiles: diffusers' default
+
+
+class VaePeak(NamedTuple):
+    """Bytes of activations. encoding: of every rank, while it encodes the image to be restored. decoding: of a rank
+    that decodes. decoders: the most ranks of one node that do so at the same time."""
+
+    encoding: int
+    decoding: int
+    decoders: int
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """encoders: bytes of rank 0's text encoders. vae: bytes of the VAE's weights. of_vae: by its setting."""
+
+    encoders: int
+    vae: int
+    of_vae: Mapping[str, VaePeak]
+
+    def of_rank(self, step: RankMemory, vae: str) -> dict[str, int]:
+        """All that a rank holds, by what the run does: of the fullest one. step: what it holds in a denoising step."""
+        kept, peak = step.weights + self.vae, self.of_vae[vae]
+        return {
+            "text encoding": self.encoders,
+            "image encoding": kept + peak.encoding,
+            "denoising": step.total + self.vae,
+            "decoding": kept + step.cache + peak.decoding,
+        }
+
+
+def size_peaks(
+    shape: ModelShape, topology: Topology, video: Video, images: int, itemsize: int, replicas: int = 1
+) -> Peaks | None:
+    """The peaks around a run. None where the model's VAE is not known.
+
+    video: what is made, or an image; in tiles there are images alone. images: of one call. replicas: sets of ranks, all
+    of which decode at the same time.
+    Raises UserError where so many replicas do not divide the ranks.
+    """
+    vae = shape.vae
+    if vae is None:
+        return None
+    sets = cut(topology, tuple(range(topology.size)), replicas, "replicas")
+    tiles = math.prod(len(tile_sides(side, vae.tile)) for side in (video.height, video.width))
+    longer = max(video.height, video.width)
+    most = {"one": 1, "all": topology.size, "tiled": tiles, "sharded": math.ceil(longer / vae.factor)}
+
+    def peak(how: str) -> VaePeak:
+        decoders = [topology.places[rank].node for ranks in sets for rank in ranks[: most[how]]]
+        encoding, decoding = _activations(vae, video, how, len(sets[0]))
+        unit = images * itemsize
+        return VaePeak(encoding * unit, decoding * unit, max(decoders.count(node) for node in range(topology.nodes)))
+
+    settings = [how for how in VAE_SETTINGS if how != "tiled" or video.frames == 1]
+    return Peaks(shape.encoders * itemsize, vae.parameters * itemsize, {how: peak(how) for how in settings})
+
+
+def _activations(vae: VaeSize, video: Video, how: str, ranks: int) -> tuple[int, int]:
+    """Numbers of one image or video at the peaks of encoding and decoding it. ranks: that share it."""
+    if how == "sharded" and ranks > 1:
+        return _of_band(vae, video, ranks)
+    pixels = video.height * video.width
+    if video.frames > 1:
+        decoding, encoding = (numbers + CHANNELS * video.frames for numbers in vae.video)
+        return encoding * pixels, decoding * pixels
+    if how != "tiled":
+        return vae.encoding * pixels, vae.decoding * pixels
+    rows, columns = (tile_sides(side, vae.tile) for side in (video.height, video.width))
+    tile, own = rows[0] * columns[0], math.ceil(len(rows) * len(columns) / ranks)
+    decoded, own = CHANNELS * sum(rows) * sum(columns), CHANNELS * tile * own
+    # A rank's last tile, beside those that it has decoded; or all tiles, and its own twice more or the image.
+    blending = decoded + max(2 * own, CHANNELS * pixels)
+    return vae.encoding * tile, max(vae.decoding * tile + own, blending)
+
+
+def _of_band(vae: VaeSize, video: Video, ranks: int) -> tuple[int, int]:
+    """Numbers of one image or video at the peaks of encoding and decoding the largest of so many bands, with a row of
+    each neighbour; or of what is gathered, as it comes and put together: keys and values of all, and the image."""
+    shorter, longer = sorted((video.height, video.width))
+    latent = math.ceil(longer / vae.factor)
+    rows = math.ceil(latent / ranks) * vae.factor
+    attended = 4 * vae.attention * latent * math.ceil(shorter / vae.factor)
+    of_video, each = CHANNELS * video.frames * shorter, vae.band if video.frames == 1 else vae.video
+    kept = of_video * rows if video.frames > 1 else 0
+    decoding, encoding = (max(numbers * shorter * min(longer, rows + 2) + kept, attended) for numbers in each)
+    return encoding, max(decoding, of_video * (2 * longer + rows))
+
+
+def tile_sides(side: int, tile: int) -> list[int]:
+    """Pixels of the tiles along one side of an image."""
+    starts = range(0, side, int(tile * STRIDE)) if side > tile else range(1)
+    return [min(tile, side - start) for start in starts]

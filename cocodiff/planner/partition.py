@@ -1,0 +1,405 @@
+"""Which deal of its ranks a job takes: memory first, then the least predicted time of the whole job.
+
+Every set of ranks that shares a sequence is priced (`layers.py`) as if it were alone on the machine: replicas that
+share a NIC or a sibling's link do not slow each other down. Two branches of guidance take as long as the longer of
+them, and then each rank sends its branch's whole output to its partner in the other one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import ceil
+from typing import NamedTuple
+
+import numpy as np
+
+from cocodiff.comm.trace import LINK_CLASSES
+from cocodiff.config.config import Config
+from cocodiff.config.errors import UserError
+from cocodiff.config.machine import Machine, Topology
+from cocodiff.engine.assemble import AttentionWork, chunking, exchange_table, mesh_of, with_codec_chosen
+from cocodiff.models.tokens import IMAGE
+from cocodiff.planner.costs import state_sizes
+from cocodiff.planner.deals import Deal, deals_of
+from cocodiff.planner.decisions import Decisions
+from cocodiff.planner.layers import Case, StepPlan, plan_step
+from cocodiff.planner.memory import Load, ModelShape, RankMemory, check_fits, misfit, size_run
+from cocodiff.planner.traffic import Latencies, Traffic, Wires
+from cocodiff.topology.axes import Axes, Mesh
+from cocodiff.topology.layout import Segments
+
+OUTPUT_CHANNELS = 64  # of one image token at a model's exit: 16 latent channels of 2 x 2; FLUX.2's 128 are small too
+SAME = 1.001  # times that differ by less are the same time
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What makes one batch of images.
+
+    load: of ranks that compute both branches of guidance: all rows, and all calls of a step.
+    stable: where a threshold decides, the part of the tokens that stay. decisions: as of `Case`. negative: the segments
+    of the second call of a step, where its text has another length.
+    """
+
+    shape: ModelShape
+    load: Load
+    config: Config
+    steps: int = 50
+    stable: float = 0.7
+    negative: Segments | None = None
+    decisions: tuple[Decisions, ...] = ()
+
+    @property
+    def guides(self) -> bool:
+        """Whether there are two branches: two calls in a step, or two halves of one call's rows."""
+        return self.load.branches == 2 or self.shape.rows_per_image == 2
+
+    def with_codec_chosen(self, topology: Topology) -> Workload:
+        """With the codec that `codec: auto` is on the ranks of a branch."""
+        config = with_codec_chosen(self.config, topology, AttentionWork(self.shape.heads, self.shape.head_dim))[0]
+        return replace(self, config=config, load=replace(self.load, state=state_sizes(config)))
+
+    def of_branch(self, guidance: int, branch: int) -> Workload:
+        """The work of the ranks of one branch."""
+        if guidance == 1:
+            return self
+        if self.load.branches == 2:
+            segments = self.negative if branch and self.negative else self.load.segments
+            return replace(self, load=replace(self.load, branches=1, segments=segments), negative=None)
+        half = replace(self.load, batch=self.load.batch // 2)
+        return replace(self, shape=replace(self.shape, rows_per_image=1), load=half)
+
+    @property
+    def calls(self) -> list[Load]:
+        """A step's calls of the model; alike ones are one load of several branches."""
+        if self.negative is None or self.load.branches == 1:
+            return [self.load]
+        first = replace(self.load, branches=self.load.branches - 1)
+        return [first, replace(self.load, branches=1, segments=self.negative)]
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """The ranks of one guidance branch of one replica, ascending, as a topology of their own, and their work."""
+
+    ranks: tuple[int, ...]
+    topology: Topology
+    work: Workload
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        """Of Ulysses and Ring. Raises UserError where ranks and heads do not allow the ring that the settings ask for,
+        and for `chunks: auto` and `exchange: auto` without a measured table."""
+        shape, config = self.work.shape, self.work.config
+        mesh = mesh_of(config, self.topology, AttentionWork(shape.heads, shape.head_dim))
+        for group in mesh.parts:
+            chunking(config, group)
+        if mesh.ulysses > 1:
+            exchange_table(config, self.topology)
+        return mesh
+
+    @cached_property
+    def need(self) -> RankMemory:
+        """Of the fullest rank. Raises UserError as `mesh`, and where tokens do not suffice."""
+        of_ranks = size_run(self.work.shape, self.topology, self.work.load, self.mesh)
+        return max(of_ranks, key=lambda need: need.total)
+
+    @cached_property
+    def plan(self) -> StepPlan:
+        """Of a step, in which one call of the model follows another."""
+        latencies = Latencies.of(self.topology.machine)
+        plans = [plan_step(self.case(load), latencies) for load in self.work.calls]
+        sent = {link: sum(plan.bytes[link] for plan in plans) for link in LINK_CLASSES}
+        return StepPlan(sum(p.step_s for p in plans), sum(p.compute_s for p in plans), sent, self.work.steps)
+
+    def case(self, load: Load) -> Case:
+        """load: one of the work's calls."""
+        work = self.work
+        run = work.shape, self.topology, work.config, load, work.steps, work.stable, work.decisions
+        return Case(*run, known_mesh=self.mesh)
+
+    @property
+    def alike(self) -> Hashable:
+        """The same for parts that take alike: of the same work, whose ranks sit alike, and share NICs alike where they
+        are on several nodes."""
+        return self.work, self.topology.relative_places, self.topology.nics if self.topology.nodes > 1 else ()
+
+
+class DealStep(NamedTuple):
+    """A mean step of one replica, the slowest where they differ. plan.bytes: of attention, all ranks of the replica;
+    outputs: bytes of the exchange of outputs between two guidance branches, likewise."""
+
+    plan: StepPlan
+    outputs: dict[str, float]
+
+
+def untimed(machine: Machine) -> str | None:
+    """Why there are no times for a machine; None where there are."""
+    lacking = machine.missing_rates
+    return f"machine {machine.name} does not say how fast {' and '.join(lacking)} are: no times" if lacking else None
+
+
+def parts_of(topology: Topology, work: Workload, deal: Deal) -> list[list[Part]]:
+    """Of every replica its guidance branches. Raises UserError where the deal does not divide the ranks."""
+    axes = Axes.build(topology, replica=deal.replicas, guidance=deal.guidance)
+    return [
+        [
+            Part(ranks, part := topology.part(ranks), work.of_branch(deal.guidance, branch).with_codec_chosen(part))
+            for branch, ranks in enumerate(of_replica)
+        ]
+        for of_replica in axes.branches
+    ]
+
+
+class Pricer:
+    """Prices deals of the ranks of one topology. What a part takes is worked out once for all parts alike."""
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
+        self._dealt: dict[tuple[Workload, Deal], list[list[Part]]] = {}
+        self._known: dict[Hashable, Part] = {}
+
+    def need(self, work: Workload, deal: Deal) -> RankMemory:
+        """Memory of the fullest rank. Raises UserError where ranks, heads, tokens or settings do not allow the deal."""
+        return max((part.need for part in self._unlike(work, deal)), key=lambda need: need.total)
+
+    def mesh(self, work: Workload, deal: Deal) -> Mesh:
+        """Of the first part. Raises UserError as `need`."""
+        return self._parts(work, deal)[0][0].mesh
+
+    def check_same_bits(self, work: Workload, deal: Deal) -> None:
+        """Raises UserError where an image would depend, in its last bits, on the replica that makes it."""
+        seats = {tuple(part.topology.relative_places for part in parts) for parts in self._parts(work, deal)}
+        config, ring = work.config, any(part.mesh.ring > 1 for part in self._unlike(work, deal))
+        by_card = config.selection == "v_major" and config.scoring == "card"
+        if len(seats) > 1 and (ring or by_card or config.chunks != 1 or config.codec == "auto"):
+            raise UserError(
+                f"{deal.replicas} replicas of {self.topology.size} ranks sit differently on cards and nodes, so "
+                f"that with rings, chunks, scoring by card or codec auto an image would depend on which replica makes "
+                f"it: choose another number"
+            )
+
+    def step(self, work: Workload, deal: Deal) -> DealStep:
+        """Raises UserError as `need`, and where a part's ranks are not joined by links."""
+        of_replicas = [[part.plan for part in parts] for parts in self._parts(work, deal)]
+        slowest = max(of_replicas, key=lambda plans: max(plan.step_s for plan in plans))
+        longer = max(slowest, key=lambda plan: plan.step_s)
+        outputs_s, outputs = self._outputs(work, deal)
+        sent = {link: sum(plan.bytes[link] for plan in slowest) for link in LINK_CLASSES}
+        return DealStep(StepPlan(longer.step_s + outputs_s, longer.compute_s, sent, work.steps), outputs)
+
+    def _parts(self, work: Workload, deal: Deal) -> list[list[Part]]:
+        """As `parts_of`; in the place of all that are alike stands the first of them."""
+        if (work, deal) not in self._dealt:
+            self._dealt[work, deal] = [
+                [self._known.setdefault(part.alike, part) for part in of_replica]
+                for of_replica in parts_of(self.topology, work, deal)
+            ]
+        return self._dealt[work, deal]
+
+    def _unlike(self, work: Workload, deal: Deal) -> list[Part]:
+        """One of all parts that are alike."""
+        return list(dict.fromkeys(part for of_replica in self._parts(work, deal) for part in of_replica))
+
+    def _outputs(self, work: Workload, deal: Deal) -> tuple[float, dict[str, float]]:
+        """Seconds of a step and bytes of a replica: each rank sends its partner in the other branch its own branch's
+        whole output [B, image tokens, OUTPUT_CHANNELS]."""
+        if deal.guidance == 1:
+            return 0.0, dict.fromkeys(LINK_CLASSES, 0.0)
+        axes = Axes.build(self.topology, replica=deal.replicas, guidance=deal.guidance)
+        load = work.of_branch(deal.guidance, 0).load
+        size = load.batch * load.tokens(IMAGE) * OUTPUT_CHANNELS * load.itemsize
+        pairs = [axes.partners(rank) for rank in range(self.topology.size)]
+        partners_P = np.array([sum(pair) - rank for rank, pair in enumerate(pairs)])
+        traffic = Traffic(Wires(self.topology))
+        traffic.send(np.arange(self.topology.size), partners_P, np.full(self.topology.size, size))
+        return traffic.seconds() + Latencies.of(self.topology.machine).latency_s, {
+            link: count / deal.replicas for link, count in traffic.bytes.items()
+        }
+
+
+@dataclass(frozen=True)
+class PricedDeal:
+    """A deal of a job's ranks. ulysses, ring: the mesh of the ranks that share a sequence. need: of the fullest rank.
+
+    tile: bytes of memory that a rank has, None where the machine does not say. batches: calls of the pipeline that make
+    the job's images. batch_s: seconds of one, denoising alone; sent, outputs: bytes of one by link class, of attention
+    and of the exchange of outputs between guidance branches. All three None where nothing is timed. first_s: what a
+    replica's first batch takes longer: in its first step both branches of calls in turn are computed by all.
+    """
+
+    deal: Deal
+    ulysses: int
+    ring: int
+    need: RankMemory
+    tile: int | None
+    images: int
+    batches: int
+    batch_s: float | None = None
+    sent: dict[str, float] | None = None
+    outputs: dict[str, float] | None = None
+    first_s: float = 0.0
+
+    @property
+    def fits(self) -> bool | None:
+        return None if self.tile is None else misfit(self.need, self.tile) is None
+
+    @property
+    def rounds(self) -> int:
+        """Batches that the replica with the most of them makes."""
+        return ceil(self.batches / self.deal.replicas)
+
+    @property
+    def job_s(self) -> float:
+        """Seconds of the whole job, denoising alone."""
+        assert self.batch_s is not None, "nothing is timed on this machine"
+        return self.rounds * self.batch_s + self.first_s
+
+    @property
+    def images_per_hour(self) -> float:
+        return self.images * 3600 / self.job_s
+
+    def __str__(self) -> str:
+        """As "4 replicas of 24 ranks, each guidance branch on 12 of them (Ulysses 12)"."""
+        ranks = self.ulysses * self.ring
+        count, all_ranks = self.deal.replicas, ranks * self.deal.guidance
+        told = f"{count} replica{'s' * (count > 1)} of {all_ranks} rank{'s' * (all_ranks > 1)}"
+        if self.deal.guidance > 1:
+            told += f", each guidance branch on {ranks} of them"
+        axes = [f"{name} {n}" for name, n in (("Ulysses", self.ulysses), ("ring", self.ring)) if n > 1]
+        return told + (f" ({' x '.join(axes)})" if axes else "")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """taken: the deal of the job; it does not fit where none does. following: the best of the others that were timed.
+    listed: all that were looked at, as `deals_of` lists them. refused: why others cannot be. reason: why nothing is
+    timed; None where it is."""
+
+    topology: Topology
+    taken: PricedDeal
+    following: PricedDeal | None
+    listed: list[PricedDeal]
+    refused: dict[Deal, UserError]
+    reason: str | None
+
+    def check_fits(self) -> None:
+        """Raises UserError where no deal fits the memory of a rank."""
+        if self.taken.tile is not None:
+            least = f"the deal that needs least, {self.taken}" if len(self.listed) > 1 else f"{self.taken}"
+            check_fits(self.taken.need, self.taken.tile, f"the fullest rank in {least}")
+
+    def line(self) -> str:
+        """What was taken, why, and what the next best would cost."""
+        taken, following, machine = self.taken, self.following, self.topology.machine.name
+        told = f"ranks dealt to {taken}"
+        if len(self.listed) == 1:
+            predicted = "" if taken.batch_s is None else f", {_seconds(taken)} by prediction"
+            return f"{told}: with what is given there is no other deal{predicted}"
+        misfits = sum(one.fits is False for one in self.listed)
+        kept_out = f" ({misfits} of {len(self.listed)} deals do not fit the memory)" if misfits else ""
+        if self.reason:
+            order = "replicas first, then guidance, then Ulysses"
+            return f"{told}: {order}, as machine {machine} does not say what others would take{kept_out}"
+        next_best = ""
+        if following is not None:
+            ratio = following.job_s / taken.job_s
+            next_best = f"; next best: {following}, {_seconds(following)} ({ratio:.2f}x)"
+        return f"{told}: the least time by prediction, {_seconds(taken)}{kept_out}{next_best}"
+
+
+def _seconds(one: PricedDeal) -> str:
+    seconds = one.job_s
+    return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:.0f} s"
+
+
+def choose(
+    pricer: Pricer,
+    works: Sequence[Workload],
+    images: int,
+    batches: int,
+    replicas: int | None = None,
+    guidance: int | None = None,
+    least: int = 1,
+) -> Choice:
+    """The deal of a job that makes so many images, in so many calls of the pipeline, in each of several presets.
+
+    works: of one model, one for each preset; their times add up. replicas, guidance, least: as in `deals_of`. Where the
+    machine tells no rates, replicas come first, up to one for each batch, then guidance; the ranks of a part share a
+    sequence as the settings say.
+    Raises UserError where no deal is possible.
+    """
+    topology, guides = pricer.topology, any(work.guides for work in works)
+    refused: dict[Deal, UserError] = {}
+    sized: list[PricedDeal] = []
+    for deal in deals_of(topology.size, guides, replicas, guidance, least):
+        try:
+            sized.append(size_deal(pricer, works, deal, images, batches))
+        except UserError as error:
+            refused[deal] = error
+    if not sized:
+        raise next(iter(refused.values()))
+    fitting = [one for one in sized if one.fits is not False]
+    reason = untimed(topology.machine)
+    if reason and refused and min(one.deal.replicas for one in sized) > max(batches, replicas or 1):
+        raise next(iter(refused.values()))  # more ranks than so few images can use
+    if reason:
+        taken = by_rule(fitting) if fitting else min(sized, key=lambda one: one.need.total)
+        return Choice(topology, taken, None, sized, refused, reason)
+    timed: dict[Deal, PricedDeal] = {}
+    for one in sized:
+        try:
+            timed[one.deal] = time_deal(pricer, works, one)
+        except UserError as error:
+            refused[one.deal] = error
+    if not timed:
+        raise next(iter(refused.values()))
+    listed = [timed[one.deal] for one in sized if one.deal in timed]
+    able = [one for one in timed.values() if one.fits is not False]
+    if not able:
+        return Choice(topology, min(listed, key=lambda one: one.need.total), None, listed, refused, None)
+    able.sort(key=lambda one: one.job_s)
+    near = [one for one in able if one.job_s <= SAME * able[0].job_s]
+    taken = max(near, key=lambda one: (one.deal, -one.ring))
+    following = next((one for one in able if one is not taken), None)
+    return Choice(topology, taken, following, listed, refused, None)
+
+
+def size_deal(pricer: Pricer, works: Sequence[Workload], deal: Deal, images: int, batches: int) -> PricedDeal:
+    """A deal with its memory. Raises UserError where ranks, heads, tokens or settings do not allow it."""
+    need = max((pricer.need(work, deal) for work in works), key=lambda need: need.total)
+    for work in works:
+        pricer.check_same_bits(work, deal)
+    mesh = pricer.mesh(works[0], deal)
+    tile = int(pricer.topology.machine.device.memory_gib * 2**30) or None
+    return PricedDeal(deal, mesh.ulysses, mesh.ring, need, tile, images, batches)
+
+
+def by_rule(sized: Sequence[PricedDeal]) -> PricedDeal:
+    """Replicas first, as long as each has a batch to make, then guidance."""
+    most = max(sized[0].batches, min(one.deal.replicas for one in sized))
+    return max((one for one in sized if one.deal.replicas <= most), key=lambda one: one.deal)
+
+
+def time_deal(pricer: Pricer, works: Sequence[Workload], one: PricedDeal) -> PricedDeal:
+    steps = [pricer.step(work, one.deal) for work in works]
+
+    def total(counts: Sequence[dict[str, float]]) -> dict[str, float]:
+        return {
+            link: sum(work.steps * count[link] for work, count in zip(works, counts, strict=True))
+            for link in LINK_CLASSES
+        }
+
+    return replace(
+        one,
+        batch_s=sum(step.plan.image_s for step in steps),
+        sent=total([step.plan.bytes for step in steps]),
+        outputs=total([step.outputs for step in steps]),
+        first_s=sum(
+            step.plan.step_s
+            for work, step in zip(works, steps, strict=True)
+            if one.deal.guidance > 1 and work.load.branches > 1
+        ),
+    )

@@ -1,0 +1,61 @@
+"""`cocodiff bench`: paired, interleaved measurements in one run; medians, and the ratio to the baseline beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from importlib import import_module
+from itertools import pairwise
+
+from cocodiff.comm.launch import Launch
+from cocodiff.config.config import shipped_names
+from cocodiff.config.errors import check_choice
+from cocodiff.jobs.folder import OutputFolder
+from cocodiff.jobs.options import parse, with_settings
+from cocodiff.jobs.ranks import run_holding, settle
+from cocodiff.jobs.terminal import say
+from cocodiff_bench.common import Benchmark, engine_config, of_benchmarks
+
+KINDS = {
+    "alltoall": "one exchange, beside the libraries' own and the links' bound",
+    "step": "a whole denoising step of a pipeline; with --model qwen-image and the like, of its shape alone",
+    "attention": "one attention call of a stand-in model",
+    "latte": "one step of a random Latte, transposed in slices or not, beside Ulysses",
+    "kernels": "one rank's data movement and arithmetic, by SYCL and by torch",
+    "peers": "one step of a random FLUX model, beside the Ulysses attention of other libraries",
+}
+
+
+def module_of(words: Sequence[str]) -> str:
+    """The module of a benchmark: `bench step` has two, for a pipeline and for the shape of a model alone."""
+    if words[0] == "step" and named_shape(words) is not None:
+        return "model_step"
+    return words[0]
+
+
+def named_shape(words: Sequence[str]) -> str | None:
+    """The name in configs/models that `--model` has among the words, if it is one."""
+    given = [b for a, b in pairwise(words) if a == "--model"]
+    given += [word.partition("=")[2] for word in words if word.startswith("--model=")]
+    return next((name for name in given if name in shipped_names("models")), None)
+
+
+def start(words: Sequence[str], launch: Launch) -> int:
+    if not words or words[0] in ("-h", "--help"):
+        say(
+            "\n".join(
+                ["usage: cocodiff bench KIND [--help] [options]", "", *(f"  {k:<10} {v}" for k, v in KINDS.items())]
+            )
+        )
+        return 0
+    check_choice("benchmark", words[0], KINDS)
+    benchmark: Benchmark = import_module(f"cocodiff_bench.{module_of(words)}").BENCHMARK
+    values = parse(f"bench {words[0]}", benchmark.about, with_settings(benchmark.options, of_benchmarks), words[1:])
+    settle(values, launch)
+    ranks = (values["ranks"] or 1) if launch.kind == "alone" else launch.size
+    config = engine_config(values)
+    benchmark.check(values, ranks)
+    output = OutputFolder(values["out"], values["overwrite"])
+    alike = {name: str(value) for name, value in values.items() if name != "ranks"}
+    work, imports = partial(benchmark.run, values, output), partial(benchmark.import_before_fork, values)
+    return run_holding(output, values["ranks"], launch, config, alike, work, imports)

@@ -1,0 +1,228 @@
+"""`cocodiff inpaint`: restores masked regions of slices, on any number of ranks, and says how well."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from cocodiff import __version__
+from cocodiff.comm.launch import Launch, detect
+from cocodiff.config.errors import UserError
+from cocodiff.config.files import is_there
+from cocodiff.jobs.deal import own_pixels
+from cocodiff.jobs.options import (
+    DEAL_OPTIONS,
+    RESUME,
+    RUN_OPTIONS,
+    Option,
+    check_counts,
+    check_strength,
+    parse,
+    with_settings,
+)
+from cocodiff.jobs.pipelines import EMBEDDED, Request
+from cocodiff.jobs.ranks import settle
+from cocodiff.jobs.terminal import reading_bar, say
+from cocodiff.models.family import INPAINT
+from cocodiff_eval.data.words import SAME, WRITTEN
+from cocodiff_eval.harness.prepared import Prepared
+from cocodiff_eval.harness.quality import BOUND_OPTIONS, PRESET_OPTION, Quality
+from cocodiff_eval.harness.session import DTYPES, open_session, start_job
+
+ABOUT = "Restore masked regions of slices with a diffusion transformer."
+SHOWN = {
+    "data": "input mask slices roi range truth",
+    "restoring": "model prompt guidance steps strength seed samples axes hidden_test method",
+}
+OPTIONS = (
+    Option(
+        "input",
+        "PNG, TIFF, a folder of TIFF files, HDF5, OME-Zarr or .npy; also stacks in TIFF, a quoted pattern of names of "
+        "TIFF files as one stack, and a dataset of HDF5 as file.h5:/dataset",
+        many=True,
+        required=True,
+    ),
+    Option(
+        "mask",
+        "block, center or a file, non-zero where to restore; labels/NAME is one of the Zarr input's own store; "
+        "one or more",
+        ["block"],
+        many=True,
+    ),
+    Option("slices", "restore these slices only, as 100:200; results hold them alone, and say which they are"),
+    Option("roi", "restore these rows and columns only, as y0:y1,x0:x1; results hold them alone"),
+    Option(
+        "range",
+        "intensities low,high that models see as black, white; PSNR refers to them too; by default those outside the "
+        "mask without outliers",
+    ),
+    Option("format", f"of the results; {SAME} is the input's own, TIFF for PNG", SAME, choices=(SAME, *WRITTEN)),
+    PRESET_OPTION,
+    Option("steps", "denoising steps that run", 50, type=int),
+    Option(
+        "strength", "how far the fill is noised (under the mask, before it is restored; 1: entirely)", 1.0, type=float
+    ),
+    Option("seed", "seed of block masks and of the noise", 0, type=int),
+    Option("samples", "restorations of each slice; of several, mean and standard deviation are written", 1, type=int),
+    Option(
+        "axes",
+        "slices are restored along these of z, y and x; samples are dealt over them, and fused; auto chooses by a test "
+        "on hidden regions (default: auto for several samples of 16 slices or more, else z)",
+        many=True,
+    ),
+    Option(
+        "hidden_test",
+        "hide regions like the mask's in known voxels; axes, weights and intervals are learnt there, and how "
+        "good methods without a model are (default: of several samples of 16 slices or more)",
+        type=bool,
+    ),
+    Option(
+        "method",
+        "what is written: cocodiff, or the best on hidden regions, which may be a method without a model",
+        "cocodiff",
+        choices=("cocodiff", "best"),
+    ),
+    Option("keep_samples", "write each sample as well", False, type=bool),
+    Option("prompt", "what the slices show (for models with text encoders)", ""),
+    Option("guidance", "scale of classifier-free guidance; by default the model's own", type=float),
+    Option("model", "folder in diffusers' layout or hub id", EMBEDDED),
+    Option("truth", "the original (where a mask file hides unknown voxels)"),
+    Option("dtype", "arithmetic; auto is fp32 on CPU and bf16 elsewhere", "auto", choices=DTYPES),
+    Option("batch", "tiles in one model call; by default 16 of a small model, 2 of a large one", type=int),
+    Option("exact", "compare with the exact baseline (the same run)", True, type=bool),
+    Option("exact_slices", "slices of a stack that are compared with it, evenly spread", 8, type=int),
+    *BOUND_OPTIONS,
+    Option("follow_links", "read other files that an HDF5 file links to or has its voxels in", False, type=bool),
+    Option("out", "folder of the results", "restored"),
+    Option("overwrite", "replace the results of an earlier run", False, type=bool),
+    RESUME,
+    *DEAL_OPTIONS,
+    *RUN_OPTIONS,
+)
+# What the options of volumes are where each slice is restored, or cut from, by itself.
+SLICE_BY_SLICE = {
+    "samples": 1,
+    "axes": ["z"],
+    "hidden_test": False,
+    "method": "cocodiff",
+    "keep_samples": False,
+    "quality": None,
+}
+
+
+def start(words: Sequence[str], launch: Launch) -> int:
+    started = time.monotonic()
+    values = parse("inpaint", ABOUT, with_settings(OPTIONS), words, headings=SHOWN)
+    ranks = settle(values, launch)
+    prepared = prepare(values, ranks, started)
+    if launch.speaks:
+        what = f"{', '.join(prepared.presets)} on {ranks} rank(s)"
+        say(f"cocodiff {__version__}: {what} into {values['out']}; reading {len(values['input'])} input(s)")
+    tasks = find_tasks(values)
+    for line in dict.fromkeys(line for task in tasks for line in task.remarks() if launch.speaks):
+        say(line)
+    if prepared.quality is not None:
+        from cocodiff_eval.harness.slices import check_truth
+
+        check_truth(prepared.quality.bound, tasks)
+    prepared = deal(prepared, tasks, ranks)
+
+    def settings(there: dict[str, Any]) -> dict[str, Any]:
+        from cocodiff_eval.harness.slices import describe_inputs
+
+        return describe_inputs(tasks, values)
+
+    compared = {f"intensities of {task.stack.name} outside {task.mask.name}": str(task.scale) for task in tasks}
+    return start_job(prepared, launch, ranks, "slices", settings, partial(work, tasks), compared)
+
+
+def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:
+    """Checks the request against machine, model and output. Raises UserError; writes nothing."""
+    check_counts(values, "steps", "batch", "ranks", "exact_slices", "samples")
+    check_strength(values["strength"], [values["steps"]])
+    request = Request(values["model"], INPAINT, (values["prompt"],), values["guidance"])
+    prepared = Prepared.checked(values, Quality.asked(values), request, ranks, started)
+    for how, lacks in (("tiled", "has no tiles"), ("sharded", "is not known in bands")):
+        if request.own is not None and any(config.vae == how for config in prepared.presets.values()):
+            raise UserError(f"--vae {how}: the embedded model's VAE {lacks}: choose one or all")
+    prepared.output.keep_apart([*values["input"], *values["mask"], *filter(None, [values["truth"]])])
+    return prepared
+
+
+def deal(prepared: Prepared, tasks: list[Any], ranks: int) -> Prepared:
+    """The job with its ranks dealt to replicas and guidance. Raises UserError."""
+    from cocodiff_eval.harness.items import count_batches
+    from cocodiff_eval.harness.restoring import SMALL_MODEL, mean_call, slices_together, tiles_in_a_call
+    from cocodiff_eval.restore.tiling import TilingSettings
+
+    values, native = prepared.values, own_pixels(prepared.request.model)
+    settings = TilingSettings(strength=values["strength"])
+    tiles, samples = tiles_in_a_call(values["batch"], native), values["samples"]
+    counts = [
+        count_batches(task.mask.masked, slices_together(task.stack.shape[1:], native, tiles), samples) for task in tasks
+    ]
+    groups = max(calls for _, calls in counts)
+    return prepared.dealt(
+        ranks,
+        images=samples * sum(task.mask.masked for task in tasks),
+        batches=sum(batches for batches, _ in counts),
+        batch=tiles if native <= SMALL_MODEL else 1,
+        steps=values["steps"] * groups,
+        mean=partial(mean_call, tasks, native, tiles, settings, values, groups) if values["dry_run"] else None,
+    )
+
+
+def find_tasks(values: dict[str, Any], unmasked: str | None = None) -> list[Any]:
+    """The work: a `tasks.Task` for each input and mask. Raises UserError; reads, writes nothing.
+
+    unmasked: the word for a mask that hides nothing, where there may be one."""
+    from cocodiff_eval.data.formats import result_format
+    from cocodiff_eval.data.intensity import intensity_range, parse_range
+    from cocodiff_eval.data.masks import make_mask, nothing_masked
+    from cocodiff_eval.data.slices import open_stacks, open_truth
+    from cocodiff_eval.data.volume import Part
+    from cocodiff_eval.harness.tasks import Task, file_names
+    from cocodiff_eval.harness.volume import axes_of, volume_of
+
+    links, progress = values["follow_links"], reading_bar(not values["quiet"] and detect().speaks)
+    given = parse_range(values["range"]) if values.get("range") is not None else None
+    part = Part(values.get("slices") or "", values.get("roi") or "")
+    stacks = open_stacks(values["input"], links, part)
+    if values["truth"] and len(stacks) > 1:
+        raise UserError(f"--truth is the original of one input and {len(stacks)} were given: run them one by one")
+    masks = list(dict.fromkeys(values["mask"]))
+    if len(masks) == 1 and not is_there(masks[0]):
+        masks = list(dict.fromkeys(masks[0].split(",")))
+    found: list[tuple[Any, Any, Any, Any]] = []
+    volumes: list[Any] = []
+    for stack in stacks:
+        truth = open_truth(values["truth"], stack, links) if values["truth"] else None
+        for number, word in enumerate(masks):
+            if word == unmasked:
+                mask = nothing_masked(stack)
+            else:
+                mask = make_mask(word, stack, values["seed"], links, progress, axes_of(values, stack)[0] == ("z",))
+            if any(mask.name == other.name for of, other, *_ in found if of is stack):
+                raise UserError(f"--mask {word}: two masks are called {mask.name}: rename file {number + 1}")
+            known = truth or (None if mask.from_file else stack)
+            scale = intensity_range(stack, mask, progress, given)
+            volume, mask = volume_of(values, stack, mask)
+            volumes.append(volume)
+            found.append((stack, mask, scale, known))
+    names = file_names([(stack.name, mask.name) for stack, mask, *_ in found])
+    words = [result_format(values.get("format") or "same", stack.volume) for stack, *_ in found]
+    steps = values.get("steps", 0)
+    parts = zip(found, names, words, volumes, strict=True)
+    return [Task(*one, name, word, volume, steps) for one, name, word, volume in parts]
+
+
+def work(tasks: list[Any], prepared: Prepared, transport: Any) -> None:
+    """One rank's part: the model once, then the batches that its replica takes, every slice in every preset."""
+    from cocodiff_eval.harness.slices import SliceJob, find_hidden, find_masked
+
+    session = open_session(prepared, transport)
+    masked = transport.broadcast_object(find_masked(tasks) if transport.rank == 0 else None)
+    hidden = transport.broadcast_object(find_hidden(tasks, prepared.values) if transport.rank == 0 else None)
+    session.run(SliceJob(session, tasks, masked, hidden))

@@ -1,0 +1,144 @@
+"""`cocodiff sweep`: `inpaint` with the presets of a grid, and what its figures say together.
+
+Ranks start once and load the model once. A killed sweep, started again, goes on where it was.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from cocodiff import __version__
+from cocodiff.comm.launch import Launch
+from cocodiff.config.config import load_chunk_table
+from cocodiff.config.errors import UserError
+from cocodiff.config.machine import Topology
+from cocodiff.jobs.options import Option, check_counts, check_strength, parse, with_settings
+from cocodiff.jobs.pipelines import Request
+from cocodiff.jobs.ranks import settle
+from cocodiff.jobs.replicas import topology_of_replica
+from cocodiff.jobs.terminal import say
+from cocodiff.models.family import INPAINT
+from cocodiff_eval.cli.inpaint import OPTIONS as OF_INPAINT
+from cocodiff_eval.cli.inpaint import SHOWN, SLICE_BY_SLICE, find_tasks
+from cocodiff_eval.harness.grid import SECTIONS, Grid, Point, read_grid
+from cocodiff_eval.harness.prepared import Prepared
+from cocodiff_eval.harness.quality import BOUND_OPTIONS
+from cocodiff_eval.harness.session import open_session, start_job
+
+ABOUT = "Run a grid of settings (base, grid and points of the --config file) and compare each with the exact run."
+# What a sweep fixes of inpaint's options: it restores each slice once along z, and compares all with the exact run.
+FIXED = {**SLICE_BY_SLICE, "exact": True, "exact_slices": 10**9}
+LEFT_AWAY = (*FIXED, "preset", *(one.name for one in BOUND_OPTIONS))
+CHANGED: dict[str, dict[str, Any]] = {
+    "input": {"required": False},  # --report_only needs none
+    "mask": {"help": "block, center or mask files; by default the file's", "default": None},
+    "steps": {"help": "steps that run; one or more numbers; by default the file's", "default": None, "many": True},
+    "parallel": {"default": "off"},  # a point's bytes and seconds are those of its preset on all ranks, unless told
+    "resume": {"default": True},
+    "out": {"default": "sweep"},
+    "overwrite": {"help": "start afresh where a sweep has been"},
+}
+OPTIONS = (
+    *(replace(one, **CHANGED.get(one.name, {})) for one in OF_INPAINT if one.name not in LEFT_AWAY),
+    Option("report_only", "compare what --out holds already (and run nothing)", False, type=bool),
+)
+
+
+def start(words: Sequence[str], launch: Launch) -> int:
+    started = time.monotonic()
+    # what a sweep varies is the points' business
+    options = with_settings(OPTIONS, lambda one: one.given != "sweep")
+    values = parse("sweep", ABOUT, options, words, (*SECTIONS, *FIXED), SHOWN)
+    if values["report_only"]:
+        if launch.speaks:
+            report(Path(values["out"]))
+        return 0
+    ranks = settle(values, launch)
+    check_request(values)
+    grid = read_grid(values)
+    values |= {**FIXED, "steps": grid.steps, "mask": grid.masks, "resume": values["resume"] and not values["overwrite"]}
+    if launch.speaks:
+        what = f"sweep of {len(grid.points)} point(s) on {ranks} rank(s) into {values['out']}"
+        say(f"cocodiff {__version__}: {what}; reading {len(values['input'])} input(s)")
+    prepared, tasks = prepare(values, grid, ranks, started)
+
+    def settings(there: dict[str, Any]) -> dict[str, Any]:
+        from cocodiff_eval.harness.slices import describe_inputs
+
+        return describe_inputs(tasks, values)
+
+    return start_job(prepared, launch, ranks, "slices", settings, partial(work, tasks, grid))
+
+
+def check_request(values: dict[str, Any]) -> None:
+    """Raises UserError for what no grid, machine or model need be known for."""
+    for name, value in FIXED.items():
+        if values[name] not in (None, value):
+            raise UserError(f"{name}: {values[name]}: a sweep has {value}: leave it away")
+    if not any(values[section] for section in SECTIONS):
+        raise UserError("nothing to sweep: name a file with base, grid or points: --config configs/sweeps/quality.yaml")
+    if not values["input"]:
+        raise UserError("--input is missing: slices; see cocodiff sweep --help")
+    check_counts(values, "batch", "ranks")
+
+
+def prepare(values: dict[str, Any], grid: Grid, ranks: int, started: float) -> tuple[Prepared, list[Any]]:
+    """The checked request, and its tasks: each stack and mask at every number of steps. Raises UserError; writes
+    nothing."""
+    check_counts(values, "steps")
+    check_strength(values["strength"], grid.steps)
+    request = Request(values["model"], INPAINT, (values["prompt"],), values["guidance"])
+    prepared = Prepared.checked(values, None, request, ranks, started, grid.presets)
+    lossy = [point.name for point in grid.points if point.lossy]
+    if ranks == 1 and lossy:
+        raise UserError(
+            f"V-Major selects nothing on one rank and a codec codes nothing, so {len(lossy)} point(s) ({lossy[0]}, "
+            f"...) would be exact: start 2 ranks or more for each replica with --ranks, mpiexec or torchrun"
+        )
+    prepared.output.keep_apart([*values["input"], *values["mask"], *filter(None, [values["truth"]])])
+    tasks = find_tasks(values)
+    images = sum(task.mask.masked for task in tasks)
+    prepared = prepared.dealt(ranks, images=images, batch=values["batch"] or 1, steps=sum(grid.steps))
+    topology = topology_of_replica(values, ranks, prepared.deal.replicas)
+    for point in grid.points:
+        check_point(point, topology)
+    return prepared, [replace(task, steps=steps) for task in tasks for steps in grid.steps]
+
+
+def check_point(point: Point, topology: Topology) -> None:
+    """Raises UserError for a ring that does not divide the ranks, and `chunks: auto` on a machine without a table."""
+    from cocodiff.topology.axes import Mesh
+
+    try:
+        if point.config.ring != "auto":
+            Mesh.build(topology, int(point.config.ring))
+        if point.config.chunks == "auto":
+            load_chunk_table(topology.machine.name, topology.nodes)
+    except UserError as error:
+        raise UserError(f"point {point.name}: {error}") from error
+
+
+def work(tasks: list[Any], grid: Grid, prepared: Prepared, transport: Any) -> None:
+    """One rank's part."""
+    from cocodiff_eval.harness.slices import find_masked
+    from cocodiff_eval.harness.sweep import SweepJob
+
+    session = open_session(prepared, transport)
+    masked = transport.broadcast_object(find_masked(tasks) if transport.rank == 0 else None)
+    session.run(SweepJob(session, tasks, masked, grid))
+
+
+def report(folder: Path) -> None:
+    """Draws the picture of a finished sweep again, and prints its tables. Raises UserError for no results."""
+    from cocodiff.jobs.folder import storage_faults
+    from cocodiff_eval.report.sweeps import PARETO, read_rows, save_pareto, told
+
+    rows = read_rows(folder)
+    with storage_faults(f"the picture of {folder}"):
+        save_pareto(folder / PARETO, rows)
+    say(f"\n{told(rows)}\n\npicture: {folder / PARETO}")

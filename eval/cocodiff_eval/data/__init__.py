@@ -1,0 +1,1 @@
+"""Volumes, slices and masks, in every format."""

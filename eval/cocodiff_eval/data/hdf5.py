@@ -1,0 +1,382 @@
+"""HDF5 datasets as volumes, and as results: contiguous, with what the input said beside its voxels.
+
+A file may name other files, as links, external storage or sources of virtual datasets; what they hold is read only
+where the user allows it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from cocodiff.config.errors import UserError
+from cocodiff.config.files import irregular, is_there
+from cocodiff_eval.data.tiff_metadata import NOTES
+from cocodiff_eval.data.units import LENGTHS, one_unit
+from cocodiff_eval.data.volume import (
+    Metadata,
+    NewVolume,
+    RawVolume,
+    Slabs,
+    as_volume_shape,
+    filled,
+    format_shape,
+    kept_alone,
+    listed,
+    plain,
+    reading,
+)
+
+MOST_LINKS = 64  # that lead on to another; more are a circle
+DATA_EXCHANGE = "/exchange/data"
+FRAME = re.compile(r"^(?P<stem>.*?)(?P<numbers>(?:_?\d+)+)(?:\.tiff?)?$", re.IGNORECASE | re.DOTALL)
+MOST_VISITED = 1000  # objects of a file that are looked at to list its datasets
+OPEN_ELSEWHERE = "it is open elsewhere for writing: close it there, or read a copy (after a crash: h5clear -s)"
+
+
+def open_hdf5(file: str, dataset: str | None, follow_links: bool) -> RawVolume:
+    """A dataset, or a group of frames (ALS 8.3.2), none of whose voxels are read yet.
+
+    dataset: where it is None, Data Exchange's `/exchange/data`, else the one group of frames. follow_links: read other
+    files that this one names. Raises UserError for a file that is no HDF5, a dataset that is not there, and other files
+    unless they are allowed.
+    """
+    with _errors(f"{file}: not a readable HDF5 file"), h5py.File(file, "r") as h5:
+        if dataset is None:
+            dataset = _default(h5, follow_links)
+        if dataset is None:
+            raise UserError(f"{file}: name the dataset as {file}:/path; {_list_datasets(h5)}")
+        node = _find(h5, dataset, follow_links)
+        if isinstance(node, h5py.Group) and (frames := find_frames(node)):
+            return _open_frames(file, node, frames, follow_links)
+        if not isinstance(node, h5py.Dataset):
+            what = "is a group" if isinstance(node, h5py.Group) else "is not there"
+            raise UserError(f"{file}: {dataset} {what}; {_list_datasets(h5)}")
+        if node.shape is None:
+            raise UserError(f"{file}:{dataset}: an empty dataspace, without any voxels; {_list_datasets(h5)}")
+        _check_storage(node, follow_links)
+        shape, dtype = tuple(node.shape), node.dtype
+        depth = node.chunks[0] if node.chunks and len(shape) == 3 else 1
+        metadata = read_metadata(node, file, dataset)
+    volume_shape = as_volume_shape(shape, f"{file}:{dataset}")
+
+    def read(first: int, end: int) -> np.ndarray:
+        # Opened for each slice: no handle outlives the call, so ranks forked later share no file position.
+        with _errors(f"{file}:{dataset}: slice {first} cannot be read"), h5py.File(file, "r") as h5:
+            node = h5[dataset]
+            return np.asarray(node[first:end] if len(shape) == 3 else node[()][None])
+
+    slabs = Slabs(read, volume_shape, dtype.itemsize, depth)
+    name = f"{Path(file).stem}_{dataset.strip('/')}"
+    return RawVolume(
+        f"{file}:{dataset}", name, volume_shape, dtype.newbyteorder("="), len(shape), slabs.slice, metadata
+    )
+
+
+def _default(h5: Any, follow_links: bool) -> str | None:
+    """The object that is meant where none is named; None where that is not clear."""
+    if h5.get(DATA_EXCHANGE.strip("/"), getlink=True) is not None:
+        return DATA_EXCHANGE if _find(h5, DATA_EXCHANGE, follow_links) is not None else None
+    group = h5
+    for _ in range(MOST_LINKS):  # ALS 8.3.2: one group, perhaps within others
+        if find_frames(group):
+            return str(group.name)
+        inner = [name for name in group if isinstance(group.get(name, getlink=True), h5py.HardLink)]
+        groups = [group[name] for name in inner if isinstance(group[name], h5py.Group)]
+        if len(groups) != 1:
+            return None
+        group = groups[0]
+    return None
+
+
+def find_frames(group: Any) -> list[str]:
+    """The names of a group's frames in the order of their numbers: datasets [Y, X] or [1, Y, X] whose names end in a
+    number, at least two but in a result of ours; bright (`bak`) and dark (`drk`) frames are none of them."""
+    found: list[tuple[list[int], str]] = []
+    for name in group:
+        match = FRAME.match(name)
+        if match is None or "bak" in match["stem"] or "drk" in match["stem"]:
+            continue
+        node = group[name] if isinstance(group.get(name, getlink=True), h5py.HardLink) else None
+        if not isinstance(node, h5py.Dataset) or node.shape is None:
+            continue
+        if node.ndim == 2 or (node.ndim == 3 and node.shape[0] == 1):
+            found.append(([int(number) for number in re.findall(r"\d+", match["numbers"])], name))
+    return [name for _, name in sorted(found)] if len(found) > 1 or NOTES in group.attrs else []
+
+
+def _open_frames(file: str, group: Any, frames: list[str], follow_links: bool) -> RawVolume:
+    """A group of frames as a stack. Raises UserError that names the frame which is not like the first."""
+    first = group[frames[0]]
+    for name in frames:
+        _check_storage(group[name], follow_links)
+        if (group[name].shape[-2:], group[name].dtype) != (first.shape[-2:], first.dtype):
+            raise UserError(
+                f"{file}: {group.name}/{name} holds {format_shape(group[name].shape)} voxels of {group[name].dtype}, "
+                f"and {frames[0]} {format_shape(first.shape)} of {first.dtype}; the frames of a stack are alike"
+            )
+    place = str(group.name)
+    shape, dtype = (len(frames), *first.shape[-2:]), first.dtype
+    metadata = read_metadata(first, file, place)
+    metadata = replace(metadata, details={**metadata.details, "frames": frames})
+
+    def read(index: int) -> np.ndarray:
+        with _errors(f"{file}:{place}: {frames[index]} cannot be read"), h5py.File(file, "r") as h5:
+            return np.asarray(h5[place][frames[index]][()]).reshape(shape[1:])
+
+    name = "_".join(filter(None, [Path(file).stem, place.strip("/")]))
+    return RawVolume(f"{file}:{place}", name, shape, dtype.newbyteorder("="), 3, read, metadata)
+
+
+def read_metadata(dataset: Any, file: str, name: str) -> Metadata:
+    """What a dataset's attributes say, and those of its group: a voxel's size as Fiji writes it (`element_size_um`) or
+    as ALS 8.3.2 does (`pxsize`, in mm)."""
+    attributes = plain({name: _attribute(dataset, name) for name in dataset.attrs})
+    of_group = plain({name: _attribute(dataset.parent, name) for name in dataset.parent.attrs})
+    sides, unit = attributes.get("element_size_um"), "micrometer"
+    if sides is None and "unit" in attributes:  # of a result whose input has none
+        sides, unit = attributes.get("voxel_size"), attributes["unit"]
+    elif sides is None and "pxsize" in of_group:
+        sides, unit = 3 * (of_group["pxsize"] if isinstance(of_group["pxsize"], list) else [of_group["pxsize"]]), "mm"
+    size, unit, alone = one_unit(sides, [unit] * 3)
+    remarks = kept_alone(f"{file}:{name}", alone)
+    if dataset.size and not dataset.is_virtual:
+        there = dataset.id.get_num_chunks() if dataset.chunks else min(1, dataset.id.get_storage_size())
+        shape = dataset.shape
+        remarks += filled(f"{file}:{name}", there, shape, dataset.chunks or shape, dataset.fillvalue)
+    axes, text = str(attributes.get("axes", "")), attributes.get("description")
+    text, order = text if isinstance(text, str) else "", ">" if dataset.dtype.byteorder == ">" else "<"
+    details = {"file": file, "object": name, "ndim": dataset.ndim}
+    return Metadata("hdf5", axes, size, unit, text, order, {**of_group, **attributes}, details, remarks)
+
+
+def _attribute(node: Any, name: str) -> Any:
+    try:
+        return node.attrs[name]
+    except Exception:  # types that h5py has not
+        return None
+
+
+def _errors(what: str) -> AbstractContextManager[None]:
+    """Damaged headers, types that numpy has not: h5py raises many kinds."""
+    return reading(what, "check it with h5ls", {"unable to lock": OPEN_ELSEWHERE, "open for write": OPEN_ELSEWHERE})
+
+
+def _list_datasets(h5: Any) -> str:
+    found: list[str] = []
+    visited = 0
+
+    def visit(name: str, node: Any) -> bool | None:
+        nonlocal visited
+        visited += 1
+        if isinstance(node, h5py.Dataset) and node.shape is not None and node.ndim in (2, 3):
+            found.append(f"/{name} ({format_shape(node.shape)} {node.dtype})")
+        return True if visited >= MOST_VISITED else None
+
+    h5.visititems(visit)
+    return listed(found, "2-D or 3-D dataset")
+
+
+def _find(h5: Any, path: str, follow_links: bool) -> Any:
+    """The object of a path, link by link; None where there is none. Soft links lead on within a file; another file is a
+    UserError unless `follow_links`."""
+    node, names, led_on = h5, path.split("/"), 0
+    while names:
+        name = names.pop(0)
+        if name in ("", "."):
+            continue
+        link = node.get(name, getlink=True) if isinstance(node, h5py.Group) else None
+        if link is None:
+            return None
+        if isinstance(link, h5py.HardLink):
+            node = node[name]
+            continue
+        led_on += 1
+        if led_on > MOST_LINKS:
+            raise UserError(f"{node.file.filename}: {path} leads through more than {MOST_LINKS} links, in a circle?")
+        if isinstance(link, h5py.SoftLink):
+            node = node.file if link.path.startswith("/") else node
+            names = link.path.split("/") + names
+            continue
+        _check_other(node.file.filename, f"{path} is a link to {link.path} in", link.filename, follow_links)
+        node = node.get(name)
+    return node
+
+
+def _check_storage(dataset: Any, follow_links: bool, depth: int = 0) -> None:
+    """Raises UserError for filters that this HDF5 has not; for voxels in other files, directly or through virtual
+    datasets, unless `follow_links`; and for such voxels that are not there, which HDF5 reads as fill values."""
+    file, name = dataset.file.filename, dataset.name
+    if depth > MOST_LINKS:
+        raise UserError(f"{file}: {name} is made of more than {MOST_LINKS} virtual datasets in a row, in a circle?")
+    layout = dataset.id.get_create_plist()
+    for code, _, _, called in map(layout.get_filter, range(layout.get_nfilters())):
+        if not h5py.h5z.filter_avail(code):
+            raise UserError(
+                f"{file}: {name} is compressed by filter {code} ({called.decode(errors='replace') or 'of no name'}), "
+                "which this HDF5 has not; install hdf5plugin and set HDF5_PLUGIN_PATH to its plugins "
+                "(hdf5plugin.PLUGIN_PATH), or save the dataset with gzip (h5repack -f GZIP=4)"
+            )
+    left = dataset.nbytes
+    for other, start, size in dataset.external or ():
+        place = _check_other(file, f"{name} has its voxels in", other, follow_links, [Path(other)])
+        taken = min(size, left)
+        if place.stat().st_size < start + taken:
+            raise UserError(f"{file}: {name} has {taken} bytes of voxels in {other}, which is shorter; copy it again")
+        left -= taken
+    for other, path, shape in _sources(dataset):
+        opened: AbstractContextManager[Any] = contextlib.nullcontext(dataset.file)
+        if other != ".":
+            opened = h5py.File(
+                _check_other(file, f"{name} is a virtual dataset of voxels in", other, follow_links), "r"
+            )
+        with opened as source:
+            found = _find(source, path, follow_links)
+            there = getattr(found, "shape", None)
+            if there is None or any(side < least for side, least in zip(there, shape, strict=False)):
+                raise UserError(
+                    f"{file}: {name} is a virtual dataset of {path} in {other}, which has "
+                    f"{'none' if there is None else format_shape(there) + ' voxels, too few'}; copy it again"
+                )
+            _check_storage(found, follow_links, depth + 1)
+
+
+def _sources(dataset: Any) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Of each source of a virtual dataset the file, the dataset and the least shape."""
+    for source in dataset.virtual_sources() if dataset.is_virtual else ():
+        shape: tuple[int, ...] = ()
+        with contextlib.suppress(RuntimeError, ValueError):  # all of it, whatever its shape, or without an end
+            shape = tuple(end + 1 for end in source.src_space.get_select_bounds()[1])
+        yield source.file_name, source.dset_name, shape
+
+
+def _places(file: str, other: str) -> list[Path]:
+    """Where HDF5 looks for another file that a file names, in this order."""
+    names = (other, Path(other).name)[: 1 + Path(other).is_absolute()]
+    return [folder / name for name in names for folder in (Path(file).parent, Path(), Path(file).resolve().parent)]
+
+
+def _check_other(file: str, what: str, other: str, follow_links: bool, places: Sequence[Path] | None = None) -> Path:
+    """Where another file is that a file names. Raises UserError unless `follow_links`, where it is not there, and for
+    pipes and devices always. places: where it may be."""
+    if not follow_links:
+        raise UserError(
+            f"{file}: {what} another file, {other}; if you trust this file to choose what is read, allow it with "
+            "--follow-links"
+        )
+    place = next(filter(is_there, places or _places(file, other)), None)
+    if place is None:
+        raise UserError(f"{file}: {what} {other}, which is not there; put it where this file names it")
+    if kind := irregular(place):
+        raise UserError(f"{file}: {what} {other}, which is {kind}; name a regular file")
+    return place
+
+
+MOST_COPIED = 2**20  # bytes of a dataset beside the voxels that is copied: angles, positions, names
+LONGEST_ATTRIBUTE = 2**15  # bytes; HDF5 takes 64 KiB with all that goes with it
+
+
+def write_hdf5(new: NewVolume) -> None:
+    """Writes an HDF5 file. Of an HDF5 input its names, attributes and small datasets are kept, and a frame stays a
+    dataset; else it is Data Exchange's `/exchange/data`."""
+    kept, details = new.metadata, new.metadata.details
+    of_hdf5 = kept.kind == "hdf5"
+    place = str(details["object"]) if of_hdf5 else DATA_EXCHANGE
+    frames = details.get("frames", ()) if of_hdf5 else ()
+    first = new.region.start[0] if new.region is not None else 0
+    names = [f"{place.rstrip('/')}/{name}" for name in frames] or [f"/{place.strip('/')}"]
+    own = names[first : first + new.shape[0]] if frames else names
+    with h5py.File(new.path, "w") as file:
+        if of_hdf5:
+            with h5py.File(details["file"], "r") as old:
+                _copy_around(old, file, [name.strip("/") for name in names])  # not of frames outside a region either
+                _write_voxels(file, own, new)
+                for name in own:
+                    _copy_attributes(old[name], file[name])
+        else:
+            file["implements"] = "exchange"
+            _write_voxels(file, own, new)
+            _describe(file[place], new)
+        if new.provenance:
+            _say(file[place], NOTES, json.dumps(new.notes()))
+
+
+def _write_voxels(file: h5py.File, names: Sequence[str], new: NewVolume) -> None:
+    """names: of the one dataset, or of frames."""
+    if "frames" not in new.metadata.details:
+        dataset = file.create_dataset(names[0], new.stored_shape, new.stored)
+        for index, image_YX in enumerate(new.slices()):
+            dataset[index if new.ndim == 3 else ...] = image_YX.astype(new.stored)
+        return
+    for name, image_YX in zip(names, new.slices(), strict=True):
+        file[name] = image_YX.astype(new.stored).reshape((1,) * (new.metadata.details["ndim"] - 2) + image_YX.shape)
+
+
+def _describe(dataset: h5py.Dataset, new: NewVolume) -> None:
+    kept = new.metadata
+    if kept.voxel_size and kept.unit:
+        dataset.attrs["element_size_um"] = np.array(kept.voxel_size) * (LENGTHS[kept.unit][1] / 1e-6)
+    elif kept.voxel_size:
+        dataset.attrs["voxel_size"], dataset.attrs["unit"] = kept.voxel_size, kept.unit
+    if kept.description:
+        _say(dataset, "description", kept.description)
+    if new.ndim == 3:
+        dataset.attrs["axes"] = "z:y:x"
+    if kept.attributes:
+        _say(dataset, "attributes", json.dumps(kept.attributes))
+
+
+def _say(node: Any, name: str, text: str) -> None:
+    """A text as an attribute; one that is too long for an attribute as a dataset of its own."""
+    if len(text.encode()) < LONGEST_ATTRIBUTE:
+        node.attrs[name] = text
+    else:
+        node.file[f"/process/{NOTES}/{name}"] = text
+
+
+def _copy_around(old: Any, new: Any, voxels: Sequence[str]) -> None:
+    """Attributes of all groups, and the small datasets beside the voxels; nothing that lies in other files."""
+    skipped = set(voxels)
+    _copy_attributes(old, new)
+    left = MOST_VISITED + len(skipped)
+
+    def visit(name: str, node: Any) -> bool | None:
+        nonlocal left
+        left -= 1
+        if isinstance(node, h5py.Group):
+            _copy_attributes(node, new.require_group(name))
+        elif name not in skipped and _is_small(node):
+            old.copy(node, new.require_group(str(Path(name).parent)), Path(name).name)
+        return True if left <= 0 else None
+
+    old.visititems(visit)
+
+
+def _is_small(dataset: Any) -> bool:
+    if not isinstance(dataset, h5py.Dataset) or dataset.external or dataset.is_virtual:
+        return False
+    return dataset.shape is None or dataset.size * dataset.dtype.itemsize <= MOST_COPIED
+
+
+def _copy_attributes(old: Any, new: Any) -> None:
+    """All but references to objects, which mean nothing in another file."""
+    for name in old.attrs:
+        try:
+            value = old.attrs[name]
+            if h5py.check_ref_dtype(getattr(value, "dtype", np.dtype("u1"))) is None and not _holds_references(value):
+                new.attrs.create(name, value, dtype=old.attrs.get_id(name).dtype)
+        except (TypeError, ValueError, OSError):  # types that h5py has not
+            continue
+
+
+def _holds_references(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype.kind in "OV" and not h5py.check_string_dtype(value.dtype)

@@ -1,0 +1,192 @@
+"""Intensities: the range outside the mask, normalising to [0, 1] and going back to the user's dtype."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from cocodiff.config.errors import UserError
+from cocodiff_eval.data.masks import Mask
+from cocodiff_eval.data.pyramid import fill_from_outside
+from cocodiff_eval.data.slices import Stack
+from cocodiff_eval.data.volume import Progress, unwatched
+
+TAIL = 0.001  # the share of voxels below the lower percentile, and above the upper one
+# A spot of a few voxels is more than that share of a small image: there so many voxels lie beyond each percentile, up
+# to a larger share.
+TAIL_VOXELS, LARGEST_TAIL = 16, 0.01
+# How far beyond a percentile an outlier lies, in distances between both. Of 10^8 voxels of normally distributed noise
+# the largest lies .41 beyond.
+FENCE = 0.5
+SAMPLED = 1 << 20  # voxels that percentiles are taken of
+
+
+@dataclass(frozen=True)
+class IntensityRange:
+    """The intensities that are 0 and 1 for models, metrics and pictures, in the input's units: of a whole stack the
+    smallest and the largest outside the mask that is no outlier.
+
+    extremes  the smallest and the largest of all voxels outside the mask, where `beyond` of them are outliers; None
+              where none is
+    """
+
+    low: float
+    high: float
+    extremes: tuple[float, float] | None = None
+    beyond: int = 0
+
+    @property
+    def scale(self) -> float:
+        """Input units per normalised unit; 1 where the range is zero, so that a constant image divides by one."""
+        return self.high - self.low if self.high > self.low else 1.0
+
+    @property
+    def limits01(self) -> tuple[float, float]:
+        """What restorations may reach, normalised: 0 and 1, or the extremes of the data where they lie beyond."""
+        low, high = self.extremes or (self.low, self.high)
+        return min(0.0, (low - self.low) / self.scale), max(1.0, (high - self.low) / self.scale)
+
+    def normalise(self, image_YX: np.ndarray) -> np.ndarray:
+        """To float64 where low is 0 and high is 1; outliers and voxels under a mask may lie outside [0, 1]."""
+        return (image_YX.astype(np.float64) - self.low) / self.scale
+
+    def denormalise(self, image01_YX: np.ndarray) -> np.ndarray:
+        """Back to the input's units, float64. A range of zero gives back its one value."""
+        return image01_YX.astype(np.float64) * (self.high - self.low) + self.low
+
+
+def parse_range(text: str) -> tuple[float, float]:
+    """The two intensities of `--range low,high`. Raises UserError for other text."""
+    try:
+        low, high = map(float, text.split(","))
+    except ValueError:
+        low, high = math.nan, math.nan
+    if not (low < high and math.isfinite(high - low)):
+        raise UserError(f"--range {text[:60]!r}: give two intensities, the lower first, as --range 0,16383")
+    return low, high
+
+
+def intensity_range(
+    stack: Stack, mask: Mask, progress: Progress = unwatched, given: tuple[float, float] | None = None
+) -> IntensityRange:
+    """The range outside the mask over the whole stack, without outliers (`fences`), or the one that is given.
+
+    Reads one slice at a time, each once; where voxels lie beyond the range, a second time. Slices that are masked
+    wholly are not looked at.
+    progress: shows how far it is. Raises UserError if NaN or Inf lies outside the mask, with their count and the first
+    position (inside they are fine), for a range that float64 cannot hold, and for a given one that no voxel is in.
+    """
+    low, high, within = _extremes_and_fences(stack, mask, progress)
+    if given is not None:
+        if high < given[0] or low > given[1]:
+            raise UserError(
+                f"--range {given[0]:g},{given[1]:g}: no voxel of {stack.path} outside the mask lies in it; they have "
+                f"values from {low:g} to {high:g}"
+            )
+        within = given
+    ends, extremes, beyond = (low, high), None, 0
+    if low < within[0] or high > within[1]:
+        extremes = ends
+        ends, beyond = _within(stack, mask, progress, within)
+    if given is not None:
+        ends = given
+    if not np.isfinite(ends[1] - ends[0]):
+        raise UserError(f"{stack.path}: intensities from {ends[0]:g} to {ends[1]:g} are too far apart; rescale them")
+    return IntensityRange(*ends, extremes, beyond)
+
+
+def _extremes_and_fences(stack: Stack, mask: Mask, progress: Progress) -> tuple[float, float, tuple[float, float]]:
+    """The smallest and the largest voxel outside the mask, and the `fences` of all of them."""
+    low, high = np.inf, -np.inf
+    count, bad, first = 0, 0, ""
+    sample: list[np.ndarray] = []
+    every = max(1, math.prod(stack.shape) // SAMPLED)
+    every = next(n for n in range(every, 2 * every + 2) if math.gcd(n, stack.shape[2]) == 1)  # not the same columns
+    for index in progress(range(len(stack)), f"reading {stack.name}"):
+        if index in mask.full:
+            continue
+        image_YX, known_YX = stack.read(index), ~mask.read(index)
+        if stack.dtype.kind == "f":
+            bad_YX = ~np.isfinite(image_YX) & known_YX
+            found = int(np.count_nonzero(bad_YX))
+            if found and not first:
+                row, column = np.argwhere(bad_YX)[0].tolist()
+                first = stack.place(index, row, column)
+            bad += found
+        outside = image_YX[known_YX]
+        if outside.size and not bad:
+            low, high = min(low, float(outside.min())), max(high, float(outside.max()))
+            count += outside.size
+            sample.append(outside[::every].astype(np.float64))
+    if bad:
+        raise UserError(
+            f"{stack.path}: {bad} NaN or Inf voxels outside the mask {mask.name!r}, the first at {first}; "
+            "mask them or replace them"
+        )
+    return low, high, fences(np.concatenate(sample), count)
+
+
+def _within(stack: Stack, mask: Mask, progress: Progress, ends: tuple[float, float]) -> tuple[tuple[float, float], int]:
+    """The smallest and the largest voxel outside the mask within two intensities, and how many lie beyond."""
+    low, high, beyond = np.inf, -np.inf, 0
+    for index in progress(range(len(stack)), f"reading {stack.name} again"):
+        if index in mask.full:
+            continue
+        outside = stack.read(index)[~mask.read(index)].astype(np.float64)
+        inside = outside[(outside >= ends[0]) & (outside <= ends[1])]
+        beyond += outside.size - inside.size
+        if inside.size:
+            low, high = min(low, float(inside.min())), max(high, float(inside.max()))
+    return (low, high), beyond
+
+
+def fences(sample: np.ndarray, count: int) -> tuple[float, float]:
+    """The intensities beyond which voxels are outliers, of a sample of `count` voxels.
+
+    An outlier lies below the .1 percentile or above the 99.9 percentile by more than half the distance between these.
+    Of fewer than 16000 voxels, more lie beyond the percentiles: 16, but at most 1 %. Where both percentiles are the
+    same value, which all but a few voxels have, nothing tells outliers from data: there are none.
+    """
+    share = max(TAIL, min(LARGEST_TAIL, TAIL_VOXELS / count))
+    cut = min(round(share * sample.size), (sample.size - 1) // 2)
+    ordered = np.partition(sample, (cut, sample.size - 1 - cut))
+    low, high = float(ordered[cut]), float(ordered[sample.size - 1 - cut])
+    margin = FENCE * (high - low) if high > low else math.inf
+    return low - margin, high + margin
+
+
+def prepare_slice(image_YX: np.ndarray, mask_YX: np.ndarray, scale: IntensityRange) -> np.ndarray:
+    """The slice as models see it: float32 [Y, X] in [0, 1], with the voxels under the mask filled from outside it.
+
+    Outliers become 0 or 1 before that: a model has not seen others, and none is to brighten the fill around it. The
+    voxels under the mask are replaced before anything reads them; whatever they hold, the result has the same bits.
+    """
+    known_YX = np.where(mask_YX, np.asarray(scale.low).astype(image_YX.dtype), image_YX)
+    known01_YX = np.clip(scale.normalise(known_YX), 0.0, 1.0)
+    return fill_from_outside(known01_YX, mask_YX).astype(np.float32)
+
+
+def compose_native(
+    original_YX: np.ndarray, restored01_YX: np.ndarray, mask_YX: np.ndarray, scale: IntensityRange
+) -> np.ndarray:
+    """The restored slice in the dtype of `original_YX`: outside the mask its very bits, inside what was restored.
+
+    Integers are rounded to nearest and clipped to their range.
+    """
+    restored_YX = scale.denormalise(restored01_YX)
+    if original_YX.dtype.kind in "ui":
+        limits = np.iinfo(original_YX.dtype)
+        # Through Python integers at the ends: float64 cannot hold the largest 64-bit ones.
+        inside = np.rint(restored_YX[mask_YX])
+        native = np.where(inside >= float(limits.max), limits.max, 0).astype(original_YX.dtype)
+        fits = (inside < float(limits.max)) & (inside >= float(limits.min))
+        native[fits] = inside[fits].astype(original_YX.dtype)
+        native[inside < float(limits.min)] = limits.min
+    else:
+        limit = np.finfo(original_YX.dtype)
+        native = np.clip(restored_YX[mask_YX], float(limit.min), float(limit.max)).astype(original_YX.dtype)
+    result_YX = original_YX.copy()
+    result_YX[mask_YX] = native
+    return result_YX

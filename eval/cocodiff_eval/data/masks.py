@@ -1,0 +1,167 @@
+"""Masks: True is a voxel to restore. Generated (`block`, `center`) or read from a file."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from cocodiff.config.errors import UserError
+from cocodiff.config.files import is_there
+from cocodiff_eval.data.formats import open_volume
+from cocodiff_eval.data.slices import Stack, safe_stem
+from cocodiff_eval.data.volume import Progress, RawVolume, format_shape, matched, unwatched
+
+GENERATED = ("block", "center")
+GRID = 6
+NAN = float("nan")  # one object, as no two are equal
+HIDDEN_CELLS = 9  # of 36: a quarter of the slice
+FAR = 32  # slices that are looked at before and behind one
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Which voxels of a stack are to be restored.
+
+    from_file  the truth under it is unknown
+    full       slices that are masked wholly: nothing is there to restore them from, so they are left as they are
+    masked     how many slices have something to restore
+    """
+
+    name: str
+    from_file: bool
+    shape: tuple[int, int, int]
+    reader: Callable[[int], np.ndarray]
+    masked: int
+    full: frozenset[int] = frozenset()
+
+    def read(self, index: int) -> np.ndarray:
+        """What is to be restored of slice `index`, boolean [Y, X]: nothing of one that is masked wholly."""
+        return np.zeros(self.shape[1:], bool) if index in self.full else self.reader(index)
+
+
+def block_mask(shape: tuple[int, int], seed: int) -> np.ndarray:
+    """Nine random cells of a 6 x 6 grid over [Y, X]; cell edges lie at round(i * side / 6). Boolean [Y, X]."""
+    rows, columns = ([round(i * side / GRID) for i in range(GRID + 1)] for side in shape)
+    mask_YX = np.zeros(shape, dtype=bool)
+    # Python's generator, not NumPy's: its sequence for a seed is the same in every version.
+    for cell in random.Random(seed).sample(range(GRID * GRID), HIDDEN_CELLS):
+        i, j = divmod(cell, GRID)
+        mask_YX[rows[i] : rows[i + 1], columns[j] : columns[j + 1]] = True
+    return mask_YX
+
+
+def center_mask(shape: tuple[int, int]) -> np.ndarray:
+    """The central half of both sides of [Y, X]. Boolean [Y, X]."""
+    mask_YX = np.zeros(shape, dtype=bool)
+    top, left = (round(side / 4) for side in shape)
+    mask_YX[top : shape[0] - top, left : shape[1] - left] = True
+    return mask_YX
+
+
+def depth(read: Callable[[int], np.ndarray], index: int, slices: int) -> np.ndarray:
+    """How far each masked voxel of slice `index` is from the nearest known one in its slice, or straight before or
+    behind it, in voxels; float64 [Y, X], 0 where it is known. read: a slice of the mask, of so many."""
+    from scipy.ndimage import distance_transform_edt
+
+    mask_YX = read(index)
+    found_YX = np.full(mask_YX.shape, float(FAR)) if mask_YX.all() else np.asarray(distance_transform_edt(mask_YX))
+    for away in range(1, FAR):
+        if found_YX.max() <= away:
+            break
+        for other in (index - away, index + away):
+            if 0 <= other < slices:
+                found_YX = np.where(read(other), found_YX, np.minimum(found_YX, away))
+    return found_YX
+
+
+def nothing_masked(stack: Stack) -> Mask:
+    """All voxels are known."""
+    return Mask("none", False, stack.shape, lambda index: np.zeros(stack.shape[1:], bool), 0)
+
+
+def make_mask(
+    kind: str,
+    stack: Stack,
+    seed: int = 0,
+    follow_links: bool = False,
+    progress: Progress = unwatched,
+    along_z: bool = True,
+) -> Mask:
+    """The mask for one input: `block` (seeded), `center`, or a path of a mask in any format that is read, or
+    `labels/NAME` of a Zarr input's own store.
+
+    follow_links: read other files that an HDF5 file names; progress: shows how far the reading of a file is. along_z:
+    whether slices along z alone are restored, so that one at least must not be masked wholly.
+    A 2-D mask file holds for every slice; a 3-D one must have the stack's shape, or that of the volume which it is a
+    part of. In a file, non-zero is "restore".
+    Raises UserError for another shape, a mask that is empty or wherever it is not empty full, and more than two values.
+    """
+    if kind in GENERATED:
+        shape = stack.shape[1:]
+        mask_YX = block_mask(shape, seed) if kind == "block" else center_mask(shape)
+        return Mask(kind, False, stack.shape, lambda index: mask_YX, len(stack))
+    try:
+        volume = matched(open_volume(_in_store(kind, stack), follow_links), stack.volume)
+    except UserError as error:
+        if "no such file" in str(error):
+            raise UserError(f"--mask {kind}: neither 'block' nor 'center', and no such file; check the path") from None
+        raise
+    return _mask_from_file(volume, stack, progress, along_z)
+
+
+def _in_store(kind: str, stack: Stack) -> str:
+    """The path of a mask: `labels/NAME` is a label image of the input's own store."""
+    store = stack.metadata.details.get("store")
+    inside = store is not None and kind.startswith("labels/") and not is_there(kind)
+    parts = [stack.metadata.details.get("inner"), kind]
+    return f"{store}:/{'/'.join(filter(None, parts))}" if inside else kind
+
+
+def _mask_from_file(volume: RawVolume, stack: Stack, progress: Progress, along_z: bool) -> Mask:
+    right = volume.shape[1:] == stack.shape[1:] and (volume.ndim == 2 or volume.shape == stack.shape)
+    if not right:
+        raise UserError(
+            f"{volume.path}: the mask has shape {format_shape(volume.shape[-volume.ndim :])} but {stack.path} has "
+            f"{format_shape(stack.shape[-stack.ndim :])}; give a mask of that shape, or a 2-D one for every slice"
+        )
+    masked, full = _check_values(volume, progress, along_z)
+    name = safe_stem(volume.stem)
+    if volume.ndim == 2:
+        mask_YX = np.asarray(volume.reader(0)) != 0
+        return Mask(name, True, stack.shape, lambda index: mask_YX, len(stack))
+    return Mask(name, True, stack.shape, lambda index: np.asarray(volume.reader(index)) != 0, masked, full)
+
+
+def _check_values(volume: RawVolume, progress: Progress, along_z: bool) -> tuple[int, frozenset[int]]:
+    """Two values at most, and in some slice something to restore and something outside it. How many such slices there
+    are, and those that are masked wholly."""
+    values: set[float] = set()
+    hidden: list[int] = []
+    full: list[int] = []
+    for index in progress(range(volume.shape[0]), f"reading {volume.stem}"):
+        slice_YX = np.asarray(volume.reader(index))
+        if slice_YX.dtype.kind not in "buif":
+            raise UserError(f"{volume.path}: mask values of type {slice_YX.dtype}; save it as 8-bit 0 and 255")
+        values.update(NAN if value != value else value for value in np.unique(slice_YX)[:300].tolist())
+        if len(values) > 2 and not volume.labels:
+            shown = ", ".join(f"{value:g}" for value in sorted(values)[:4])
+            raise UserError(
+                f"{volume.path}: a mask has two values (0 keeps, the other restores), this one has at least "
+                f"{len(values)} ({shown}, ...): threshold it"
+            )
+        count = int(np.count_nonzero(slice_YX))
+        if count == slice_YX.size:
+            full.append(index)
+        elif count:
+            hidden.append(index)
+    if full and not hidden and (along_z or len(full) == volume.shape[0]):
+        where = "all voxels are" if volume.ndim == 2 else "every slice with masked voxels is wholly"
+        raise UserError(
+            f"{volume.path}: {where} masked, nothing is left to restore from; 0 must mark the voxels to keep"
+        )
+    if not hidden and not full:
+        raise UserError(f"{volume.path}: the mask is empty, all values are 0; mark the voxels to restore with non-zero")
+    return len(hidden), frozenset(full)

@@ -1,0 +1,148 @@
+"""The user's slices: opening them, one at a time, and previews of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from cocodiff.config.errors import UserError
+from cocodiff_eval.data.formats import open_volume
+from cocodiff_eval.data.volume import Metadata, Part, RawVolume, format_shape, matched
+
+WHOLE = Part()
+SMALLEST_SIDE = 16  # two latent cells of the usual 8-fold autoencoder, and more than the SSIM window of 7
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One input: a slice or a stack of slices, read one at a time.
+
+    name   unique within a run and safe as a file name
+    path   as the user wrote it
+    shape  [N, Y, X]; N is 1 for a single slice
+    dtype  native-endian; `read` returns it
+    ndim   2 for a slice, 3 for a stack (also one of a single slice)
+    """
+
+    name: str
+    path: str
+    shape: tuple[int, int, int]
+    dtype: np.dtype
+    ndim: int
+    volume: RawVolume
+
+    @property
+    def metadata(self) -> Metadata:
+        """What the file says of its voxels besides their values: their size, axes, attributes."""
+        return self.volume.metadata
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @property
+    def numbers(self) -> range:
+        """What the slices are called by: their numbers in the input, of which this may be a part."""
+        first = self._start[0]
+        return range(first, first + len(self))
+
+    @property
+    def _start(self) -> tuple[int, int, int]:
+        return self.volume.region.start if self.volume.region is not None else (0, 0, 0)
+
+    def place(self, index: int, row: int, column: int) -> str:
+        """A voxel of slice `index` as messages name it: where it is in the input."""
+        _, top, left = self._start
+        found = f"row {top + row}, column {left + column}"
+        return f"slice {self.numbers[index]}, {found}" if self.ndim == 3 else found
+
+    def read(self, index: int) -> np.ndarray:
+        """Slice `index` as [Y, X] in the native dtype. Raises UserError if the file can't be read there."""
+        image_YX = np.asarray(self.volume.reader(index))
+        return np.ascontiguousarray(image_YX, dtype=self.dtype)
+
+
+def safe_stem(text: str) -> str:
+    """`text` with everything that could trouble a file system or a shell replaced by `_`."""
+    return re.sub(r"[^\w.+-]+", "_", text).strip("._-")[:100] or "slice"
+
+
+def unique_names(names: Sequence[str]) -> list[str]:
+    """The names, with -2, -3, ... where one was there already; upper and lower case count as the same."""
+    taken: set[str] = set()
+    unique = []
+    for wanted in names:
+        name, number = wanted, 2
+        while name.lower() in taken:
+            name, number = f"{wanted}-{number}", number + 1
+        taken.add(name.lower())
+        unique.append(name)
+    return unique
+
+
+def open_stack(path: str, follow_links: bool = False, part: Part = WHOLE) -> Stack:
+    """Open one slice or stack in any of `formats.table`. Reads no voxels of a stack yet.
+
+    follow_links: read other files that an HDF5 file names. part: of the volume, the only one that is read.
+    Raises UserError for what cannot be read and for data that is no grey image (complex, boolean, below 16 x 16).
+    """
+    volume = part.of(open_volume(path, follow_links))
+    _check_dtype(volume)
+    if min(volume.shape[1:]) < SMALLEST_SIDE:
+        raise UserError(
+            f"{path}: slices of {format_shape(volume.shape[1:])} voxels; at least {SMALLEST_SIDE} x {SMALLEST_SIDE} "
+            "are needed: give a larger region"
+        )
+    if volume.shape[0] == 0:
+        raise UserError(f"{path}: a stack of no slices; give at least one")
+    return Stack(safe_stem(volume.stem), str(path), volume.shape, volume.dtype, volume.ndim, volume)
+
+
+def open_stacks(paths: Sequence[str], follow_links: bool = False, part: Part = WHOLE) -> list[Stack]:
+    """Open every input and give each a unique name (`scan`, `scan-2`, ...; upper and lower case count as the same)."""
+    if not paths:
+        raise UserError("no input given; name at least one file: --input slice.tif")
+    stacks = [open_stack(path, follow_links=follow_links, part=part) for path in paths]
+    names = unique_names([stack.name for stack in stacks])
+    return [replace(stack, name=name) for stack, name in zip(stacks, names, strict=True)]
+
+
+def open_truth(path: str, stack: Stack, follow_links: bool = False) -> Stack:
+    """Open the known original of `stack`, or of the volume that it is a part of; it may have another dtype, never
+    another shape (UserError)."""
+    truth = open_stack(path, follow_links=follow_links)
+    volume = matched(truth.volume, stack.volume)
+    truth = replace(truth, volume=volume, shape=volume.shape)
+    if truth.shape != stack.shape:
+        raise UserError(
+            f"{path}: the truth has shape {format_shape(truth.shape)} but {stack.path} has "
+            f"{format_shape(stack.shape)}; give the original of exactly that input"
+        )
+    return truth
+
+
+def _check_dtype(volume: RawVolume) -> None:
+    dtype = volume.dtype
+    if dtype.kind == "c":
+        raise UserError(f"{volume.path}: complex values ({dtype}); save the magnitude or the real part as float32")
+    if dtype.kind == "b":
+        raise UserError(f"{volume.path}: boolean values are no grey image; is this a mask? give it with --mask")
+    if dtype.kind not in "uif" or dtype.itemsize > 8:
+        raise UserError(f"{volume.path}: values of type {dtype}; save them as 8 or 16 bit integers or as float32")
+
+
+def to_grey8(image_YX: np.ndarray, low: float, high: float) -> np.ndarray:
+    """`image_YX` as 8-bit grey for looking at: low is black, high is white, what is not finite is black."""
+    scale = 255.0 / (high - low) if high > low else 0.0
+    finite_YX = np.nan_to_num(image_YX.astype(np.float64), nan=low, posinf=high, neginf=low)
+    return np.clip(np.rint((finite_YX - low) * scale), 0, 255).astype(np.uint8)
+
+
+def save_preview_png(path: Path, image_YX: np.ndarray, low: float, high: float) -> None:
+    """Save a slice as an 8-bit PNG for looking at (the TIFF holds the values)."""
+    from PIL import Image
+
+    Image.fromarray(to_grey8(image_YX, low, high)).save(path)

@@ -1,0 +1,319 @@
+"""TIFF files: one slice or a stack of pages; and sequences of them, a slice each: a folder, or a pattern such as
+`scan/recon_*.tif`."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import weakref
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cocodiff.config.errors import UserError
+from cocodiff.config.files import is_there
+from cocodiff_eval.data.tiff_metadata import read_metadata, tiff_options
+from cocodiff_eval.data.volume import (
+    Metadata,
+    NewVolume,
+    RawVolume,
+    as_volume_shape,
+    check_file,
+    check_memory,
+    format_shape,
+    is_folder,
+    one_line,
+    quiet_libraries,
+    reading,
+    same_channels,
+)
+
+
+def open_tiff(file: str) -> RawVolume:
+    import tifffile
+
+    damaged = reading(f"{file}: not a readable TIFF", "save it again")
+    with quiet_libraries() as messages, damaged, tifffile.TiffFile(file) as tiff:
+        series = list(tiff.series)
+        planes = [page for one in series for page in one.pages] if tiff.is_ome else []
+        missing = [number for number, page in enumerate(planes) if page is None]
+        metadata = read_metadata(tiff) if series else Metadata()
+    if missing:
+        told = "; ".join([f"{len(missing)} planes, slice {missing[0]} the first", *messages[:1]])[:200]
+        raise UserError(
+            f"{file}: its OME-XML names what is not there ({told}); put all its files here, or save it again"
+        )
+    # tifffile only logs that the chain of pages breaks off, and gives the slices before that.
+    broken = [text for text in messages if "invalid" in text or "failed" in text or "corrupt" in text]
+    if broken:
+        raise UserError(f"{file}: a damaged TIFF, cut short perhaps ({broken[0][:120]}); copy or save it again")
+    if not series:
+        raise UserError(f"{file}: a TIFF without images; save it again")
+    check_samples(file, [one.keyframe for one in series])
+    shapes = {(one.shape, one.dtype) for one in series}
+    if len(shapes) > 1:
+        listed = ", ".join(sorted(format_shape(shape) for shape, _ in shapes)[:4])
+        raise UserError(f"{file}: holds images of different shapes or dtypes ({listed}); save each as its own file")
+    first = series[0]
+    if first.dtype is None:
+        raise UserError(f"{file}: the TIFF's sample type is unknown; save it as 8 or 16 bit or as float32")
+    reader = _TiffReader(file)
+    # NumPy has two names for integers of 64 bits, of which Zarr's library knows the one.
+    stem, dtype = Path(file).stem, np.dtype(first.dtype.newbyteorder("=").str)
+    # A stack of 3 or 4 slices, saved without saying so, is marked as the planes of one colour image (SYX); colour
+    # images themselves come with their channels interleaved (YXS).
+    if "S" in first.axes and (first.axes != "SYX" or len(series) > 1):
+        if first.axes != "YXS" or len(series) > 1:
+            raise UserError(f"{file}: a stack of colour images {format_shape(first.shape)}; save it as grey")
+        check_memory(file, first.shape, dtype.itemsize)
+        image_YX = same_channels(reader.whole(), file)
+        return RawVolume(file, stem, as_volume_shape(image_YX.shape, file), dtype, 2, lambda index: image_YX, metadata)
+    shape = tuple(first.shape)
+    if len(series) > 1:  # pages appended one by one
+        if len(shape) != 2:
+            raise UserError(f"{file}: holds {len(series)} stacks; save each as a file of its own")
+        shape = (len(series), *shape)
+    if len(shape) > 3:  # ImageJ and OME hyperstacks carry axes of length 1
+        shape = tuple(side for side in shape if side > 1)
+    volume_shape = as_volume_shape(shape, file)
+    check_memory(file, volume_shape[1:], dtype.itemsize)
+    if first.dataoffset is None and sum(len(one.pages) for one in series) != volume_shape[0]:
+        check_memory(file, volume_shape, dtype.itemsize, working=0)  # one compressed volume is read as a whole
+    return RawVolume(
+        file, stem, volume_shape, dtype, len(shape), lambda index: reader.read(index, volume_shape), metadata
+    )
+
+
+def check_samples(file: str, pages: Sequence[Any]) -> None:
+    """Raises UserError for samples that are no intensities, and where not all pages' are of one kind."""
+    kinds = {int(page.photometric): getattr(page.photometric, "name", "unknown") for page in pages}
+    if len(kinds) > 1 or max(kinds) > 2:  # min is white, min is black, RGB
+        raise UserError(
+            f"{file}: samples of photometric interpretation {', '.join(kinds.values())}, not all intensities of one "
+            "kind; save it as grey (8 or 16 bit; in ImageJ after Image > Lookup Tables > Grays)"
+        )
+
+
+class _TiffReader:
+    """Reads slices: by page where pages are slices, else by memory map, else (one compressed volume) wholly.
+
+    Each process opens the file for itself: ranks forked after the input was checked would otherwise share one file
+    position and read each other's bytes.
+    """
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self.process = 0
+        self.series: list[Any] = []
+        self.pages: list[Any] = []
+        self.volume: np.ndarray | None = None
+
+    def _open(self) -> None:
+        import tifffile
+
+        if self.process != os.getpid():
+            tiff = tifffile.TiffFile(self.file)
+            weakref.finalize(self, tiff.close)
+            self.series = list(tiff.series)
+            self.pages = [page for one in self.series for page in one.pages]
+            self.process = os.getpid()
+
+    def whole(self) -> np.ndarray:
+        """The first series at once, as a memory map where the file allows it."""
+        with quiet_libraries(), self._errors("its image"):
+            self._open()
+            first = self.series[0]
+            for page in first.pages if first.dataoffset is None else ():
+                _check_segments(page)
+            return np.asarray(first.asarray(out="memmap" if first.dataoffset is not None else None))
+
+    def read(self, index: int, shape: tuple[int, int, int]) -> np.ndarray:
+        """Slice `index` of a volume of `shape`, [Y, X]."""
+        with quiet_libraries(), self._errors(f"slice {index}"):
+            if self.volume is None:
+                self._open()
+                if len(self.pages) == shape[0]:
+                    _check_segments(self.pages[index])
+                    return np.asarray(self.pages[index].asarray()).reshape(shape[1:])
+                self.volume = self.whole().reshape(shape)
+            return np.asarray(self.volume[index])
+
+    def _errors(self, what: str) -> AbstractContextManager[None]:
+        """Damaged data, an absent codec, a full disk."""
+        others = {"imagecodecs": "save it uncompressed"}
+        return reading(f"{self.file}: {what} cannot be read", "the file may be damaged", others)
+
+
+def _check_segments(page: Any) -> None:
+    """Raises for strips or tiles that a page has not stored, which would be read as 0."""
+    if page.is_contiguous:
+        return
+    count = math.prod(page.chunked)
+    there = sum(1 for start, size in zip(page.dataoffsets, page.databytecounts, strict=False) if start and size)
+    if there < count:
+        raise ValueError(f"{count - there} of {count} strips or tiles of page {page.index} are not there")
+
+
+def write_tiff(new: NewVolume) -> None:
+    """Writes a TIFF, uncompressed, its slices in a row; a BigTIFF where it needs one."""
+    import tifffile
+
+    big = math.prod(new.shape) * new.dtype.itemsize > 2**32 - 2**25
+    opening, options = tiff_options(new)
+    with quiet_libraries(), tifffile.TiffWriter(new.path, bigtiff=big, **opening) as writer:
+        writer.write(new.slices(), shape=new.stored_shape, dtype=new.dtype, **options)
+
+
+TIFF_SUFFIXES = (".tif", ".tiff")
+_NUMBER = re.compile(r"^(?P<before>.*?)(?P<number>\d+)(?P<after>\D*)$", re.DOTALL)
+
+
+def is_pattern(path: str) -> bool:
+    """Whether a path names several files, and none of that very name exists."""
+    return any(sign in path for sign in "*?[") and "\0" not in path and not is_there(path)
+
+
+def holds_slices(path: str) -> bool:
+    """Whether a path names a folder that has TIFF files in it."""
+    try:
+        return is_folder(path) and bool(_slices_in(path))
+    except PermissionError:
+        return False
+
+
+def open_sequence(path: str) -> RawVolume:
+    """The TIFF files of a folder or a pattern as one stack, in the order of their numbers; reads headers only.
+
+    Raises UserError that names the file: for a number that is missing or comes twice, for files of several names, and
+    for a file that holds something else than one slice of the first one's shape and type.
+    """
+    found = _listed(path)
+    numbers = [number for number, _ in found]
+    files = [file for _, file in found]
+    if numbers:
+        _check_numbers(path, numbers, files)
+    first = open_tiff(files[0])
+    for file in files:
+        _check_like(file, files[0], first)
+
+    def read(index: int) -> np.ndarray:
+        return open_tiff(files[index]).reader(0)
+
+    stem = _stem(path, files[0])
+    metadata = replace(first.metadata, kind="sequence", details={**first.metadata.details, "files": files})
+    return RawVolume(path, stem, (len(files), *first.shape[1:]), first.dtype, 3, read, metadata)
+
+
+def _slices_in(folder: str) -> list[Path]:
+    return [one for one in Path(folder).iterdir() if one.suffix.lower() in TIFF_SUFFIXES and one.name[0] != "."]
+
+
+def _listed(path: str) -> list[tuple[int, str]]:
+    """Numbers and files in order."""
+    if is_pattern(path):
+        folder, parts = Path(), [*Path(path).parts]
+        while len(parts) > 1 and is_there(folder / parts[0]):  # signs in the names of folders are their own
+            folder /= parts.pop(0)
+        try:
+            rest = str(Path(*parts))
+            fitting = [*folder.glob(rest)] or [*folder.glob(rest.replace("[", "[[]"))]
+            files = [one for one in fitting if not one.is_dir()]
+        except (ValueError, NotImplementedError) as error:
+            raise UserError(f"{path}: {one_line(error)}; give a pattern such as scan/recon_*.tif") from error
+        wrong = next((one for one in files if one.suffix.lower() not in TIFF_SUFFIXES), None)
+        if wrong is not None:
+            raise UserError(f"{path}: {wrong} is no TIFF (.tif, .tiff); only those may be given as one stack")
+        if not files:
+            raise UserError(f"{path}: no such file; no name fits this pattern (quoted, so that the shell leaves it?)")
+    else:
+        files = _slices_in(path)
+        if not files:
+            raise UserError(f"{path}: is a directory; name the files in it, e.g. {Path(path) / '*.png'}")
+    families: dict[tuple[str, str], list[tuple[int, str]]] = defaultdict(list)
+    for file in files:
+        match = _NUMBER.match(file.name.removesuffix(file.suffix))
+        key = (match["before"], match["after"]) if match else (file.stem, "")
+        families[key].append((int(match["number"]) if match else 0, str(file)))
+    if len(families) > 1:
+        names = sorted(families, key=lambda name: len(families[name]))
+        odd, usual = families[names[0]][0][1], "*".join(names[-1])
+        pattern = Path(files[0]).parent / f"{usual}{files[0].suffix}"
+        raise UserError(
+            f"{path}: {Path(odd).name} has another name than {usual}{files[0].suffix}, so they are no one stack; give "
+            f"the files of one, as '{pattern}'"
+        )
+    return sorted(next(iter(families.values())))
+
+
+def _check_numbers(path: str, numbers: Sequence[int], files: Sequence[str]) -> None:
+    steps = [after - before for before, after in pairwise(numbers)]
+    if not steps:
+        return
+    if (least := min(steps)) == 0:
+        twice = steps.index(0)
+        raise UserError(f"{path}: {files[twice]} and {files[twice + 1]} have the same number; remove or rename one")
+    for index, step in enumerate(steps):
+        if step != least:
+            name = Path(files[index]).name
+            match = _NUMBER.match(Path(name).stem)
+            assert match is not None
+            missing = str(numbers[index] + least).zfill(len(match["number"]))
+            suffix = Path(name).suffix
+            raise UserError(
+                f"{path}: {match['before']}{missing}{match['after']}{suffix} is missing after {name}: put it there, or "
+                "give the parts before and after it as sequences of their own"
+            )
+
+
+def _check_like(file: str, first_file: str, first: RawVolume) -> None:
+    import tifffile
+
+    check_file(file)
+    damaged = reading(f"{file}: not a readable TIFF", "save it again")
+    with quiet_libraries(), damaged, tifffile.TiffFile(file) as tiff:
+        page = tiff.pages.first
+        shape, dtype, pages, white = page.shape, page.dtype, len(tiff.pages), page.photometric == 0
+    if pages != 1 or first.ndim != 2:
+        raise UserError(f"{file}: holds {pages} slices, and a file of a sequence holds one; give it by itself")
+    if white is not (first.metadata.details["photometric"] == 0):
+        raise UserError(f"{file}: 0 is white in it or in {first_file}, not in both; save all slices in one way")
+    if shape[:2] != first.shape[1:] or dtype is None or dtype.newbyteorder("=") != first.dtype:
+        raise UserError(
+            f"{file}: holds {format_shape(shape)} voxels of {dtype}, and {first_file} {format_shape(first.shape[1:])} "
+            f"of {first.dtype}; the slices of a stack are alike"
+        )
+
+
+def _stem(path: str, first: str) -> str:
+    """The name that files of a pattern have in common, else that of their folder."""
+    if is_pattern(path):
+        match = _NUMBER.match(Path(first).stem)
+        common = (match["before"] if match else Path(first).stem).strip("_-. ")
+        return common or Path(first).resolve().parent.name
+    return Path(path).resolve().name
+
+
+def write_sequence(new: NewVolume) -> None:
+    """Writes a folder of TIFF files, a slice each, with the names and the metadata of the input's where it is a
+    sequence: description and date may differ from slice to slice."""
+    import tifffile
+
+    new.path.mkdir()
+    first = new.region.start[0] if new.region is not None else 0
+    sources = new.metadata.details["files"][first:] if new.metadata.kind == "sequence" else ()
+    width = max(5, len(str(first + new.shape[0])))
+    for index, image_YX in enumerate(new.slices()):
+        name, metadata = f"slice_{first + index:0{width}}.tif", new.metadata
+        if sources:
+            name = Path(sources[index]).name
+            with quiet_libraries(), tifffile.TiffFile(sources[index]) as tiff:
+                metadata = read_metadata(tiff)
+        one = replace(new, path=new.path / name, shape=(1, *new.shape[1:]), ndim=2, metadata=metadata)
+        write_tiff(replace(one, read=[image_YX].__getitem__))

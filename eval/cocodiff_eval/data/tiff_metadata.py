@@ -1,0 +1,231 @@
+"""What a TIFF says besides its voxels: tags, ImageJ's and OME's descriptions; read, and written again."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Mapping
+from typing import Any
+from xml.etree import ElementTree
+
+from cocodiff_eval.data.units import Sides, one_unit, unit_symbol
+from cocodiff_eval.data.volume import Metadata, NewVolume, kept_alone, plain
+
+# Tags of text that are kept: document, maker, model, page, date, artist, host, copyright.
+TEXTS = (269, 271, 272, 285, 306, 315, 316, 33432)
+SOFTWARE, X_RESOLUTION, Y_RESOLUTION, RESOLUTION_UNIT = 305, 282, 283, 296
+MICROMETERS = {2: 25400.0, 3: 10000.0, 4: 1000.0, 5: 1.0}  # of a resolution unit
+OME_DTYPES = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "float32", "float64")
+IMAGEJ_DTYPES = ("uint8", "uint16", "float32")
+PLACED = ("ROI", "Overlays")  # of ImageJ, in voxels of the whole image
+IMAGEJ_BINARY = (*PLACED, "LUTs", "Plot")  # which only ImageJ's own files have a place for
+# What tifffile says of ImageJ's and its own files by itself.
+_OF_SHAPE = {"ImageJ", "images", "slices", "frames", "channels", "hyperstack", "mode", "shape", "axes", "truncated"}
+NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # characters
+NOTES = "cocodiff"
+
+
+def read_metadata(tiff: Any) -> Metadata:
+    """The metadata of an open `tifffile.TiffFile`."""
+    page = tiff.pages.first
+    tags = {tag.code: tag.value for tag in page.tags if tag.code != 270}  # descriptions come twice
+    details: dict[str, Any] = {
+        "form": "imagej" if tiff.is_imagej else "ome" if tiff.is_ome else "plain",
+        "photometric": int(page.photometric) if int(page.photometric) in (0, 1) else 1,
+        "texts": {code: str(tags[code]) for code in TEXTS if isinstance(tags.get(code), str) and tags[code]},
+        "software": str(tags.get(SOFTWARE, "")),
+        "resolution": _resolution(tags),
+        "axes": tiff.series[0].axes,
+    }
+    description, attributes = page.description, dict[str, Any]()
+    size, unit, alone = _of_resolution(details["resolution"])
+    if tiff.is_imagej:
+        attributes = {name: value for name, value in tiff.imagej_metadata.items() if name not in _OF_SHAPE}
+        details["imagej"] = {name: attributes.pop(name) for name in IMAGEJ_BINARY if name in attributes}
+        size, unit, alone = _of_imagej(attributes, details["resolution"])
+        alone += details["imagej"]
+        description = str(attributes.get("Info", ""))
+    elif tiff.is_ome:
+        try:
+            (size, unit, alone), description = _of_ome(tiff.ome_metadata)
+            details["xml"] = tiff.ome_metadata
+        except (ElementTree.ParseError, ValueError):
+            details["form"] = "plain"
+    elif tiff.is_shaped:
+        shaped = dict((tiff.shaped_metadata or ({},))[0])
+        attributes = {name: value for name, value in shaped.items() if name not in _OF_SHAPE}
+        description = "" if description.startswith("{") else description
+        if "voxel_size" in attributes:
+            size, unit, alone = one_unit(attributes["voxel_size"], [attributes.get("unit", "")] * 3)
+    if details["photometric"] == 0:
+        alone.append("that 0 is white")
+    about, bits, remarks = plain(attributes), page.bitspersample, kept_alone(tiff.filename, alone)
+    if isinstance(bits, int) and page.dtype and bits not in (1, 8 * page.dtype.itemsize):
+        remarks.append(f"{tiff.filename}: {bits} bits a sample; results hold the same values as {page.dtype}")
+    return Metadata("tiff", tiff.series[0].axes, size, unit, description, tiff.byteorder, about, details, remarks)
+
+
+def _resolution(tags: Mapping[int, Any]) -> tuple[Any, Any, int] | None:
+    """X and Y resolution as fractions, and their unit's number; None where there are none."""
+    x, y = tags.get(X_RESOLUTION), tags.get(Y_RESOLUTION)
+    if not isinstance(x, tuple) or not isinstance(y, tuple) or len(x) != 2 or len(y) != 2 or not (x[0] and y[0]):
+        return None
+    return (x, y, int(tags.get(RESOLUTION_UNIT, 2)))
+
+
+def _of_resolution(resolution: tuple[Any, Any, int] | None) -> Sides:
+    """The tags know no distance of slices: it is taken to be a voxel's height."""
+    if resolution is None or resolution[2] not in MICROMETERS:
+        return None, "", []
+    x, y = (MICROMETERS[resolution[2]] * fraction[1] / fraction[0] for fraction in resolution[:2])
+    return one_unit((y, y, x), ["micrometer"] * 3)
+
+
+def _of_imagej(given: Mapping[str, Any], resolution: tuple[Any, Any, int] | None) -> Sides:
+    """ImageJ writes the units of rows and slices where they differ from that of columns."""
+    unit = str(given.get("unit", ""))
+    if unit in ("", "pixel", "null") or resolution is None:
+        return None, "", []
+    x, y = (fraction[1] / fraction[0] for fraction in resolution[:2])
+    of_rows = given.get("yunit", unit)
+    of_slices = given.get("zunit", unit) if "spacing" in given else of_rows
+    return one_unit((given.get("spacing", y), y, x), (of_slices, of_rows, unit))
+
+
+def _of_ome(xml: str) -> tuple[Sides, str]:
+    """A side that is not there is that of the axis before it, from x to z."""
+    root = ElementTree.fromstring(xml)
+    pixels, text = root.find("{*}Image/{*}Pixels"), root.findtext("{*}Image/{*}Description", "")
+    given = pixels.attrib if pixels is not None else {}
+    names = [f"PhysicalSize{axis}" for axis in "XYZ"]
+    if names[0] not in given:
+        return (None, "", []), text
+    there = [max(name for name in names[: place + 1] if name in given) for place in (2, 1, 0)]
+    return one_unit([given[name] for name in there], [given.get(f"{name}Unit", "µm") for name in there]), text
+
+
+def tiff_options(file: NewVolume) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments of `tifffile.TiffWriter` and of its `write`, so that the new file says what the input said.
+
+    Of another format's metadata an OME-TIFF is made where a voxel's size is known, else a plain one.
+    """
+    kept = file.metadata
+    details = kept.details if kept.kind in ("tiff", "sequence") else {}
+    new = "ome" if kept.voxel_size and kept.unit else "plain"
+    form = details.get("form", new)
+    if form == "imagej" and file.dtype.name not in IMAGEJ_DTYPES:
+        form = new
+    if form == "ome" and file.dtype.name not in OME_DTYPES:
+        form = "plain"
+    notes = {NOTES: file.notes()} if file.provenance else {}
+    options: dict[str, Any] = {
+        "photometric": "miniswhite" if details.get("photometric") == 0 else "minisblack",
+        "extratags": [(code, 2, 0, text.encode(), True) for code, text in details.get("texts", {}).items()],
+    }
+    if details.get("software"):
+        options["software"] = details["software"].encode()
+    if details.get("resolution"):
+        x, y, unit = details["resolution"]
+        options |= {"resolution": (x, y), "resolutionunit": unit}
+    if form == "imagej":
+        options["metadata"] = _imagej(file, notes)
+    elif form == "ome":
+        xml = _changed_ome(details["xml"], file, notes) if "xml" in details else None
+        options |= {"metadata": _new_ome(file, notes)} if xml is None else {"metadata": None, "description": xml}
+    else:
+        options["metadata"] = _json(file, notes, details)
+        if kept.description:
+            options["description"] = kept.description.encode()
+    return {
+        "imagej": form == "imagej",
+        "ome": form == "ome" and "description" not in options,
+        "byteorder": kept.byteorder,
+    }, options
+
+
+def _json(file: NewVolume, notes: Mapping[str, Any], details: Mapping[str, Any]) -> dict[str, Any]:
+    """What a plain TIFF says in JSON, as tifffile writes it."""
+    kept, said = file.metadata, dict(file.metadata.attributes) if details else {}
+    if not details and kept.attributes:
+        said["attributes"] = kept.attributes
+    if kept.voxel_size and details.get("form") != "plain":
+        said |= {"voxel_size": list(kept.voxel_size), "unit": kept.unit}
+    return {**said, **notes}
+
+
+def _imagej(file: NewVolume, notes: Mapping[str, Any]) -> dict[str, Any]:
+    of_image = PLACED if file.region is not None else ()
+    binary = {name: one for name, one in file.metadata.details["imagej"].items() if name not in of_image}
+    said = {**file.metadata.attributes, **binary, "axes": "ZYX"[-file.ndim :]}
+    if isinstance(labels := said.get("Labels"), list) and file.region is not None and file.ndim == 3:
+        said["Labels"] = labels[file.region.start[0] : file.region.stop[0]]
+    if notes:
+        said["Info"] = "\n".join(filter(None, [str(said.get("Info", "")), f"{NOTES} = {json.dumps(notes[NOTES])}"]))
+    return said
+
+
+def _new_ome(file: NewVolume, notes: Mapping[str, Any]) -> dict[str, Any]:
+    kept, said = file.metadata, dict[str, Any](axes="ZYX"[-file.ndim :], UUID=_identity(file))
+    for axis, side in zip("ZYX", kept.voxel_size or (), strict=False):
+        said |= {f"PhysicalSize{axis}": side}
+        if kept.unit:
+            said[f"PhysicalSize{axis}Unit"] = unit_symbol(kept.unit)
+    if kept.description:
+        said["Description"] = NO_XML.sub("\ufffd", kept.description)
+    annotations = {name: json.dumps(value) for name, value in notes.items()}
+    if kept.attributes:
+        annotations["attributes"] = json.dumps(kept.attributes)
+    return said | ({"MapAnnotation": annotations} if annotations else {})
+
+
+def _identity(file: NewVolume) -> str:
+    """The same for the same result: tifffile's own would tell the time and this machine's address."""
+    about = [file.path.name, str(file.shape), file.dtype.str, file.notes(), dict(file.metadata.attributes)]
+    return str(uuid.uuid5(uuid.NAMESPACE_OID, json.dumps(about, sort_keys=True)))
+
+
+def _changed_ome(xml: str, file: NewVolume, notes: Mapping[str, Any]) -> bytes | None:
+    """The input's OME-XML for the result: its first image, the voxels' size and type as they are now. None where it
+    has no image."""
+    root = ElementTree.fromstring(xml)
+    space = root.tag[: root.tag.index("}") + 1] if root.tag.startswith("{") else ""
+    ElementTree.register_namespace("", space[1:-1])
+    images = root.findall(f"{space}Image")
+    pixels = images[0].find(f"{space}Pixels") if images else None
+    if pixels is None:
+        return None
+    image = images[0]
+    for other in images[1:]:
+        root.remove(other)
+    root.attrib.pop("UUID", None)
+    sizes = {f"Size{axis}": 1 for axis in "ZCT"}
+    along = next((name for name in sizes if int(pixels.get(name, "1")) > 1), "SizeZ")
+    sizes |= {"SizeY": file.shape[1], "SizeX": file.shape[2], along: file.shape[0]}
+    same = all(pixels.get(name) == str(side) for name, side in sizes.items())
+    pixels.attrib.update({name: str(side) for name, side in sizes.items()})
+    pixels.set("Type", {"float32": "float", "float64": "double"}.get(file.dtype.name, file.dtype.name))
+    pixels.set("BigEndian", "true" if file.metadata.byteorder == ">" else "false")
+    for name in ("TiffData", "BinData", "MetadataOnly", *(() if same else ("Plane",))):
+        for element in pixels.findall(f"{space}{name}"):
+            pixels.remove(element)
+    place = len(pixels.findall(f"{space}Channel"))
+    pixels.insert(place, ElementTree.Element(f"{space}TiffData", IFD="0", PlaneCount=str(file.shape[0])))
+    if notes:
+        _annotate(root, space, image, json.dumps(notes[NOTES]))
+    return ElementTree.tostring(root, encoding="utf-8", xml_declaration=True)
+
+
+def _annotate(root: ElementTree.Element, space: str, image: ElementTree.Element, text: str) -> None:
+    """Adds a map annotation, and replaces that of an earlier run."""
+    annotations = root.find(f"{space}StructuredAnnotations")
+    if annotations is None:
+        annotations = ElementTree.SubElement(root, f"{space}StructuredAnnotations")
+    identity = f"Annotation:{NOTES}"
+    for old in [one for one in annotations if one.get("ID") == identity]:
+        annotations.remove(old)
+    found = ElementTree.SubElement(annotations, f"{space}MapAnnotation", ID=identity)
+    value = ElementTree.SubElement(found, f"{space}Value")
+    ElementTree.SubElement(value, f"{space}M", K=NOTES).text = text
+    if all(one.get("ID") != identity for one in image.findall(f"{space}AnnotationRef")):
+        image.append(ElementTree.Element(f"{space}AnnotationRef", ID=identity))

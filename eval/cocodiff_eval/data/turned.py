@@ -1,0 +1,183 @@
+"""A volume in slices along another axis than its file's, and voxels that were restored in such slices.
+
+Slices along z are [Y, X], along y [Z, X], along x [Z, Y]. A file gives slices along z alone: those along another axis
+are read from a copy that is made in one pass, a block of slices in memory at a time. What is restored is kept for the
+masked voxels alone, four bytes each, in the order of the slices; a slice along z finds its voxels in it, whatever the
+axis.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from cocodiff_eval.data.volume import Progress, unwatched
+
+AXES = "zyx"
+BLOCK_BYTES = 2**28  # of slices along z that are in memory while a copy is made
+Shape = tuple[int, int, int]
+
+
+def turned_shape(shape: Shape, axis: str) -> Shape:
+    """[Z, Y, X] as slices along an axis: their number, rows and columns."""
+    first = AXES.index(axis)
+    rows, columns = (side for place, side in enumerate(shape) if place != first)
+    return shape[first], rows, columns
+
+
+@dataclass(frozen=True)
+class Census:
+    """How many voxels of a mask [Z, Y, X] lie in each row (rows_ZY) and in each column (columns_ZX) of each slice along
+    z: int64, 8 Z (Y + X) bytes in all. through: how many lie on lines along z that are masked wholly."""
+
+    rows_ZY: np.ndarray
+    columns_ZX: np.ndarray
+    through: int
+
+    @classmethod
+    def of(cls, read: Callable[[int], np.ndarray], slices: int) -> Census:
+        """read: a slice of the mask, boolean [Y, X]."""
+        rows, columns, through_YX = [], [], np.asarray(True)
+        for mask_YX in map(read, range(slices)):
+            rows.append(mask_YX.sum(axis=1))
+            columns.append(mask_YX.sum(axis=0))
+            through_YX = through_YX & mask_YX
+        return cls(np.stack(rows), np.stack(columns), int(through_YX.sum()) * slices)
+
+    @property
+    def shape(self) -> Shape:
+        return self.rows_ZY.shape[0], self.rows_ZY.shape[1], self.columns_ZX.shape[1]
+
+    @property
+    def total(self) -> int:
+        """Of all masked voxels."""
+        return int(self.rows_ZY.sum())
+
+    def counts(self, axis: str) -> np.ndarray:
+        """Masked voxels of each slice along an axis, int64 [N]."""
+        return {"z": self.rows_ZY.sum(axis=1), "y": self.rows_ZY.sum(axis=0), "x": self.columns_ZX.sum(axis=0)}[axis]
+
+    def full(self, axis: str) -> np.ndarray:
+        """Which slices along an axis are masked wholly, boolean [N]."""
+        _, rows, columns = turned_shape(self.shape, axis)
+        return np.asarray(self.counts(axis) == rows * columns)
+
+    def restorable(self, axis: str) -> list[int]:
+        """The slices along an axis that have something to restore and something to restore it from."""
+        return np.flatnonzero((self.counts(axis) > 0) & ~self.full(axis)).tolist()
+
+    @cached_property
+    def starts(self) -> dict[str, np.ndarray]:
+        """For each axis, where the masked voxels of each slice along it [N] begin in each slice along z [Z] when they
+        lie in the order of slices, rows, columns: int64 [N, Z]; along z, of each slice, [Z]."""
+        found = {"z": np.cumsum(self.counts("z")) - self.counts("z")}
+        for axis, counts in (("y", self.rows_ZY.T), ("x", self.columns_ZX.T)):
+            found[axis] = (np.cumsum(counts.ravel()) - counts.ravel()).reshape(counts.shape)
+        return found
+
+
+@dataclass(frozen=True)
+class Turned:
+    """A copy of a volume [Z, Y, X] in slices along y or x, uncompressed in a file."""
+
+    path: Path
+    axis: str
+    shape: Shape
+    dtype: np.dtype
+
+    def read(self, index: int) -> np.ndarray:
+        """Slice `index` along the axis, [Z, X] or [Z, Y]."""
+        _, rows, columns = turned_shape(self.shape, self.axis)
+        offset = index * rows * columns * self.dtype.itemsize
+        return np.fromfile(self.path, self.dtype, rows * columns, offset=offset).reshape(rows, columns)
+
+    def window(self, parts_ZYX: tuple[slice, slice, slice]) -> np.ndarray:
+        """A part of the volume, [Z, Y, X]."""
+        first = AXES.index(self.axis)
+        turned = np.memmap(self.path, self.dtype, "r", shape=turned_shape(self.shape, self.axis))
+        return np.array(np.moveaxis(turned, 0, first)[parts_ZYX])
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has been made: a copy has its name when it is complete."""
+        return self.path.exists() and self.path.stat().st_size == np.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def unfinished(self) -> Path:
+        return self.path.with_name(self.path.name + ".partial")
+
+
+def turn(
+    read: Callable[[int], np.ndarray], copies: Sequence[Turned], progress: Progress = unwatched, what: str = ""
+) -> None:
+    """Makes copies along several axes of one volume. read: a slice along z, [Y, X]."""
+    missing = [copy for copy in copies if not copy.is_whole]
+    if not missing:
+        return
+    slices, rows, columns = missing[0].shape
+    together = max(1, BLOCK_BYTES // (rows * columns * missing[0].dtype.itemsize))
+    files = [copy.unfinished.open("wb") for copy in missing]
+    try:
+        for first in progress(range(0, slices, together), f"turning {what}"):
+            block_ZYX = np.stack([read(index) for index in range(first, min(first + together, slices))])
+            for copy, file in zip(missing, files, strict=True):
+                parts = np.moveaxis(block_ZYX.astype(copy.dtype, copy=False), AXES.index(copy.axis), 0)
+                row_bytes = parts.shape[2] * copy.dtype.itemsize
+                for number, part in enumerate(parts):
+                    file.seek((number * slices + first) * row_bytes)
+                    file.write(np.ascontiguousarray(part).tobytes())
+    finally:
+        for file in files:
+            file.close()
+    for copy in missing:
+        copy.unfinished.replace(copy.path)
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What was restored in slices along an axis: a float32 for each masked voxel, in a file. Any process may write any
+    slice."""
+
+    path: Path
+    axis: str
+    census: Census
+
+    def create(self) -> None:
+        """Makes the file where it is not there; slices are zero until they are written."""
+        with self.path.open("ab") as file:
+            file.truncate(4 * self.census.total)
+
+    def write(self, index: int, values_P: np.ndarray) -> None:
+        """The masked voxels of slice `index` along the axis, row by row. Returns when they are on the disk."""
+        with self.path.open("r+b") as file:
+            file.seek(4 * self._start(index))
+            file.write(values_P.astype("<f4").tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _start(self, index: int) -> int:
+        starts = self.census.starts[self.axis]
+        return int(starts[index] if self.axis == "z" else starts[index, 0])
+
+    def read(self, index: int) -> np.ndarray:
+        """As they were written of slice `index` along the axis, float32 [P]."""
+        return np.fromfile(self.path, "<f4", int(self.census.counts(self.axis)[index]), offset=4 * self._start(index))
+
+    def read_along_z(self, index: int, mask_YX: np.ndarray) -> np.ndarray:
+        """The masked voxels of slice `index` along z, row by row, float32 [P]. mask_YX: of that slice."""
+        if self.axis == "z":
+            return self.read(index)
+        counts = (self.census.rows_ZY if self.axis == "y" else self.census.columns_ZX)[index]
+        starts, total = self.census.starts[self.axis][:, index], int(counts.sum())
+        places = np.repeat(starts - (np.cumsum(counts) - counts), counts) + np.arange(total)
+        values = np.asarray(np.memmap(self.path, "<f4", "r")[places]) if total else np.zeros(0, np.float32)
+        if self.axis == "y":
+            return values
+        turned_XY = np.zeros(mask_YX.T.shape, np.float32)
+        turned_XY[mask_YX.T] = values
+        return np.asarray(turned_XY.T[mask_YX])

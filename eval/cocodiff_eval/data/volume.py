@@ -1,0 +1,383 @@
+"""What the formats of slices and masks share: a volume whose voxels are not read yet, regions of it (`--slices` and
+`--roi`) and of masks beside it, results that are not written yet, and what is refused of them.
+
+A reader knows the shape and dtype at once and reads one slice at a time: a stack larger than memory is no special case.
+Every failure is a `UserError` that names the file and the remedy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import math
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from cocodiff.config.errors import UserError
+from cocodiff.config.files import irregular
+
+# Of each voxel of a slice at work, at least: the slice normalised and filled, in float64.
+WORKING_BYTES = 16
+MOST_LISTED = 8  # of a file's datasets
+MOST_VALUES = 10_000  # of an attribute that is kept as plain data
+NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}  # in JSON, as Zarr writes fill values
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """What a file says of its voxels besides their values.
+
+    kind         a word of `table.FORMATS`
+    axes         as the file names them, the slices' axis, rows and columns last; "" where it does not
+    voxel_size   sides along slices, rows and columns, in `unit`; None where unknown, as where one is no length
+    unit         as UDUNITS spells it ("micrometer"); "" where unknown
+    description  free text
+    byteorder    "<" or ">", of the stored voxels
+    attributes   the object's own, as plain data that JSON takes
+    details      what writers of the same kind need besides
+    remarks      lines of what the user has to know
+    """
+
+    kind: str = ""
+    axes: str = ""
+    voxel_size: tuple[float, float, float] | None = None
+    unit: str = ""
+    description: str = ""
+    byteorder: str = "<"
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    details: Mapping[str, Any] = field(default_factory=dict)
+    remarks: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Region:
+    """The part of a volume that is restored: from `start` to before `stop`, each [slice, row, column]."""
+
+    start: tuple[int, int, int]
+    stop: tuple[int, int, int]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        slices, rows, columns = (stop - start for start, stop in zip(self.start, self.stop, strict=True))
+        return slices, rows, columns
+
+
+@dataclass(frozen=True)
+class RawVolume:
+    """The contents of a file, not read yet: `ndim` 2 or 3, `shape` always [N, Y, X], native-endian `dtype`, and how to
+    read a slice. labels: whether any non-zero value is a label; region: the part that this is of a volume of shape
+    `whole`."""
+
+    path: str
+    stem: str
+    shape: tuple[int, int, int]
+    dtype: np.dtype
+    ndim: int
+    reader: Callable[[int], np.ndarray]
+    metadata: Metadata = field(default_factory=Metadata)
+    labels: bool = False
+    region: Region | None = None
+    whole: tuple[int, int, int] | None = None
+
+    def cropped(self, region: Region) -> RawVolume:
+        """The part of this volume in a region that lies inside it."""
+        first, rows, columns = (slice(*ends) for ends in zip(region.start, region.stop, strict=True))
+
+        def read(index: int) -> np.ndarray:
+            return np.asarray(self.reader(first.start + index))[rows, columns]
+
+        return replace(self, shape=region.shape, reader=read, region=region, whole=self.shape)
+
+
+@dataclass(frozen=True)
+class NewVolume:
+    """A result as a writer of a format takes it: [Y, X] for ndim 2, [N, Y, X] for ndim 3, read slice by slice.
+
+    metadata: the input's, kept; provenance: how the result was made; region: the part of the input that it is.
+    """
+
+    path: Path
+    shape: tuple[int, int, int]
+    dtype: np.dtype
+    ndim: int
+    read: Callable[[int], np.ndarray]
+    metadata: Metadata = field(default_factory=Metadata)
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    region: Region | None = None
+
+    @property
+    def stored(self) -> np.dtype:
+        """The dtype with the byte order of the file."""
+        return self.dtype.newbyteorder(">" if self.metadata.byteorder == ">" else "<")
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Of the array in the file."""
+        return self.shape[-self.ndim :]
+
+    def slices(self) -> Iterator[np.ndarray]:
+        """All slices [Y, X] in their order."""
+        return map(self.read, range(self.shape[0]))
+
+    def notes(self) -> dict[str, Any]:
+        """How the result was made, for the file's own metadata: plain data that JSON takes, empty for no provenance."""
+        notes = dict(self.provenance)
+        if notes and self.region is not None:
+            notes["region"] = {"start": list(self.region.start), "stop": list(self.region.stop)}
+        return notes
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What the file system or a library refuses of a new file: a UserError; a full or failing disk stays an OSError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG):
+            raise
+        if f"errno = {errno.ENOSPC}," in str(error) or str(error).endswith(" written"):  # so say HDF5 and numpy
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
+        option = "--out" if isinstance(error, OSError) else "--format"
+        raise UserError(f"{path}: cannot be written ({one_line(error)}); choose another {option}") from error
+
+
+@contextlib.contextmanager
+def reading(what: str, remedy: str, others: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
+    """Around a library that reads a file, which may be damaged: whatever it raises is one line about `what`, a
+    UserError. others: other remedies, by words of the library's message."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        fitting = next((other for words, other in others.items() if words in str(error)), remedy)
+        raise UserError(f"{what} ({one_line(error)}); {fitting}") from error
+
+
+def kept_alone(path: str, things: Sequence[str]) -> list[str]:
+    """A line about what other formats have no place for."""
+    return [f"{path}: whole results of its own format alone keep {', '.join(things)}"] if things else []
+
+
+def filled(path: str, there: int, shape: Sequence[int], chunks: Sequence[int], value: Any) -> list[str]:
+    """A line about chunks of an array that are not stored. there: how many are."""
+    count = math.prod(-(-side // chunk) for side, chunk in zip(shape, chunks, strict=True))
+    told = f"{path}: {count - there} of {count} chunks are not stored and are read as {value}"
+    return [told] if there < count else []
+
+
+class Slabs:
+    """Keeps the slices that were decoded together with the last one read: chunks may hold many slices each.
+
+    depth: slices in a chunk. Where so many are larger than KEPT_BYTES, slices are read one by one.
+    """
+
+    KEPT_BYTES = 128 * 2**20
+
+    def __init__(self, read: Callable[[int, int], np.ndarray], shape: Sequence[int], itemsize: int, depth: int) -> None:
+        """read: gives the slices from a number to before another, [n, Y, X]."""
+        self.read, self.slices = read, shape[0]
+        self.depth = depth if depth * shape[1] * shape[2] * itemsize <= self.KEPT_BYTES else 1
+        self.first, self.kept = 0, np.empty(0)
+
+    def slice(self, index: int) -> np.ndarray:
+        if not self.first <= index < self.first + len(self.kept):
+            first = index - index % self.depth
+            self.kept = self.read(first, min(first + self.depth, self.slices))
+            self.first = first
+        return np.asarray(self.kept[index - self.first])
+
+
+def plain(value: Any) -> Any:
+    """Attributes as data that JSON takes: NumPy's values become Python's, what has no such form becomes text, as NaN
+    and infinities do."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(one) for key, one in value.items()}
+    if isinstance(value, np.ndarray) and value.size > MOST_VALUES:
+        return f"({value.size} values)"
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value] if len(value) <= MOST_VALUES else f"({len(value)} values)"
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return NOT_FINITE[str(value)]
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    return value if isinstance(value, str | bool | int | float | None) else str(value)
+
+
+# Called with the numbers of slices and what is read: gives the same numbers, and may show how far it is.
+Progress = Callable[[range, str], Iterable[int]]
+
+
+def unwatched(numbers: range, what: str) -> Iterable[int]:
+    """The progress of what nobody watches."""
+    return numbers
+
+
+@contextlib.contextmanager
+def quiet_libraries() -> Iterator[list[str]]:
+    """Keep Pillow's and tifffile's own messages off the user's terminal; gives the list of what tifffile logged."""
+    texts: list[str] = []
+
+    def kept(record: logging.LogRecord) -> bool:
+        texts.append(re.sub(r"^<[^>]*> *", "", " ".join(record.getMessage().split())))
+        return False
+
+    logger = logging.getLogger("tifffile")
+    logger.addFilter(kept)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield texts
+    finally:
+        logger.removeFilter(kept)
+
+
+def one_line(error: BaseException) -> str:
+    """A library's message on one line, never empty."""
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def check_file(file: str) -> None:
+    """Raises UserError for what is no regular file: opening a named pipe or a device may never return."""
+    try:
+        kind = irregular(file)
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(f"{file}: no such file; check the path (relative paths start at {Path.cwd()})") from None
+    except OSError as error:
+        raise UserError(f"{file}: {error.strerror}; check the path") from error
+    except ValueError as error:  # a null character
+        raise UserError(f"{file!r}: {error}; check the path") from error
+    if kind == "a directory":
+        raise UserError(f"{file}: is a directory; name the files in it, e.g. {Path(file) / '*.png'}")
+    if kind:
+        raise UserError(f"{file}: is {kind}; save its data as a regular file")
+
+
+def is_folder(path: str | Path) -> bool:
+    """Whether a path names a folder. A name that no file can have does not."""
+    try:
+        return Path(path).is_dir()
+    except (OSError, ValueError):
+        return False
+
+
+def check_memory(path: str, shape: tuple[int, ...], itemsize: int, working: int = WORKING_BYTES) -> None:
+    """Raises UserError where so many voxels fit in no memory of this machine: a header can claim any number of them.
+
+    itemsize: bytes of a voxel as it is stored; working: bytes of a voxel that work on it takes besides.
+    """
+    needed = math.prod(shape) * (itemsize + working)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > memory:
+        raise UserError(
+            f"{path}: claims {format_shape(shape)} voxels of {8 * itemsize} bit, which take {needed / 2**30:,.0f} GiB "
+            f"or more to work on, and this machine has {memory / 2**30:,.0f} GiB; if they are that many indeed, save "
+            "them as smaller slices"
+        )
+
+
+def as_volume_shape(shape: tuple[int, ...], path: str) -> tuple[int, int, int]:
+    """[Y, X] or [N, Y, X] as [N, Y, X]; anything else is a UserError."""
+    if len(shape) == 2:
+        return (1, shape[0], shape[1])
+    if len(shape) == 3:
+        return (shape[0], shape[1], shape[2])
+    raise UserError(
+        f"{path}: {len(shape)} dimensions {format_shape(shape)}; a slice has 2 (rows, columns) and a stack 3 "
+        "(slices, rows, columns): save the part to restore in that form"
+    )
+
+
+def format_shape(shape: tuple[int, ...]) -> str:
+    """`(3, 640, 480)` as `3 x 640 x 480`."""
+    return " x ".join(str(side) for side in shape) if shape else "(a single value)"
+
+
+def listed(found: Sequence[str], what: str) -> str:
+    """What a file holds, for an error. what: it might hold."""
+    if not found:
+        return f"it holds no {what}"
+    more = f" and {len(found) - MOST_LISTED} more" if len(found) > MOST_LISTED else ""
+    return "it holds " + ", ".join(found[:MOST_LISTED]) + more
+
+
+def same_channels(image_YXC: np.ndarray, path: str) -> np.ndarray:
+    """The one grey image of several equal channels [Y, X]; UserError when the channels differ."""
+    first_YX = image_YXC[..., 0]
+    channels = image_YXC.shape[-1]
+    colours = image_YXC[..., : {2: 1, 4: 3}.get(channels, channels)]
+    if not np.array_equal(colours, np.repeat(first_YX[..., None], colours.shape[-1], axis=-1)):
+        raise UserError(f"{path}: a colour image whose channels differ; save it as grey (8 or 16 bit)")
+    if channels in (2, 4):
+        alpha_YX = image_YXC[..., -1]
+        opaque = np.iinfo(alpha_YX.dtype).max if alpha_YX.dtype.kind in "ui" else 1.0
+        if alpha_YX.size and not bool((alpha_YX == opaque).all()):
+            raise UserError(f"{path}: has transparent pixels; remove the alpha channel and save it as grey")
+    return np.ascontiguousarray(first_YX)
+
+
+_RANGE = re.compile(r"^\s*(\d{0,9})\s*:\s*(\d{0,9})\s*$")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of every input, as the user wrote it. slices: `100:200`; roi: `y0:y1,x0:x1`. Ends are not included, and
+    may be left away; "" is all."""
+
+    slices: str = ""
+    roi: str = ""
+
+    def of(self, volume: RawVolume) -> RawVolume:
+        """That part of a volume. Raises UserError for words that name none, and for a part outside it."""
+        if not self.slices and not self.roi:
+            return volume
+        rows, comma, columns = (self.roi or ":,:").partition(",")
+        if not comma:
+            raise UserError(f"--roi {self.roi!r}: give rows and columns as y0:y1,x0:x1, such as 0:512,128:640")
+        words = (("slices", self.slices or ":"), ("roi", rows), ("roi", columns))
+        ends = [_ends(option, word, side, volume) for (option, word), side in zip(words, volume.shape, strict=True)]
+        start, stop = zip(*ends, strict=True)
+        return volume.cropped(Region((start[0], start[1], start[2]), (stop[0], stop[1], stop[2])))
+
+
+def _ends(option: str, word: str, side: int, volume: RawVolume) -> tuple[int, int]:
+    match = _RANGE.match(word)
+    if match is None:
+        form = "100:200" if option == "slices" else "y0:y1,x0:x1"
+        raise UserError(f"--{option} {word!r}: not a range; give {form}, from the first to before the second")
+    start, stop = int(match[1] or 0), int(match[2] or side)
+    if not start < stop <= side:
+        raise UserError(
+            f"--{option} {word}: not within {volume.path}, which has {format_shape(volume.shape)} voxels; give a start "
+            f"below the end, and an end of at most {side}"
+        )
+    return start, stop
+
+
+def matched(volume: RawVolume, of: RawVolume) -> RawVolume:
+    """What of a mask or a truth belongs to a region: of one with the shape of the whole volume that part, of any other
+    all. of: the input, or a region of it."""
+    if of.region is None or of.whole is None:
+        return volume
+    fits = volume.shape[1:] == of.whole[1:] and (volume.ndim == 2 or volume.shape == of.whole)
+    if not fits:
+        return volume
+    region = of.region
+    if volume.ndim == 2:
+        region = Region((0, *region.start[1:]), (1, *region.stop[1:]))
+    return volume.cropped(region)

@@ -1,0 +1,1 @@
+"""The jobs: slices, volumes, sweeps, images, training."""

@@ -1,0 +1,153 @@
+"""The points of a sweep, from the sections `base`, `grid` and `points` of its file.
+
+    base: {exchange: flat, selection: v_major}        # what points start from that name no preset
+    grid: {schedule: [linear, fixed], ratio: [.5, .75], mask: [block, center], steps: [20]}
+    points:
+      - {name: theirs, preset: cocodiff}              # further ones, one by one
+      - {schedule: reverse}
+      - {name: rings, preset: flat, ring: 2, placement: usp, chunks: 2}
+
+Every combination of the settings in `grid` is a point, and so is every entry of `points`. `steps` and `mask` are no
+settings of a point: every point runs at each number of steps and under each mask.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from cocodiff.config.config import Config, preset_names
+from cocodiff.config.errors import UserError, check_choice, check_keys
+from cocodiff.config.setting import settings_of
+from cocodiff.jobs.options import engine_record, engine_settings
+from cocodiff_eval.harness.session import EXACT
+
+SECTIONS = ("base", "grid", "points")
+OF_RUNS = ("steps", "mask")
+MOST_RUNS = 10_000  # of one slice: points, times numbers of steps, times masks
+DEFAULTS: dict[str, list[Any]] = {"steps": [50], "mask": ["block"]}
+EXACT_RUN = "exact run"  # the preset that points are compared with, where none of them has its settings
+
+
+@dataclass(frozen=True)
+class Point:
+    """Settings under a name of their own. settings: what the file says of them, preset included."""
+
+    name: str
+    config: Config
+    settings: dict[str, Any]
+
+    @property
+    def lossy(self) -> bool:
+        """Whether what is sent loses something, so that one rank alone has no use for it."""
+        return not self.config.exact_attention
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What a sweep runs: every point at each number of steps under each mask. presets: the points' settings by their
+    names, after those of the exact run."""
+
+    points: list[Point]
+    steps: list[int]
+    masks: list[str]
+    presets: dict[str, Config]
+
+
+def read_grid(values: Mapping[str, Any]) -> Grid:
+    """The grid of parsed options. Raises UserError for unknown keys, with a suggestion, and for unfit values."""
+    varied = ["preset", *(name for name, one in settings_of(engine_record()).items() if one.given == "sweep")]
+    base = _mapping(values["base"], "base", [*varied, *OF_RUNS])
+    grid = _mapping(values["grid"], "grid", [*varied, *OF_RUNS])
+    for key, choices in grid.items():
+        if not isinstance(choices, list) or not choices:
+            raise UserError(f"grid: {key} is {choices!r}: give a list of values")
+    listed = values["points"] or []
+    if not isinstance(listed, list):
+        raise UserError(f"points is {listed!r}: give a list of settings")
+    entries = [_mapping(one, f"points, number {n}", ["name", *varied]) for n, one in enumerate(listed, 1)]
+    axes = {key: choices for key, choices in grid.items() if key in varied}
+    of_runs = {key: _of_runs(key, values, base, grid) for key in OF_RUNS}
+    _check_size({key: len(choices) for key, choices in axes.items()}, len(entries), of_runs)
+    if axes or not entries:
+        entries = [dict(zip(axes, chosen, strict=True)) for chosen in product(*axes.values())] + entries
+    settings = {key: value for key, value in base.items() if key in varied}
+    engine = engine_settings(dict(values))
+    points = _unique([_point(entry, settings, engine) for entry in entries])
+    exact = engine_record().preset(EXACT, **engine)
+    same = next((point.name for point in points if point.config == exact), EXACT_RUN)
+    presets = {point.name: point.config for point in _unique([Point(same, exact, {}), *points])}
+    return Grid(points, of_runs["steps"], of_runs["mask"], presets)
+
+
+def _of_runs(key: str, values: Mapping[str, Any], base: Mapping[str, Any], grid: Mapping[str, Any]) -> list[Any]:
+    """The numbers of steps, or the masks: of the command line, else of the grid, of the base, or the usual ones."""
+    found = values[key] or grid.get(key) or ([base[key]] if key in base else DEFAULTS[key])
+    for one in found:
+        if key == "steps" and (type(one) is not int or one < 1):
+            raise UserError(f"steps {one!r}: give a whole number of at least 1")
+        if key == "mask" and not isinstance(one, str):
+            raise UserError(f"mask {one!r}: give block, center or the path of a mask file")
+    return list(dict.fromkeys(found))
+
+
+def _check_size(axes: Mapping[str, int], listed: int, of_runs: Mapping[str, Sequence[Any]]) -> None:
+    """Raises UserError for more runs of a slice than anybody can mean, before they are made."""
+    points = listed + (math.prod(axes.values()) if axes or not listed else 0)
+    runs = points * math.prod(len(choices) for choices in of_runs.values())
+    if runs > MOST_RUNS:
+        sizes = {**axes} | {key: len(choices) for key, choices in of_runs.items() if len(choices) > 1}
+        told = " x ".join(f"{count} of {key}" for key, count in sizes.items())
+        raise UserError(
+            f"the sweep has {runs} runs of each slice ({told or f'{listed} points'}), and at most {MOST_RUNS} are "
+            f"taken: name fewer values, or split it into several sweeps"
+        )
+
+
+def _mapping(section: Any, where: str, known: Sequence[str]) -> dict[str, Any]:
+    if section is None:
+        return {}
+    if not isinstance(section, dict):
+        raise UserError(f"{where} is {section!r}: give key: value pairs")
+    check_keys(map(str, section), known, where)
+    return dict(section)
+
+
+def _point(entry: Mapping[str, Any], base: Mapping[str, Any], engine: Mapping[str, Any]) -> Point:
+    """One point: its entry over its preset, or over the base where it names none."""
+    own = {key: value for key, value in entry.items() if key != "name"}
+    name = str(entry.get("name") or ", ".join(_in_words(key, value) for key, value in own.items()) or "base")
+    settings = own if "preset" in own else {**base, **own}
+    over_preset = {key: value for key, value in settings.items() if key != "preset"} | dict(engine)
+    try:
+        if "preset" in settings:
+            check_choice("preset", settings["preset"], preset_names())
+            config = engine_record().preset(settings["preset"], **over_preset)
+        else:
+            config = engine_record()(**over_preset)
+    except (UserError, TypeError) as error:
+        raise UserError(f"point {name}: {error}") from error
+    for key in own:
+        other, *values = (key != "preset" and settings_of(type(config))[key].only_with) or ("",)
+        if other and getattr(config, other) not in values:
+            raise UserError(
+                f"point {name}: {key} does nothing with {other} {getattr(config, other)}: add {other}: "
+                f"{' or '.join(values)}"
+            )
+    return Point(name, config, settings)
+
+
+def _in_words(key: str, value: Any) -> str:
+    return str(value) if key == "preset" else f"{key} {value}"
+
+
+def _unique(points: Sequence[Point]) -> list[Point]:
+    by_name: dict[str, Point] = {}
+    for point in points:
+        other = by_name.setdefault(point.name, point)
+        if other.config != point.config:
+            raise UserError(f"two points are called {point.name}: give each a name of its own")
+    return list(by_name.values())

@@ -1,0 +1,234 @@
+"""The job of `generate`: an image or a video for each prompt, and the files of videos."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tifffile
+import torch
+from PIL import Image
+
+from cocodiff.config.errors import UserError
+from cocodiff.config.files import flush
+from cocodiff.jobs.model_checks import check_sides
+from cocodiff.jobs.terminal import say
+from cocodiff_eval.data.intensity import IntensityRange
+from cocodiff_eval.data.slices import safe_stem, unique_names
+from cocodiff_eval.harness.bound import Bound
+from cocodiff_eval.harness.items import Batch, Drawn, measured
+from cocodiff_eval.harness.job import Done, Job, Judged, Way
+from cocodiff_eval.harness.session import Session
+from cocodiff_eval.quality.fusing import Moments
+from cocodiff_eval.quality.metrics import Result, distance_db
+from cocodiff_eval.report import Generated, encode, plan_pictures
+from cocodiff_eval.restore.pipeline_inpainter import check_finite, drawing_from, own_size, side_multiple, silent
+
+
+class ImageJob(Job[Batch]):
+    """The prompts of a job, each a batch. Images are float32 [Y, X, C] in [0, 1], videos [F, Y, X, C]. frames: of a
+    video; None for images."""
+
+    unit = "images"
+
+    def __init__(self, session: Session) -> None:
+        self.session, self.presets = session, list(session.prepared.presets)
+        self.frames, video = video_frames(session), session.prepared.request.video
+        self.fps = session.prepared.values["fps"] or (0 if video is None else video.fps)
+        self.sides = image_sides(session, self.frames)
+        self.prompts = session.prepared.request.prompts or ("",)
+        self.names = unique_names([safe_stem(prompt)[:40] if prompt else "image" for prompt in self.prompts])
+        self.batches = [Batch(0, (number,)) for number in range(len(self.prompts))]
+        self._advance: Callable[[int], None] = lambda steps: None
+        if self.frames is not None:
+            self.unit = "videos"
+            if session.folder is not None and not has_encoder():
+                say("videos are TIFF stacks alone, without an MP4: pip install imageio-ffmpeg brings what writes it")
+
+    def settings(self) -> dict[str, Any]:
+        return self.session.prepared.request.content | {"sides": list(self.sides)}
+
+    def begin(self, way: Way, first: bool) -> None:
+        if first:
+            self.session.images.mkdir(exist_ok=True)
+
+    def watched(self, advance: Callable[[int], None]) -> None:
+        self._advance = advance
+
+    def steps(self, batch: Batch) -> int:
+        return int(self.session.prepared.values["steps"])
+
+    def make(self, settings: Sequence[str], batch: Batch) -> dict[str, list[Drawn]]:
+        found = {setting: self._paint(setting, batch.indices[0]) for setting in settings}
+        return {setting: [drawn] if self.session.replica.leads else [] for setting, drawn in found.items()}
+
+    def _paint(self, setting: str, prompt: int) -> Drawn:
+        """One image or video in one mode, on all ranks of the replica."""
+        model, values = self.session.model, self.session.prepared.values
+
+        def after_step(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+            if step == 0:
+                check_finite(pipe, tensors["latents"])
+            self._advance(1)
+            return tensors
+
+        with silent(model.pipe), drawing_from(values["seed"]), measured(self.session.engines[setting]) as cost:
+            made = model.pipe(
+                height=self.sides[0],
+                width=self.sides[1],
+                num_inference_steps=values["steps"],
+                generator=torch.Generator("cpu").manual_seed(values["seed"]),
+                output_type="np",
+                callback_on_step_end=after_step,
+                **({} if self.frames is None else {"num_frames": self.frames}),
+                **model.arguments(1, prompt),
+            )
+        pixels = (made.images if self.frames is None else made.frames)[0]
+        check_finite(model.pipe, torch.from_numpy(pixels))
+        return Drawn(Moments.of(pixels.astype(np.float32)), cost)
+
+    def judge(self, batch: Batch, place: int, drawn: Mapping[str, Drawn], exact: str | None) -> Judged:
+        """There is no truth, but there may be an exact run to compare with."""
+        name, rows, compared = self.names[batch.indices[place]], [], None if exact is None else drawn[exact]
+        for preset in self.presets:
+            one = drawn[preset]
+            result = Result(name, None, preset, **one.cost.reported(), exact_compared=compared is not None)
+            if compared is not None:
+                against = psnr_vs_exact_db(compared, one)
+                result = replace(result, psnr_vs_exact_db=against, bytes_exact=compared.cost.bytes)
+            rows.append(result.row())
+        return Judged(rows, drawn)
+
+    def write(self, batch: Batch, place: int, result: Mapping[str, Drawn]) -> None:
+        for preset, path in self._files(batch.indices[place]).items():
+            pixels8 = np.rint(image01(result[preset]) * 255).astype(np.uint8)
+            if self.frames is not None:
+                save_frames(path, pixels8)
+                if has_encoder():
+                    save_mp4(path.with_suffix(".mp4"), pixels8, self.fps)
+                continue
+            Image.fromarray(pixels8).save(path, "PNG")
+            flush(path)
+
+    def sums(self, batch: Batch) -> list[int]:
+        files = [*self._files(batch.indices[0]).values()]
+        if self.frames is not None and has_encoder():
+            files += [path.with_suffix(".mp4") for path in files]
+        return [zlib.crc32(path.read_bytes()) for path in files]
+
+    def name(self, number: int) -> str:
+        return self.names[number]
+
+    def figure_db(self, bound: Bound, batch: Batch, place: int, exact: Drawn, one: Drawn) -> float | None:
+        return psnr_vs_exact_db(exact, one)
+
+    def complete(self, done: Done) -> dict[str, Any]:
+        """What `session.finish` takes besides the rows."""
+        plan = plan_pictures([[True] * len(self.prompts)], len(self.presets))
+        return {
+            "pictures": (encode(self._shown(number), plan.side, plan.share) for number in sorted(plan.shown[0])),
+            "title": f"Generated {self.unit}",
+            "prompts": dict(zip(self.names, self.prompts, strict=True)),
+            "side": plan.side,
+            "frames": self.frames,
+        }
+
+    def _files(self, number: int) -> dict[str, Path]:
+        """The file of an image or of a video's frames in each preset."""
+        end = "png" if self.frames is None else "tif"
+        return {preset: self.session.images / f"{self.names[number]}_{preset}.{end}" for preset in self.presets}
+
+    def _shown(self, number: int) -> Generated:
+        """The presets' images as saved, for the report; of a video a few frames."""
+
+        def read(path: Path) -> np.ndarray:
+            return np.asarray(Image.open(path)) if self.frames is None else shown_frames(frames_of(path))
+
+        found = {preset: read(path) for preset, path in self._files(number).items()}
+        return Generated(self.names[number], self.prompts[number], found)
+
+
+def video_frames(session: Session) -> int | None:
+    """How many frames a video has; None for models that make images. Raises UserError for a number that the model
+    would round."""
+    request, asked = session.prepared.request, session.prepared.values["frames"]
+    if request.video is None:
+        return None
+    frames, each = asked or request.video.frames, session.model.pipe.vae_scale_factor_temporal
+    if frames % each != 1:
+        near = frames // each * each + 1
+        raise UserError(f"--frames {frames}: model {request.model} makes {each} n + 1 of them; give {near}")
+    return int(frames)
+
+
+def image_sides(session: Session, frames: int | None) -> tuple[int, int]:
+    """Height and width. frames: of a video. Raises UserError for sides that the model would round."""
+    pipe, values = session.model.pipe, session.prepared.values
+    multiple, video = side_multiple(pipe), session.prepared.request.video
+    sides = []
+    for place, name in enumerate(("height", "width"), 1):
+        side = values[name] or (own_size(pipe) if video is None else video[place])
+        if side % multiple:
+            near = max(multiple, round(side / multiple) * multiple)
+            raise UserError(f"--{name} {side}: model {session.model.name} makes multiples of {multiple}; give {near}")
+        sides.append(side)
+    check_sides(pipe, sides[0], sides[1], session.model.name, frames or 1)
+    return sides[0], sides[1]
+
+
+def image01(drawn: Drawn) -> np.ndarray:
+    """float32 [Y, X, C] or [F, Y, X, C] in [0, 1], as it was made."""
+    return drawn.moments.mean_YX.astype(np.float32)
+
+
+def psnr_vs_exact_db(exact: Drawn, one: Drawn) -> float | None:
+    """None for the same bits."""
+    images = image01(exact), image01(one)
+    return distance_db(IntensityRange(0.0, 1.0), *images, np.ones(images[0].shape, bool))
+
+
+# Videos: all frames in a TIFF stack, and an MP4 to look at where imageio-ffmpeg is installed --------------------------
+
+
+def has_encoder() -> bool:
+    """Whether an MP4 can be written."""
+    return find_spec("imageio_ffmpeg") is not None
+
+
+def save_frames(path: Path, frames_FYXC: np.ndarray) -> None:
+    """uint8 [F, Y, X, C], without loss. Returns when they are on the disk."""
+    tifffile.imwrite(path, frames_FYXC, photometric="rgb", compression="zlib", metadata={"axes": "TYXS"})
+    flush(path)
+
+
+def save_mp4(path: Path, frames_FYXC: np.ndarray, fps: int) -> None:
+    """uint8 [F, Y, X, C], with loss, fps frames a second. Returns when it is on the disk."""
+    from imageio_ffmpeg import write_frames
+
+    height, width = frames_FYXC.shape[1:3]
+    writer = write_frames(str(path), (width, height), fps=fps, quality=8)
+    writer.send(None)
+    for frame_YXC in frames_FYXC:
+        writer.send(np.ascontiguousarray(frame_YXC))
+    writer.close()
+    flush(path)
+
+
+def frames_of(path: Path) -> np.ndarray:
+    """What `save_frames` has written."""
+    frames = np.asarray(tifffile.imread(path))
+    return frames if frames.ndim == 4 else frames[None]
+
+
+def shown_frames(frames_FYXC: np.ndarray) -> np.ndarray:
+    """Four frames in a picture [Y, X, C], row by row from the first to the last; of fewer than four the middle one."""
+    count = len(frames_FYXC)
+    if count < 4:
+        return frames_FYXC[count // 2]
+    four = [frames_FYXC[round(place * (count - 1) / 3)] for place in range(4)]
+    return np.concatenate([np.concatenate(four[row : row + 2], axis=1) for row in (0, 2)])

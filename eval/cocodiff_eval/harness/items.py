@@ -1,0 +1,272 @@
+"""The items of a job (slices, images), in batches that a replica makes at once, what they cost, and what is kept of
+them while they are no results yet: samples of slices whose other samples are made elsewhere, and trials of
+settings for a bound on quality.
+
+The samples of a slice are made in one batch where there are slices enough for many replicas. Otherwise they are cut
+into batches as well, whose sums lie beside the journals until rank 0 puts them together, in the order of samples.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cocodiff.config.files import flush
+from cocodiff_eval.quality.fusing import Moments
+from cocodiff_eval.quality.steps import mean_profile
+from cocodiff_eval.report import shown_slices
+
+if TYPE_CHECKING:
+    from cocodiff.engine.engine import Engine
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Items that one replica makes, by their places (`indices`) in a task, such as a stack of slices; task: its number.
+    compared: whether the exact run is made of them for comparison alone. samples: those of each item that are made, of
+    so many (`of`) that it gets in all. together: items, or samples of them, that share the model's calls. copied:
+    whether they are their own results, as slices that are not masked."""
+
+    task: int
+    indices: tuple[int, ...]
+    compared: bool = True
+    samples: tuple[int, ...] = (0,)
+    of: int = 1
+    together: int = 1
+    copied: bool = False
+
+    @property
+    def size(self) -> int:
+        """What is to be made in each mode."""
+        return 0 if self.copied else len(self.indices) * len(self.samples)
+
+    @property
+    def whole(self) -> bool:
+        """Whether its items have no samples in other batches."""
+        return len(self.samples) == self.of
+
+    @property
+    def calls(self) -> list[list[tuple[int, int]]]:
+        """What shares the model's calls: the place of an item in `indices`, and a sample."""
+        pairs = [(place, sample) for place in range(len(self.indices)) for sample in self.samples]
+        return [[pairs[number] for number in group] for group in evenly(range(len(pairs)), self.together)]
+
+
+def evenly(indices: Sequence[int], most: int) -> list[tuple[int, ...]]:
+    """Cut into as few groups of at most `most` as go, of nearly equal sizes."""
+    count = -(-len(indices) // most)
+    cuts = [round(n * len(indices) / count) for n in range(count + 1)] if count else []
+    return [tuple(indices[start:end]) for start, end in pairwise(cuts)]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Samples of an item in one mode. moments: of the normalised images; cost: of all of them; psnr_db: of each,
+    as a run with this sample alone would have it, None where the truth is unknown. kept: each sample, where they are
+    written as well."""
+
+    moments: Moments
+    cost: Cost
+    psnr_db: tuple[float | None, ...] = ()
+    kept: tuple[np.ndarray, ...] = ()
+
+    @property
+    def restored01_YX(self) -> np.ndarray:
+        """The mean of the samples: float64 [Y, X] in [0, 1]."""
+        return self.moments.mean_YX
+
+    @classmethod
+    def merged(cls, parts: Sequence[Drawn]) -> Drawn:
+        """Parts of an item's samples, from the first to the last."""
+        moments = parts[0].moments
+        for part in parts[1:]:
+            moments = moments.merged(part.moments)
+        psnr_db = tuple(one for part in parts for one in part.psnr_db)
+        return cls(moments, Cost.summed([part.cost for part in parts]), psnr_db)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A folder of samples whose items are not complete."""
+
+    folder: Path
+
+    def keep(self, batch: Batch, drawn: Mapping[str, Sequence[Drawn]]) -> None:
+        """drawn: in each mode the samples of each item of the batch. Returns when they are on the disk."""
+        for place, index in enumerate(batch.indices):
+            of_modes = {mode: of_items[place] for mode, of_items in drawn.items()}
+            facts = {mode: [one.moments.count, vars(one.cost), one.psnr_db] for mode, one in of_modes.items()}
+            images: dict[str, Any] = {}
+            for mode, one in of_modes.items():
+                # a single restoration has no spread, and is a float32
+                alone = one.moments.count == 1
+                images[f"mean {mode}"] = one.moments.mean_YX.astype(np.float32 if alone else np.float64)
+                images |= {} if alone else {f"squares {mode}": one.moments.squares_YX}
+            np.savez(self._path(batch, index), facts=np.array(json.dumps(facts)), **images)
+            flush(self._path(batch, index))
+
+    def read(self, batch: Batch, index: int) -> dict[str, Drawn]:
+        """What was kept of an item of a batch, in each mode."""
+        with np.load(self._path(batch, index), allow_pickle=False) as found:
+            drawn = {}
+            for mode, (count, cost, psnr) in json.loads(str(found["facts"])).items():
+                mean_YX = found[f"mean {mode}"]
+                moments = Moments.of(mean_YX) if count == 1 else Moments(count, mean_YX, found[f"squares {mode}"])
+                drawn[mode] = Drawn(moments, Cost(**cost), tuple(psnr))
+            return drawn
+
+    def holds(self, batch: Batch, modes: Collection[str]) -> bool:
+        """Whether what was kept of a batch in some modes is there, whole."""
+        try:
+            return all({*modes} <= {*self.read(batch, index)} for index in batch.indices)
+        except Exception:  # numpy, zipfile and json raise many kinds for a damaged file
+            return False
+
+    def merged(self, batches: Sequence[Batch], index: int) -> dict[str, Drawn]:
+        """All that was kept of an item, whose samples are in some batches, in their order."""
+        found = [self.read(batch, index) for batch in batches]
+        return {mode: Drawn.merged([part[mode] for part in found]) for mode in found[0]}
+
+    def _path(self, batch: Batch, index: int) -> Path:
+        return self.folder / f"{batch.task}-{index}-{batch.samples[0]}.npz"
+
+
+PURPOSES = {"bytes": "attention", "bytes_whole": "whole", "bytes_late": "late"}  # as `Engine.bytes` names them
+
+
+@dataclass
+class Cost:
+    """The cost of a stretch of work, under the names of `metrics.Result`: seconds on this rank, and of all ranks of the
+    replica together; bytes per link class of all ranks (rank 0 knows them); in a lossy run what its
+    coding noted at each step (`Engine.drift_profile`). replica_seconds: which replicas the seconds are of, where that
+    is known."""
+
+    seconds: float = 0.0
+    bytes: dict[str, int] = field(default_factory=dict)
+    drift: list[dict[str, Any]] = field(default_factory=list)
+    bytes_whole: dict[str, int] = field(default_factory=dict)
+    bytes_late: dict[str, int] = field(default_factory=dict)
+    rank_seconds: float = 0.0
+    replica_seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def wall_seconds(self) -> float:
+        """Replicas work at the same time: the seconds of the one that took longest."""
+        return max(self.replica_seconds.values(), default=self.seconds)
+
+    def reported(self) -> dict[str, Any]:
+        """As `cocodiff_eval.quality.metrics.Result` takes it."""
+        cached = [step["cached_fraction"] for step in self.drift if "cached_fraction" in step]
+        return vars(self) | {
+            "seconds": self.wall_seconds,
+            "replica_seconds": self.replica_seconds or None,
+            "cached_fraction": sum(cached) / len(cached) if cached else None,
+        }
+
+    def shares(self, count: int) -> list[Cost]:
+        """Equal shares of `count` images that were made together; of bytes that cannot be shared equally, the first
+        have one more. The drift is that of all of them."""
+        replicas = {replica: one / count for replica, one in self.replica_seconds.items()}
+        share = replace(
+            self, seconds=self.seconds / count, rank_seconds=self.rank_seconds / count, replica_seconds=replicas
+        )
+
+        def sent(n: int) -> dict[str, Any]:
+            of_links = {name: getattr(self, name).items() for name in PURPOSES}
+            return {
+                name: {link: sent * (n + 1) // count - sent * n // count for link, sent in of}
+                for name, of in of_links.items()
+            }
+
+        return [replace(share, **sent(n)) for n in range(count)]
+
+    @classmethod
+    def summed(cls, costs: Sequence[Cost]) -> Cost:
+        """Several runs for one image, taken together; the drift is the mean of theirs at each step."""
+
+        def total(parts: Sequence[Any]) -> Any:
+            if not isinstance(parts[0], dict):
+                return sum(parts)
+            links = dict.fromkeys(link for part in parts for link in part)
+            return {link: sum(part.get(link, 0) for part in parts) for link in links}
+
+        if len(costs) == 1:
+            return costs[0]
+        names = [one.name for one in fields(cls) if one.name != "drift"]
+        sums = {name: total([getattr(cost, name) for cost in costs]) for name in names}
+        return cls(**sums, drift=mean_profile([cost.drift for cost in costs]))
+
+
+@contextmanager
+def measured(engine: Engine) -> Iterator[Cost]:
+    """Makes the engine's model parallel, and fills in the cost when the work inside is done. All ranks call it."""
+    cost, before = Cost(), {name: engine.bytes(purpose) for name, purpose in PURPOSES.items()}
+    engine.forget_drift()
+    started = time.perf_counter()
+    with engine:
+        yield cost
+    cost.seconds = time.perf_counter() - started
+    cost.rank_seconds = cost.seconds * engine.size
+    for name, purpose in PURPOSES.items():
+        sent = engine.bytes(purpose).items()
+        setattr(cost, name, {link: count - before[name][link] for link, count in sent})
+    cost.drift = engine.drift_profile()
+
+
+BATCHES = 16  # of a task; with fewer, samples are dealt to replicas too
+SHARING = 2  # samples that a small model restores in one call at least
+COPIED_TOGETHER = 64  # slices without masked voxels in a batch
+
+
+def batches_of(
+    task: int,
+    masked: Sequence[bool],
+    together: int,
+    sample: int,
+    samples: int = 1,
+    apart: Sequence[Collection[int]] = (),
+) -> list[Batch]:
+    """The slices of a task in batches, which depend on nothing but these arguments.
+
+    masked: which slices have something to restore. together: so many of them, or samples of one, at most share calls.
+    sample: so many slices, evenly spread, are compared with an exact run, and have batches of their own: it then runs
+    the same calls. samples: of each slice. apart: sets of slices that are compared as well, each with batches of its
+    own.
+    """
+    hidden = [index for index, has_mask in enumerate(masked) if has_mask]
+    slices, at_once = shape_of_batch(len(hidden), together, samples)
+    groups, left = [], {*hidden}
+    for compared in (*apart, shown_slices(masked, sample)):
+        groups += [(group, True) for group in evenly(sorted(left & {*compared}), slices)]
+        left -= {*compared}
+    groups += [(group, False) for group in evenly(sorted(left), slices)]
+    batches = [
+        Batch(task, group, compared, part, samples, together)
+        for group, compared in groups
+        for part in evenly(range(samples), at_once)
+    ]
+    empty = evenly(sorted({*range(len(masked))} - {*hidden}), COPIED_TOGETHER)
+    batches += [Batch(task, group, False, tuple(range(samples)), samples, copied=True) for group in empty]
+    return sorted(batches, key=lambda batch: (batch.indices, batch.samples))
+
+
+def shape_of_batch(slices: int, together: int, samples: int) -> tuple[int, int]:
+    """At most so many slices, and samples of each, in a batch of a task with so many slices to restore."""
+    least = SHARING if together > 1 else 1
+    at_once = min(samples, max(least, -(-slices * samples // BATCHES)))
+    return max(1, together // at_once), at_once
+
+
+def count_batches(slices: int, together: int, samples: int) -> tuple[int, int]:
+    """How many batches a task has with so many slices to restore, and how many calls of the model take a batch's
+    slices, as far as tiles of one strength fit a call."""
+    of_slices, at_once = shape_of_batch(slices, together, samples)
+    return -(-slices // of_slices) * -(-samples // at_once), -(-at_once // together)

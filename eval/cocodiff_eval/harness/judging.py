@@ -1,0 +1,287 @@
+"""What becomes of a restored slice: its voxels in the input's dtype, its row of metrics.json, and its pictures in the
+report, which are made where it is restored, kept on the disk, and read when the page is written."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cocodiff.jobs.folder import storage_faults
+from cocodiff_eval.data.intensity import IntensityRange, compose_native, prepare_slice
+from cocodiff_eval.data.slices import SMALLEST_SIDE, save_preview_png
+from cocodiff_eval.data.units import unit_symbol
+from cocodiff_eval.data.volume import Progress
+from cocodiff_eval.harness.items import Drawn
+from cocodiff_eval.harness.job import Judged
+from cocodiff_eval.harness.tasks import BOUNDS, Task, WorkingFile, kept_samples, result_files, slice_name, spread_of
+from cocodiff_eval.quality.fusing import Intervals, coverage, spread_native
+from cocodiff_eval.quality.metrics import (
+    Result,
+    distance_db,
+    json_ready,
+    masked_psnr_db,
+    masked_quality,
+    mean,
+    slice_jumps,
+)
+from cocodiff_eval.report import Picture, PicturePlan, ShownVolume, encode, shown_slices, worst_slices
+from cocodiff_eval.restore.baseline import biharmonic
+
+FOLDER = "pictures"  # beside a job's journals, and removed with them
+
+
+@dataclass(frozen=True)
+class ReportPictures:
+    """The pictures of a job's slices, a file each. folder: of the job's journals."""
+
+    folder: Path
+    plan: PicturePlan
+
+    def add(self, task: int, index: int, make: Callable[[], Picture]) -> None:
+        """Keeps what `make` gives of a slice, if the report is to show it."""
+        if index in self.plan.shown[task]:
+            path, text = self._path(task, index), self.encoded(make())
+            with storage_faults(str(path)):
+                path.parent.mkdir(exist_ok=True)
+                path.write_text(text)
+
+    def encoded(self, picture: Picture) -> str:
+        share = self.plan.share if picture.mask_YX.any() else self.plan.unmasked_share
+        return encode(picture, self.plan.side, share)
+
+    def read(self, task: int, index: int) -> str | None:
+        """The text of a slice's pictures; None where there is none, or no whole one."""
+        try:
+            text = self._path(task, index).read_text()
+            json.loads(text)
+        except (OSError, ValueError):
+            return None
+        return text
+
+    def _path(self, task: int, index: int) -> Path:
+        return self.folder / FOLDER / f"{task}-{index}.json"
+
+    def all(
+        self,
+        rows: Sequence[Sequence[Any]],
+        make: Callable[[int, int], Picture],
+        progress: Callable[[range, str], Iterable[int]],
+    ) -> Iterator[str]:
+        """The texts of all slices that the report shows, one after the other.
+
+        rows: those of metrics.json, each with its task and slice. make: a slice's picture from the files of results,
+        for slices that turned out worst, or whose text was lost with a run that was killed.
+        """
+        found: list[tuple[int, int]] = []
+        for task, shown in enumerate(self.plan.shown):
+            quality: dict[int, list[float]] = {}
+            for _, index, row in (one for one in rows if one[0] == task):
+                quality.setdefault(index, []).extend([row["psnr_db"]] if row["psnr_db"] is not None else [])
+            found += [(task, n) for n in sorted({*shown, *worst_slices(quality, shown, self.plan.worst)})]
+        for place in progress(range(len(found)), "writing the report"):
+            text = self.read(*found[place])
+            yield text if text is not None else self.encoded(make(*found[place]))
+
+
+def picture(
+    task: Any,
+    index: int,
+    name: str,
+    images: tuple[np.ndarray, np.ndarray, np.ndarray | None],
+    native: Mapping[str, np.ndarray],
+    smooth_YX: np.ndarray | None,
+) -> Picture:
+    """What the report shows of a slice.
+
+    images: as given, its mask, and its truth (None where it is unknown). native: what the result files hold, by preset,
+    and as `spread_of(preset)` the standard deviation of its samples. smooth_YX: the slice restored without a model;
+    None where nothing is masked, or everything.
+    """
+    input_YX, mask_YX, truth_YX = images
+    spread = {preset: native[spread_of(preset)] for preset in native if spread_of(preset) in native}
+    restored = {name: native[name] for name in native if name not in map(spread_of, spread)}
+    if not mask_YX.any():
+        restored, spread = {}, {}
+    elif smooth_YX is not None:
+        restored["biharmonic"] = smooth_YX
+    return Picture(name, task.mask.name, index, input_YX, mask_YX, task.scale, restored, truth_YX, spread)
+
+
+def is_volume(task: Task) -> bool:
+    """Whether a stack is shown as a volume, and its neighbouring slices compared."""
+    return task.stack.ndim == 3 and len(task.stack) >= SMALLEST_SIDE
+
+
+def shown_volume(task: Task, presets: Sequence[str], files: Mapping[str, WorkingFile]) -> ShownVolume:
+    """What the report's three views show of a task. files: of its results, by name; their intervals and their spread
+    are shown where there are such files."""
+    kept, region = task.stack.metadata, task.stack.volume.region
+    grey = {preset: files[preset].read for preset in presets}
+    for preset in presets:
+        for end, told in zip(BOUNDS, ("low 90 %", "high 90 %"), strict=True):
+            if f"{preset}{end}" in files:
+                grey[f"{preset}: {told}"] = files[f"{preset}{end}"].read
+    return ShownVolume(
+        task.stack.name,
+        task.mask.name,
+        task.stack.shape,
+        task.scale,
+        task.stack.read,
+        task.mask.read,
+        task.truth.read if task.truth is not None else None,
+        grey,
+        {f"{one}: uncertainty": files[spread_of(one)].read for one in presets if spread_of(one) in files},
+        region.start if region is not None else (0, 0, 0),
+        kept.voxel_size,
+        unit_symbol(kept.unit),
+    )
+
+
+def jumps(
+    task: Task, presets: Sequence[str], files: Mapping[str, WorkingFile], masked: Sequence[bool], progress: Progress
+) -> list[dict[str, Any]]:
+    """Entries of `jumps` of metrics.json: of a volume whose truth is known, one for each preset."""
+    truth = task.truth
+    if truth is None or not is_volume(task):
+        return []
+
+    def read(index: int) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+        return task.mask.read(index), truth.read(index), {one: files[one].read(index) for one in presets}
+
+    found = slice_jumps(read, masked, progress)
+    named = {"name": task.stack.name, "mask": task.mask.name}
+    return [json_ready({**named, "mode": mode, "slice_jump": value}) for mode, value in found.items()]
+
+
+class Restored(NamedTuple):
+    """native: what goes into each of `result_files`; picture: what the report shows."""
+
+    native: dict[str, np.ndarray]
+    picture: Callable[[], Picture]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A slice whose samples are judged one by one."""
+
+    task: Task
+    index: int
+    original_YX: np.ndarray
+    mask_YX: np.ndarray
+
+    @cached_property
+    def truth_YX(self) -> np.ndarray | None:
+        return self.task.truth.read(self.index) if self.task.truth is not None else None
+
+    def psnr_db(self, run: Drawn) -> float | None:
+        """Against the truth, under the mask; of a sample as of a run with this sample alone."""
+        if self.truth_YX is None:
+            return None
+        native_YX = compose_native(self.original_YX, run.restored01_YX, self.mask_YX, self.task.scale)
+        return masked_psnr_db(self.task.scale, self.truth_YX, native_YX, self.mask_YX)
+
+
+def judge_slice(
+    seen: Seen,
+    modes: Sequence[str],
+    exact_mode: str | None,
+    drawn: Mapping[str, Drawn],
+    samples: int,
+    intervals: Intervals | None = None,
+) -> Judged:
+    """Restored slices in the input's dtype, of several samples with their standard deviation, and their rows of
+    metrics.json with the biharmonic baseline. modes: whose results are kept; exact_mode: which they are compared with;
+    intervals: calibrated ones, whose ends are written.
+    """
+    task, index, original_YX, mask_YX = seen.task, seen.index, seen.original_YX, seen.mask_YX
+    scale = task.scale
+    rows: list[dict[str, Any]] = []
+    presets = {mode: drawn[mode] for mode in modes}
+    native = {name: compose_native(original_YX, one.restored01_YX, mask_YX, scale) for name, one in presets.items()}
+    if samples > 1:
+        native |= {
+            spread_of(name): spread_native(one.moments.deviation_YX, mask_YX, scale) for name, one in presets.items()
+        }
+    shown = partial(picture, task, index, slice_name(task.stack, index))
+    written = native | further_native(seen, presets, intervals)
+    if not mask_YX.any():
+        return Judged(rows, Restored(written, partial(shown, (original_YX, mask_YX, None), native, None)))
+    truth_YX = seen.truth_YX
+    started = time.perf_counter()
+    smooth_YX, baseline = None, None
+    if not mask_YX.all():
+        smooth_YX = smoothed(task, original_YX, mask_YX)
+        baseline = {**masked_quality(scale, truth_YX, smooth_YX, mask_YX), "seconds": time.perf_counter() - started}
+    exact = drawn.get(exact_mode) if exact_mode is not None else None
+    for preset, one in presets.items():
+        more: dict[str, Any] = {}
+        if exact is not None:
+            more = {"psnr_vs_exact_db": psnr_vs_exact_db(scale, exact, one, mask_YX), "bytes_exact": exact.cost.bytes}
+        if samples > 1 or intervals is not None:
+            more |= {"samples": samples, "psnr_db_single": mean(one.psnr_db)}
+            more |= coverage(one.moments, truth_YX, mask_YX, scale, intervals)
+        result = Result(
+            slice_name(task.stack, index),
+            task.mask.name,
+            preset,
+            **masked_quality(scale, truth_YX, native[preset], mask_YX),
+            **one.cost.reported(),
+            **more,
+            baseline=baseline,
+            exact_compared=exact is not None,
+        )
+        rows.append(result.row())
+    return Judged(rows, Restored(written, partial(shown, (original_YX, mask_YX, truth_YX), native, smooth_YX)))
+
+
+def further_native(seen: Seen, presets: Mapping[str, Drawn], intervals: Intervals | None) -> dict[str, np.ndarray]:
+    """The ends of intervals that hold 90 % of the truth, and the samples that are kept, in the input's dtype, by the
+    names of their files."""
+    found: dict[str, np.ndarray] = {}
+    for name, one in presets.items():
+        found |= {f"{name}{end}": kept_YX for end, kept_YX in zip(kept_samples(len(one.kept)), one.kept, strict=True)}
+        if intervals is not None:
+            radius_YX = intervals.radius(one.moments.deviation_YX, 0.9)
+            for end, end01_YX in zip(
+                BOUNDS, (one.restored01_YX - radius_YX, one.restored01_YX + radius_YX), strict=True
+            ):
+                found[f"{name}{end}"] = compose_native(seen.original_YX, end01_YX, seen.mask_YX, seen.task.scale)
+    return found
+
+
+def smoothed(task: Task, original_YX: np.ndarray, mask_YX: np.ndarray) -> np.ndarray:
+    """A slice restored by biharmonic inpainting, in the input's units."""
+    return task.scale.denormalise(biharmonic(prepare_slice(original_YX, mask_YX, task.scale), mask_YX))
+
+
+def psnr_vs_exact_db(scale: IntensityRange, exact: Drawn, run: Drawn, mask_YX: np.ndarray) -> float | None:
+    """PSNR under the mask against the exact run, before rounding to the input's dtype; None for the same bits."""
+    exact_YX, restored_YX = (scale.denormalise(one.restored01_YX) for one in (exact, run))
+    return distance_db(scale, exact_YX, restored_YX, mask_YX)
+
+
+def picture_of(task: Task, index: int, presets: Sequence[str], folder: Path, samples: int) -> Picture:
+    """What the report shows of a slice whose results are in their files."""
+    native = {name: file.read(index) for name, file in result_files(task, presets, folder, samples).items()}
+    original_YX, mask_YX = task.stack.read(index), task.mask.read(index)
+    hidden = bool(mask_YX.any())
+    truth_YX = task.truth.read(index) if task.truth is not None and hidden else None
+    smooth_YX = smoothed(task, original_YX, mask_YX) if hidden and not mask_YX.all() else None
+    return picture(task, index, slice_name(task.stack, index), (original_YX, mask_YX, truth_YX), native, smooth_YX)
+
+
+def save_previews(
+    task: Task, masked: Sequence[bool], files: Mapping[str, WorkingFile], presets: Sequence[str], folder: Path
+) -> None:
+    """Saves a few restored slices as PNG beside the results."""
+    for index in shown_slices(masked):
+        for preset in presets:
+            path = folder / task.files.preview(slice_name(task.stack, index).removeprefix(task.stack.name), preset)
+            save_preview_png(path, files[preset].read(index), task.scale.low, task.scale.high)

@@ -1,0 +1,60 @@
+"""A job's request, checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from cocodiff.config.config import Config, load_machine
+from cocodiff.config.machine import Topology
+from cocodiff.jobs.deal import deal_of, sequence_of, with_guidance
+from cocodiff.jobs.folder import OutputFolder
+from cocodiff.jobs.options import preset_configs
+from cocodiff.jobs.pipelines import Request, check_model
+from cocodiff.planner.deals import Deal
+from cocodiff_eval.harness.quality import Quality
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A checked request: everything that can be known before ranks start."""
+
+    values: dict[str, Any]
+    request: Request
+    presets: dict[str, Config]
+    output: OutputFolder
+    started: float  # time.monotonic() when the command began
+    deal: Deal = field(default=Deal())
+    quality: Quality | None = None
+
+    @classmethod
+    def checked(
+        cls,
+        values: dict[str, Any],
+        quality: Quality | None,
+        request: Request,
+        ranks: int,
+        started: float,
+        presets: dict[str, Config] | None = None,
+    ) -> Prepared:
+        """Checks a request against machine, model and output. presets: unless the options name them. Raises UserError;
+        writes nothing."""
+        presets = presets or (preset_configs(values) if quality is None else quality.presets)
+        Topology.build(load_machine(values["machine"]), ranks)
+        check_model(request, 1, weights=not values["dry_run"])
+        output = OutputFolder(values["out"], values["overwrite"], values["resume"])
+        return cls(values, request, presets, output, started, quality=quality)
+
+    def dealt(self, ranks: int, **work: Any) -> Prepared:
+        """With its ranks dealt, and the deal's guidance in the presets. work: as of `deal_of`. Raises UserError."""
+        request, quality = self.request, self.quality
+        settings = [*(self.presets if quality is None else quality.rungs).values()]
+        deal = deal_of(self.values, request, settings, ranks, compares=quality is None, **work)
+        check_model(request, ranks // (deal.replicas * deal.guidance), weights=not self.values["dry_run"])
+        if quality is not None:
+            quality = quality.for_links(*sequence_of(self.values, request, deal, ranks))
+            quality = replace(quality, rungs=with_guidance(quality.rungs, deal, request))
+            if ranks == deal.replicas and not quality.caches:
+                quality = quality.exact_alone()
+        presets = with_guidance(self.presets, deal, request)
+        return replace(self, presets=presets, deal=deal, quality=quality)

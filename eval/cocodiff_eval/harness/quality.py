@@ -1,0 +1,262 @@
+"""`--quality`: what is asked for, the settings that it is found among, and what one of them is chosen for: a group of a
+job's items. `bound.py` decides which are tried, `trials.py` tries them, docs/inpainting.md tells users."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from cocodiff.config.config import Config, find_shipped, read_yaml
+from cocodiff.config.errors import UserError
+from cocodiff.jobs.options import Option, check_counts, engine_record, engine_settings, preset_configs
+from cocodiff.jobs.record import lasting
+from cocodiff_eval.harness.bound import Bound, Slices, Trial, next_trial
+
+if TYPE_CHECKING:
+    from cocodiff.config.machine import Topology
+    from cocodiff.engine.assemble import AttentionWork
+    from cocodiff_eval.harness.items import Cost
+
+PRESET = "ahead"  # that the ladder's settings go on top of, unless another one is named
+USUAL_PRESET = "tapa"
+CODED, UNCODED = "coded", "uncoded"  # ladders, for links that are slow or of which nothing is known, and for quick ones
+CACHED = "cached"  # the ladder where a step cache is asked for, of which the bound chooses the threshold
+PRESET_OPTION = Option(
+    "preset",
+    f"how ranks exchange tokens: one or more presets, as A,B or A B (default: {USUAL_PRESET}; with quality {PRESET})",
+    many=True,
+)
+BOUND_OPTIONS = (
+    Option(
+        "quality",
+        "a bound, as 50dB or 0.3dB; 50dB (at least, against the exact run) or 0.3dB (at most lost, against the truth); "
+        "the cheapest setting that keeps it is chosen on some slices and checked on more (docs/inpainting.md)",
+        numbers=True,
+    ),
+    Option("quality_slices", "with quality: the first slices or images, which settings are tried on", 2, type=int),
+    Option("quality_every", "with quality: every n-th slice or image is checked against the exact run", 20, type=int),
+)
+
+
+@dataclass(frozen=True)
+class Quality:
+    """What `--quality` asks for. preset: as the run's results are named, settings: what flags say on top of it;
+    changes: what each setting of the ladder says besides, by its name, from the cheapest to the exact one; rungs: these
+    settings."""
+
+    bound: Bound
+    slices: int
+    every: int
+    preset: str
+    settings: dict[str, Any]
+    changes: dict[str, dict[str, Any]]
+    rungs: dict[str, Config]
+
+    @classmethod
+    def asked(cls, values: dict[str, Any]) -> Quality | None:
+        """None where no bound is asked for. Completes `preset` among the options' values. Raises UserError."""
+        if values["preset"] is None:
+            values["preset"] = [USUAL_PRESET if values["quality"] is None else PRESET]
+        if values["quality"] is None:
+            return None
+        bound, presets = Bound.parse(values["quality"]), preset_configs(values)
+        check_counts(values, "quality_slices", "quality_every")
+        if not values["exact"]:
+            raise UserError(f"--quality {bound} compares with the exact run: leave --no_exact away")
+        if len(presets) > 1:
+            raise UserError(
+                f"--quality {bound} with presets {', '.join(presets)}: it chooses the setting of one preset: name one"
+            )
+        preset, settings = next(iter(presets)), engine_settings(values)
+        changes = read_ladder(CODED if presets[preset].step_cache == "none" else CACHED)
+        if presets[preset].selection != "full":
+            raise UserError(
+                f"--quality {bound} with preset {preset}, which leaves tokens out: the settings of a bound send "
+                f"all of them: name {PRESET} or an exact preset"
+            )
+        for key in dict.fromkeys(key for change in changes.values() for key in change):
+            if key != "step_cache" and values.get(key) is not None:
+                raise UserError(f"--{key} {values[key]}: --quality {bound} chooses it: leave one of them away")
+        settings.pop("step_cache", None)
+        return cls(bound, values["quality_slices"], values["quality_every"], preset, settings, changes, {})._with(
+            changes
+        )
+
+    def _with(self, changes: dict[str, dict[str, Any]]) -> Quality:
+        """With another ladder."""
+        rungs = {
+            name: engine_record().preset(self.preset, **self.settings, **change) for name, change in changes.items()
+        }
+        assert [*rungs.values()][-1].exact, f"the last setting of the ladder is exact, on top of {self.preset} too"
+        return replace(self, changes=changes, rungs=rungs)
+
+    def for_links(self, topology: Topology, work: AttentionWork) -> Quality:
+        """With the settings for ranks that share a sequence, seated so: where no codec pays at the rates that the
+        machine file tells, those without one. work: of a model's heads."""
+        if self.caches:
+            return self
+        from cocodiff.engine.assemble import with_codec_chosen
+
+        config = next(iter(self.rungs.values())).with_(codec="auto", only_exact=False)
+        if topology.machine.missing_rates or with_codec_chosen(config, topology, work)[0].codec != "none":
+            return self
+        return self._with(read_ladder(UNCODED))
+
+    @property
+    def exact(self) -> str:
+        return [*self.rungs][-1]
+
+    @property
+    def caches(self) -> bool:
+        """Whether it chooses among settings of a step cache, which do something on one rank too."""
+        return any(config.step_cache != "none" for config in self.rungs.values())
+
+    @property
+    def presets(self) -> dict[str, Config]:
+        """As a job has them that knows of no ladder."""
+        return {self.preset: next(iter(self.rungs.values()))}
+
+    def exact_alone(self) -> Quality:
+        """Where nothing travels, and so nothing is to be chosen."""
+        return replace(self, rungs={self.exact: self.rungs[self.exact]})
+
+    def line(self, unit: str) -> str:
+        """What is asked for, and how it is found."""
+        if len(self.rungs) == 1:
+            return f"quality {self.bound}: one rank alone sends nothing, so all {unit} are restored exactly"
+        uncoded = not self.caches and all(config.codec == "none" for config in self.rungs.values())
+        why = ", none with a codec, as its passes would take longer than these links," if uncoded else ""
+        return (
+            f"quality {self.bound}: {self.bound.told}; of {len(self.rungs)} settings of {self.preset}{why} the "
+            f"cheapest is taken that keeps it on {self.slices} {unit}, and on those that are checked"
+        )
+
+    def lasting(self) -> dict[str, Any]:
+        """What results depend on."""
+        rungs = [{"name": name, **lasting(config)} for name, config in self.rungs.items()]
+        return {"bound": str(self.bound), "slices": self.slices, "every": self.every, "rungs": rungs}
+
+
+def read_ladder(name: str = CODED) -> dict[str, dict[str, Any]]:
+    """What each setting of a shipped ladder says on top of a preset, by its name, from the cheapest to the exact
+    one."""
+    rungs = read_yaml(find_shipped("ladder", "quality", "ladder"))[name]
+    return {rung["name"]: {key: value for key, value in rung.items() if key != "name"} for rung in rungs}
+
+
+class Figure(NamedTuple):
+    """What a trial showed of a slice. db: as `Bound.keeps` takes it; sent, whole: bytes, and what they would have been
+    with everything as it is; late: those of `sent` that attention did not wait for."""
+
+    db: float | None
+    sent: int
+    whole: int
+    late: int = 0
+
+    @classmethod
+    def of(cls, db: float | None, cost: Cost) -> Figure:
+        return cls(db, *(sum(of.values()) for of in (cost.bytes, cost.bytes_whole, cost.bytes_late)))
+
+
+@dataclass
+class Group:
+    """What one setting is chosen for: all slices under a mask, or all images. about: as lines name it; names: of the
+    slices that are checked, by their place; batches: of the job, with the places of their slices, those of no other
+    slices; figures: what is known so far, by the place of a setting and of a slice."""
+
+    about: str
+    slices: Slices
+    names: Mapping[int, str]
+    batches: Mapping[int, tuple[int, ...]]
+    figures: dict[int, dict[int, Figure]] = field(default_factory=dict)
+    rung: int | None = None
+
+    def db(self, rung: int) -> dict[int, float | None]:
+        return {place: figure.db for place, figure in self.figures.get(rung, {}).items()}
+
+    def next(self, quality: Quality) -> Trial | None:
+        """What is to be tried next; None, and `rung` is set, when the setting is chosen."""
+        found = next_trial(quality.bound, self.slices, len(quality.rungs), {r: self.db(r) for r in self.figures})
+        if isinstance(found, Trial):
+            return found
+        self.rung = found
+        return None
+
+    def batches_of(self, slices: Sequence[int]) -> list[int]:
+        return [number for number, of in self.batches.items() if {*of} <= {*slices}]
+
+    def record(self, quality: Quality) -> dict[str, Any]:
+        """What was asked for, tried and taken: for run.yaml, metrics.json and the report."""
+        names, taken = [*quality.rungs], self.taken
+        return {
+            "of": self.about,
+            "bound": str(quality.bound),
+            "against": quality.bound.against,
+            "told": quality.bound.told,
+            "preset": quality.preset,
+            "setting": names[taken],
+            "changes": dict(quality.changes[names[taken]]),
+            "margin_db": self.slices.margin_db,
+            "count": self.slices.count,
+            "calibrated_on": [self.names[place] for place in self.slices.calibration],
+            "checked": [self.names[place] for place in sorted(self.figures.get(taken, {}))],
+            "below": self._below(taken, quality.bound),
+            "tried": [self._tried(rung, names[rung], quality.bound) for rung in sorted(self.figures)],
+        }
+
+    @property
+    def taken(self) -> int:
+        assert self.rung is not None, "a setting is chosen"
+        return self.rung
+
+    def _tried(self, rung: int, name: str, bound: Bound) -> dict[str, Any]:
+        figures = self.figures[rung]
+        worst = bound.worst(self.db(rung))
+        sent, whole, late = (sum(of) for of in zip(*(figure[1:] for figure in figures.values()), strict=True))
+        return {
+            "setting": name,
+            "slices": len(figures),
+            "worst_db": None if worst is None else round(worst[1], 3),
+            "worst": None if worst is None else self.names[worst[0]],
+            "bytes_of_whole": round(sent / whole, 4) if whole else None,
+            "waited_of_whole": round((sent - late) / whole, 4) if whole else None,
+            "kept": all(bound.with_margin(self.slices.margin_db).keeps(db) for db in self.db(rung).values()),
+            "below": self._below(rung, bound),
+            "db": {self.names[n]: None if db is None else round(db, 3) for n, db in sorted(self.db(rung).items())},
+        }
+
+    def _below(self, rung: int, bound: Bound) -> list[str]:
+        return [self.names[place] for place, db in sorted(self.db(rung).items()) if not bound.keeps(db)]
+
+    def line(self, quality: Quality, trial: Trial) -> str:
+        """What a trial has shown."""
+        tried = self._tried(trial.rung, [*quality.rungs][trial.rung], quality.bound)
+        worst, margin = tried["worst_db"], self.slices.margin_db
+        of = f"{tried['setting']} on {tried['slices']} of {self.slices.count}"
+        sent, waited = tried["bytes_of_whole"], tried["waited_of_whole"]
+        share = "" if sent is None else f", {sent:.3f} of the bytes"
+        share += "" if waited == sent else f", {waited:.3f} waited for"
+        if worst is None:
+            return f"{self.about}: {of}: every bit as in the exact run{share}"
+        with_margin = f" with a margin of {margin:g} dB" if margin else ""
+        verdict = f"{'keeps' if tried['kept'] else 'does not keep'} {quality.bound}"
+        what, digits = "" if quality.bound.against == "exact" else " lost", quality.bound.digits
+        return (
+            f"{self.about}: {of} {verdict}{with_margin}: {worst:.{digits}f} dB{what} at worst ({tried['worst']}){share}"
+        )
+
+    def taken_line(self, quality: Quality) -> str:
+        """Which setting is taken, and why."""
+        name = [*quality.rungs][self.taken]
+        if self.slices.count == 0:
+            return f"{self.about}: nothing is to be restored"
+        if len(quality.rungs) == 1:
+            return (
+                f"{self.about}: one rank alone sends nothing: all are restored exactly, and there is nothing to choose"
+            )
+        if self.taken not in self.figures:
+            return f"{self.about}: no other setting keeps {quality.bound}: {name} is taken"
+        return (
+            f"{self.about}: {name} is taken: all {len(self.figures[self.taken])} that were checked keep {quality.bound}"
+        )

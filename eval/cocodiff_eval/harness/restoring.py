@@ -1,0 +1,129 @@
+"""Restores slices under a mask with tiles of a model, batch by batch, so that no stack need fit in memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cocodiff.jobs.pipelines import Model
+from cocodiff_eval.harness.items import Batch, Cost, Drawn, measured
+from cocodiff_eval.harness.judging import Seen
+from cocodiff_eval.harness.tasks import Task
+from cocodiff_eval.quality.fusing import Moments
+from cocodiff_eval.restore.pipeline_inpainter import PipelineInpainter
+from cocodiff_eval.restore.restore import plan_slice, restore_slices
+from cocodiff_eval.restore.tiling import TilingSettings, plan_restoration, steps_at
+
+if TYPE_CHECKING:
+    from cocodiff.engine.engine import Engine
+
+SMALL_MODEL = 256  # pixels on a side
+TOGETHER = 8  # slices in a batch: more make calls little cheaper, and leave replicas idle at the end of a stack
+
+
+def tiles_in_a_call(wanted: int | None, native: int) -> int:
+    """Tiles that share a model's call. More of them mean fewer messages; what limits them is the memory of large
+    models. native: pixels of a tile's side."""
+    return wanted or (16 if native <= SMALL_MODEL else 2)
+
+
+def slices_together(shape: Sequence[int], native: int, batch: int) -> int:
+    """How many slices [Y, X] may share a model's calls of `batch` tiles: those of a small model whose tiles fit into
+    one."""
+    tiles = math.prod(-(-side // native) for side in shape)
+    return min(TOGETHER, max(1, batch // tiles)) if native <= SMALL_MODEL else 1
+
+
+def mean_call(
+    tasks: Sequence[Task], native: int, batch: int, settings: TilingSettings, values: dict[str, Any], groups: int
+) -> tuple[int, int] | None:
+    """Calls of the model, steps included, that a batch of slices takes in one mode, and tiles in a mean one: by the
+    tiles of the first slice with something to restore. None where there is none. batch: tiles in a call at most.
+    groups: of slices that share calls, in a batch."""
+    for task in tasks:
+        stack, steps = task.stack, round(values["steps"] / settings.strength)
+        masks = (task.mask.read(index) for index in range(len(stack)))
+        first = next((mask_YX for mask_YX in masks if mask_YX.any()), None)
+        if first is None:
+            continue
+        plan = plan_restoration(first, native, batch, settings)
+        slices = min(task.mask.masked * values["samples"], slices_together(stack.shape[1:], native, batch))
+        passes = [one for level in plan.levels for one in level.passes]
+        calls = sum(math.ceil(len(one.tiles) * slices / batch) * steps_at(steps, one.strength) for one in passes)
+        return groups * calls, max(1, round(plan.tile_steps(steps) * slices / calls))
+    return None
+
+
+@dataclass(frozen=True)
+class Restorer:
+    """Restores slices: with the model's tiles, and an engine for each mode. replica: the number of the one that does
+    it."""
+
+    inpainter: PipelineInpainter
+    engines: Mapping[str, Engine]
+    batch: int
+    tiling: TilingSettings
+    replica: int = 0
+
+    @classmethod
+    def of_model(
+        cls, model: Model, values: dict[str, Any], steps: int, engines: Mapping[str, Engine], replica: int = 0
+    ) -> Restorer:
+        """steps: those that run, also where a strength below 1 skips the first part of the schedule."""
+        inpainter = PipelineInpainter(model.pipe, model.arguments, round(steps / values["strength"]), values["seed"])
+        batch = tiles_in_a_call(values["batch"], inpainter.native_size)
+        return cls(inpainter, engines, batch, TilingSettings(strength=values["strength"]), replica)
+
+    def tile_steps(self, masks_YX: Sequence[np.ndarray]) -> int:
+        """Denoising steps of all tiles of these slices together, in one mode."""
+        plans = [plan_slice(mask_YX, self.inpainter, self.batch, self.tiling) for mask_YX in masks_YX]
+        return sum(plan.tile_steps(self.inpainter.steps) for plan in plans)
+
+    def run(
+        self,
+        prepared_YX: Sequence[np.ndarray],
+        masks_YX: Sequence[np.ndarray],
+        mode: str,
+        limits: tuple[float, float],
+        samples: Sequence[int] | None = None,
+    ) -> list[Drawn]:
+        """Slices in one mode, on all ranks of the engine. limits: of restored voxels; samples: of each slice the number
+        of the sample, 0 unless given."""
+        with measured(self.engines[mode]) as cost:
+            restored = restore_slices(
+                prepared_YX,
+                masks_YX,
+                self.inpainter,
+                batch=self.batch,
+                settings=self.tiling,
+                samples=samples,
+                limits=limits,
+            )
+        cost.replica_seconds = {str(self.replica): cost.seconds}
+        return [
+            Drawn(Moments.of(one_YX), share) for one_YX, share in zip(restored, cost.shares(len(restored)), strict=True)
+        ]
+
+    def draw(
+        self, batch: Batch, prepared: Sequence[np.ndarray], seen: Sequence[Seen], mode: str, leads: bool
+    ) -> list[Drawn]:
+        """The batch's samples of each slice in one mode, of which no more are in memory than share calls. leads: on
+        ranks that judge none the result is empty."""
+        moments: dict[int, Moments] = {}
+        costs: list[list[Cost]] = [[] for _ in seen]
+        psnr_db: list[list[float | None]] = [[] for _ in seen]
+        limits = seen[0].task.scale.limits01
+        for pairs in batch.calls:
+            places, samples = zip(*pairs, strict=True)
+            of_call = ([prepared[n] for n in places], [seen[n].mask_YX for n in places])
+            runs = self.run(*of_call, mode, limits, samples)
+            for place, run in zip(places, runs if leads else [], strict=False):
+                moments[place] = moments[place].merged(run.moments) if place in moments else run.moments
+                costs[place].append(run.cost)
+                if batch.of > 1:
+                    psnr_db[place].append(seen[place].psnr_db(run))
+        return [Drawn(moments[n], Cost.summed(costs[n]), tuple(psnr_db[n])) for n in moments]

@@ -1,0 +1,127 @@
+"""Runs any job (`job.py`) on its replicas: a queue of batches, journals, going on, and a bound on quality."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from cocodiff.config.config import Config
+from cocodiff.jobs.journal import Entry
+from cocodiff.jobs.replicas import JobRecord, Queue, Replica
+from cocodiff.jobs.terminal import reading_bar
+from cocodiff_eval.harness.items import Batch, Drawn, Parts
+from cocodiff_eval.harness.job import Done, Job, Modes, Row, Way
+
+
+class Presets(Way):
+    """Every batch in every preset, and in the exact one if its items are compared. exact: one of the presets, or one
+    mode more; None to compare with none."""
+
+    def __init__(self, presets: Mapping[str, Config], exact: str | None) -> None:
+        self.presets, self.exact = presets, exact
+
+    def of(self, batch: Any) -> Modes:
+        names = dict.fromkeys([*self.presets, *([self.exact] if self.exact is not None and batch.compared else ())])
+        return Modes({name: name for name in names}, self.exact if self.exact in names else None)
+
+    def configs(self, task: int) -> Mapping[str, Config]:
+        return self.presets
+
+    def names(self, batch: Batch) -> list[str]:
+        return [*self.of(batch).settings]
+
+
+def run_batches(
+    job: Job[Any],
+    way: Way,
+    replica: Replica,
+    output: Any,
+    settings: Callable[[], dict[str, Any]],
+    shows_bar: bool = False,
+) -> Done:
+    """Makes, judges and writes what is missing of a job's results; all ranks call it.
+
+    way: how batches are made; output: the `OutputFolder`, with the journals; settings: all that results depend on.
+    Raises UserError where those of an earlier start were others.
+    """
+    first, batches = replica.whole.rank == 0, job.batches
+    before = len(batches) * (1 + way.tried)
+    parts = Parts(output.journals.folder / "samples")
+
+    def is_whole(entry: Entry) -> bool:
+        if entry.number >= before:
+            return job.holds_before(entry.number - before)
+        if entry.number >= len(batches):
+            return way.holds(entry.number)
+        batch = batches[entry.number]
+        if not batch.whole:
+            return parts.holds(batch, way.names(batch))
+        try:
+            return job.holds(batch, entry.sums)
+        except Exception:  # each format raises kinds of its own for a damaged file
+            return False
+
+    counts = [*[batch.size for batch in batches] * (1 + way.tried), *job.before]
+    record = JobRecord(output, settings, counts, job.unit, is_whole, shows_bar)
+    with Queue(replica, record, counts, job.unit, shows_bar, len(batches)) as queue, torch.no_grad():
+        job.watched(queue.bar.advance)
+        way.choose(queue, replica)
+        if job.before:
+            job.make_before(queue, before)
+        if first:
+            parts.folder.mkdir(exist_ok=True)
+        job.begin(way, first)
+        replica.whole.broadcast_object(None)  # the files are there
+        make_batches(job, queue, way, replica.leads, parts)
+    rows = queue.rows() + put_together(job, way, parts, reading_bar(shows_bar)) if first else []
+    return Done(sorted(rows, key=lambda row: row[:2]), way.records)
+
+
+def make_batches(job: Job[Any], queue: Queue, way: Way, leads: bool, parts: Parts) -> None:
+    """The batches that this replica takes. What has samples in other batches is kept in `parts` until all are there."""
+    for number in queue.take([number for number in range(len(job.batches)) if number not in way.kept]):
+        batch = job.batches[number]
+        settings, exact = way.of(batch)
+        queue.begin(batch.size, job.steps(batch) * len(settings))
+        made = job.make([*dict.fromkeys(settings.values())], batch)
+        if not leads:
+            continue
+        drawn = {name: made[setting] for name, setting in settings.items()}
+        if not batch.whole:
+            parts.keep(batch, drawn)
+            queue.add(number, [])
+            continue
+        rows = []
+        for place in range(len(batch.indices)):
+            of_item = {name: items[place] for name, items in drawn.items()}
+            rows += finish_item(job, batch, place, of_item, exact)
+        queue.add(number, rows, job.sums(batch))
+        if told := job.told([row for *_, row in rows]):
+            queue.bar.say(told)
+
+
+def finish_item(job: Job[Any], batch: Batch, place: int, drawn: Mapping[str, Drawn], exact: str | None) -> list[Row]:
+    """Judges and writes an item whose samples are all there."""
+    judged = job.judge(batch, place, drawn, exact)
+    job.write(batch, place, judged.result)
+    return [[batch.task, batch.indices[place], row] for row in judged.rows]
+
+
+def put_together(job: Job[Any], way: Way, parts: Parts, progress: Callable[..., Any]) -> list[Row]:
+    """On rank 0, when all batches are done: the items whose samples were dealt, and those that were made before."""
+    groups: dict[tuple[int, tuple[int, ...], bool], list[Batch]] = {}
+    for number, batch in enumerate(job.batches):
+        if number in way.kept or not batch.whole:
+            groups.setdefault((batch.task, batch.indices, number in way.kept), []).append(batch)
+    dealt, rows = [*groups.items()], []
+    for number in progress(range(len(dealt)), f"putting {job.unit} together"):
+        (*_, kept), batches = dealt[number]
+        for place, index in enumerate(batches[0].indices):
+            if kept:
+                (_, exact), drawn = way.made(batches, index)
+            else:
+                exact, drawn = way.of(batches[0]).exact, parts.merged(batches, index)
+            rows += finish_item(job, batches[0], place, drawn, exact)
+    return rows

@@ -1,0 +1,315 @@
+"""Starting, loading, measuring and writing results, for all commands that run a model on ranks; the modes of a job: its
+presets, or the settings of a bound, and the exact run that they are compared with; and what results depend on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cocodiff import __version__
+from cocodiff.comm.launch import Launch, detect
+from cocodiff.comm.trace import save_traces
+from cocodiff.config.config import Config
+from cocodiff.config.setting import settings_of
+from cocodiff.jobs.options import engine_record, engine_settings
+from cocodiff.jobs.pipelines import Model, Request, import_pipeline, load_model
+from cocodiff.jobs.ranks import run_holding
+from cocodiff.jobs.record import REMEMBERED, as_read, first_difference, lasting
+from cocodiff.jobs.replicas import Replica, topology_of_replica
+from cocodiff.jobs.settings import FOUND, write_settings
+from cocodiff.jobs.terminal import note, say, threads
+from cocodiff_eval.harness.prepared import Prepared
+
+if TYPE_CHECKING:
+    from cocodiff.engine.engine import Engine
+    from cocodiff_eval.harness.job import Done, Job, Way
+
+EVERY_RANK_IMPORTS = (
+    "skimage.metrics",
+    "skimage.restoration",
+    "cocodiff_eval.harness.images",
+    "cocodiff_eval.harness.slices",
+    "cocodiff.demo_model.vae",
+    "cocodiff.engine.engine",
+    "cocodiff_eval.report",
+)
+DTYPES = ("auto", "fp32", "bf16", "fp16")
+EXACT = "flat"  # the preset that others are judged against
+LOSSY = ("selection", "codec", "arrival", "step_cache")  # settings that give up exactness
+ROUTES = ("exchange", "exchange_table", "nic_balance", "transport", "check_messages")  # change no bit of an exact run
+
+
+class Engines(Mapping[str, "Engine"]):
+    """An engine for each mode, made when it is first asked for: it costs groups of ranks. All ranks of a replica ask
+    in the same order. made: those that there are."""
+
+    def __init__(self, modes: Mapping[str, Config], make: Callable[[Config], Engine]) -> None:
+        self._modes, self._make = modes, make
+        self.made: dict[str, Engine] = {}
+
+    def __getitem__(self, mode: str) -> Engine:
+        if mode not in self.made:
+            self.made[mode] = self._make(self._modes[mode])
+        return self.made[mode]
+
+    def chosen(self) -> list[str]:
+        """What they have chosen by themselves, a line each."""
+        return [f"{mode}: {engine.sequence.chosen}" for mode, engine in self.made.items() if engine.sequence.chosen]
+
+    def compiled(self) -> list[str]:
+        """What torch.compile did for them on this rank, a line each."""
+        return [f"{mode}: {engine.compiled}" for mode, engine in self.made.items() if engine.compiled]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._modes)
+
+    def __len__(self) -> int:
+        return len(self._modes)
+
+
+@dataclass(frozen=True)
+class Session:
+    """A job's model on its ranks, with an engine for each mode on the ranks of this replica. `exact` is the mode that
+    others are compared with; it may be one of the presets. `folder` takes results; None on ranks other than 0."""
+
+    prepared: Prepared
+    transport: Any
+    replica: Replica
+    model: Model
+    engines: Engines
+    exact: str | None
+    folder: Path | None
+
+    @property
+    def images(self) -> Path:
+        """The folder of images, on every rank that writes some."""
+        return self.prepared.output.partial / "images"
+
+    def run(self, job: Job[Any]) -> None:
+        """Makes the job's results, completes and publishes them. All ranks call it."""
+        from cocodiff_eval.harness.running import Presets, run_batches
+        from cocodiff_eval.harness.trials import Trials
+
+        prepared, quality = self.prepared, self.prepared.quality
+        way: Way = Presets(prepared.presets, self.exact)
+        if quality is not None:
+            way = Trials(job, quality, prepared.output.journals.folder)
+
+        def settings() -> dict[str, Any]:
+            return describe(prepared, self.transport.size) | job.settings()
+
+        shows_bar = self.folder is not None and not prepared.values["quiet"]
+        done = run_batches(job, way, self.replica, prepared.output, settings, shows_bar)
+        finish(self, done, **job.complete(done))
+
+
+Work = Callable[[Prepared, Any], None]  # called on every rank with its transport
+
+
+def start_job(
+    prepared: Prepared,
+    launch: Launch,
+    ranks: int,
+    unit: str,
+    settings: Callable[[dict[str, Any]], dict[str, Any]],
+    work: Work,
+    compared: dict[str, str] | None = None,
+) -> int:
+    """Runs `work` on every rank, unless it is a dry run or nothing is left to do. Returns the exit code.
+
+    unit: what the job is made of; settings: as of `nothing_left`; compared: what ranks must agree on, beside the
+    options.
+    """
+    values, config = prepared.values, next(iter(prepared.presets.values()))
+    if launch.speaks and prepared.quality is not None:
+        say(prepared.quality.line(unit))
+    if values["dry_run"] or nothing_left(prepared, launch, ranks, settings):
+        return 0
+    alike = {name: str(value) for name, value in values.items() if name != "ranks"} | (compared or {})
+
+    def imports() -> None:
+        if launch.speaks and not values["quiet"]:
+            note("importing torch and diffusers")
+        if launch.kind == "alone":
+            import_before_fork(prepared.request, ranks)
+
+    if launch.kind != "alone":
+        imports()
+    return run_holding(prepared.output, values["ranks"], launch, config, alike, partial(work, prepared), imports)
+
+
+def nothing_left(
+    prepared: Prepared, launch: Launch, ranks: int, settings: Callable[[dict[str, Any]], dict[str, Any]]
+) -> bool:
+    """Whether the run that is to go on has ended well before; says so. settings: as of `Job.settings`, called with
+    those of that run. Raises UserError where they differ, or where files of its results are gone."""
+    ended = prepared.output.finished
+    if ended is None:
+        return False
+    if launch.speaks:
+        there = ended.settings or {}
+        prepared.output.confirm(first_difference(there, as_read(describe(prepared, ranks) | settings(there))))
+        say(f"nothing is left to do: the results in {prepared.output.final} are finished, with the same settings")
+    return True
+
+
+def import_before_fork(request: Request, ranks: int | None = None) -> None:
+    """Imports what every rank needs once, in the process that ranks are forked from. ranks: one alone shares nothing,
+    and imports the rest when it needs it."""
+    import_pipeline(request)
+    for name in EVERY_RANK_IMPORTS if ranks != 1 else ():
+        import_module(name)
+
+
+# Modes ----------------------------------------------------------------------------------------------------------------
+
+
+def describe(prepared: Prepared, ranks: int) -> dict[str, Any]:
+    """What the results of any job depend on, beside its inputs. How many replicas there are is not in it. ranks: of all
+    replicas."""
+    replicas = prepared.deal.replicas
+    return {
+        "cocodiff": __version__,
+        "ranks of a replica": ranks // replicas,
+        "their nodes, cards and planes": topology_of_replica(prepared.values, ranks, replicas).relative_places,
+        **threads(),
+        **{name: prepared.values[name] for name in REMEMBERED if name in prepared.values},
+        "steps": prepared.values["steps"],
+        "presets": [{"name": name, **lasting(config)} for name, config in prepared.presets.items()],
+        "exact": with_exact(prepared)[1],
+        **({} if prepared.quality is None else {"quality": prepared.quality.lasting()}),
+    }
+
+
+def with_exact(prepared: Prepared) -> tuple[dict[str, Config], str | None]:
+    """The modes to run, and which of them is the exact one: a preset that gives its bits, or one mode more. For a bound
+    on quality the modes are the settings that it is kept with."""
+    if prepared.quality is not None:
+        return dict(prepared.quality.rungs), prepared.quality.exact
+    if not prepared.values["exact"]:
+        return dict(prepared.presets), None
+    whole = {"selection": "full", "codec": "none", "arrival": "now", "step_cache": "none"}
+    settings = engine_settings(prepared.values) | {"exchange": "flat", "chunks": 1, **whole}
+    settings["guidance_parallel"] = prepared.deal.guidance
+    exact = engine_record().preset(EXACT, **settings)
+    for mode, config in prepared.presets.items():
+        if same_bits(config, exact):
+            return dict(prepared.presets), mode
+    return prepared.presets | {"exact": exact}, "exact"
+
+
+def same_bits(config: Config, exact: Config) -> bool:
+    """Whether settings that send all tokens differ from others in what changes no bit: the route of the tokens, and
+    settings that do nothing with them."""
+    if not config.exact:
+        return False
+    of_lossy = {name for name, one in settings_of(type(config)).items() if one.only_with and one.only_with[0] in LOSSY}
+    free = {*ROUTES, *LOSSY, *of_lossy}
+    return {k: v for k, v in vars(config).items() if k not in free} == {
+        k: v for k, v in vars(exact).items() if k not in free
+    }
+
+
+# On every rank --------------------------------------------------------------------------------------------------------
+
+
+def load_requested(request: Request, dtype: str, transport: Any) -> Model:
+    """A model in one of DTYPES. All ranks call it."""
+    if dtype == "auto":
+        dtype = "fp32" if transport.device.type == "cpu" else "bf16"
+    return load_model(request, dtype, transport)
+
+
+def open_session(prepared: Prepared, transport: Any) -> Session:
+    """The model, its engines and the folder of results; returns when all ranks are ready."""
+    from cocodiff.engine.engine import Engine
+
+    if (
+        detect().kind != "alone"
+    ):  # else the process that ranks are forked from does so, when none of them writes any more
+        transport.health.when_lost(lambda error: prepared.output.discard())
+    replica = Replica(transport, prepared.values["machine"], prepared.deal.replicas)
+    if transport.rank == 0 and not prepared.values["quiet"]:
+        note(f"loading the model: {prepared.request.model}")
+    model = load_requested(prepared.request, prepared.values["dtype"], transport)
+    modes, exact = with_exact(prepared)
+    engines = Engines(modes, lambda config: Engine(model.pipe, config, replica.transport))
+    if prepared.quality is None:  # else those of the settings that are tried
+        _ = [*engines.values()]
+    folder = prepared.output.open() if transport.rank == 0 else None
+    transport.broadcast_object(None)  # all ranks have their model
+    if folder is not None:
+        replica.say_ready(prepared.started)
+        for line in engines.chosen():
+            say(line)
+    return Session(prepared, transport, replica, model, engines, exact, folder)
+
+
+def finish(
+    session: Session,
+    done: Done,
+    pictures: Iterable[str],
+    inputs: Sequence[dict[str, Any]] = (),
+    volumes: Sequence[dict[str, Any]] = (),
+    jumps: Sequence[dict[str, Any]] = (),
+    told: str = "",
+    **report: Any,
+) -> None:
+    """Writes results, publishes the folder and prints the table; all ranks call it, and nobody leaves before.
+
+    inputs: by `Task.record`; volumes: by `Verdict.record`; jumps: by `judging.jumps`; told: in the table's
+    place; pictures, report: arguments of `cocodiff_eval.report.write_report`.
+    """
+    transport = session.transport
+    own = {mode: {**engine.trace.record(), "rank": transport.rank} for mode, engine in session.engines.made.items()}
+    gathered = transport.gather_object(own) or []
+    if session.folder is not None:
+        # settings that were tried by some replicas alone have no engine on others
+        of_ranks = {mode: [of[mode] for of in gathered if mode in of] for mode in session.engines}
+        save_traces(session.folder / "trace.json", {mode: records for mode, records in of_ranks.items() if records})
+        records = {"inputs": inputs, "volumes": volumes, "jumps": jumps}
+        _write_results(session, session.folder, done, pictures, records, told, report)
+    transport.broadcast_object(None)
+
+
+def _write_results(
+    session: Session,
+    folder: Path,
+    done: Done,
+    pictures: Iterable[str],
+    records: Mapping[str, Sequence[dict[str, Any]]],
+    told: str,
+    report: dict[str, Any],
+) -> None:
+    from cocodiff_eval.quality.metrics import metrics_document
+    from cocodiff_eval.report import write_report
+    from cocodiff_eval.report.table import terminal_table
+
+    values, ranks = session.prepared.values, session.transport.size
+    document = metrics_document(values, ranks, [row for *_, row in done.rows])
+    compiled = session.engines.compiled()
+    more = ("quality", done.bounds), *records.items(), ("compiled", compiled)
+    document |= {name: said for name, said in more if said}
+    verdicts = [one["verdict"] for one in records["volumes"] if one["verdict"] is not None]
+    (folder / "metrics.json").write_text(json.dumps(document, indent=1, allow_nan=False))
+    facts = {
+        "model": session.model.name,
+        "ranks": str(ranks),
+        "machine": values["machine"],
+        "presets": ", ".join(session.prepared.presets),
+        "steps": str(values["steps"]).strip("[]"),
+        "seed": str(values["seed"]),
+        **({"samples": str(values["samples"])} if values.get("samples", 1) > 1 else {}),
+        **({"hidden regions": "; ".join(verdicts)} if verdicts else {}),
+        "cocodiff": __version__,
+    }
+    write_report(folder / "report.html", document, pictures, facts, **report)
+    write_settings(folder, values | ({FOUND: done.bounds} if done.bounds else {}), session.engines.chosen())
+    session.prepared.output.publish()
+    say("\n".join([*compiled, "", *verdicts, told or terminal_table(document), ""]))
+    say(f"report: {session.prepared.output.final / 'report.html'}")

@@ -1,0 +1,294 @@
+"""The job of `inpaint`: slices of stacks under masks, restored and written in the input's format."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cocodiff import __version__
+from cocodiff.config.errors import UserError
+from cocodiff.jobs.record import described_inputs, lasting
+from cocodiff.jobs.terminal import reading_bar, say
+from cocodiff_eval.data.intensity import prepare_slice
+from cocodiff_eval.harness.bound import Bound, Slices
+from cocodiff_eval.harness.items import Batch, Cost, Drawn, batches_of
+from cocodiff_eval.harness.job import Done, Job, Judged, Way
+from cocodiff_eval.harness.judging import (
+    ReportPictures,
+    Restored,
+    Seen,
+    is_volume,
+    judge_slice,
+    jumps,
+    picture_of,
+    psnr_vs_exact_db,
+    save_previews,
+    shown_volume,
+)
+from cocodiff_eval.harness.quality import Group, Quality
+from cocodiff_eval.harness.restoring import TOGETHER, Restorer, slices_together
+from cocodiff_eval.harness.session import Session
+from cocodiff_eval.harness.tasks import Task, WorkingFile, checksums, export, result_files, slice_name
+from cocodiff_eval.harness.volumes import Volumes
+from cocodiff_eval.quality.fusing import Moments
+from cocodiff_eval.quality.hidden import Hidden
+from cocodiff_eval.quality.metrics import json_ready
+from cocodiff_eval.report import plan_pictures, shown_slices
+
+if TYPE_CHECKING:
+    from cocodiff.jobs.replicas import Queue
+
+VOLUME_OPTIONS = ("axes", "hidden_test", "method", "keep_samples")
+
+
+def check_truth(bound: Bound, tasks: Sequence[Task]) -> None:
+    """Raises UserError for a loss against a truth that is not there."""
+    for task in tasks:
+        if bound.against == "truth" and task.truth is None:
+            raise UserError(
+                f"--quality {bound} is a loss against the truth, which mask {task.mask.name} of {task.stack.name} "
+                f"hides: name the original with --truth, or give a distance to the exact run, as 50dB"
+            )
+
+
+class SliceJob(Job[Batch]):
+    """tasks: stacks and their masks; masked: which slices of each have something to restore; hidden: what is hidden of
+    the volumes that are tested."""
+
+    together = TOGETHER
+
+    def __init__(
+        self,
+        session: Session,
+        tasks: Sequence[Task],
+        masked: Sequence[Sequence[bool]],
+        hidden: Mapping[int, Sequence[Hidden]],
+    ) -> None:
+        values, quality = session.prepared.values, session.prepared.quality
+        self.session, self.tasks, self.masked = session, tasks, masked
+        self.presets, self.samples = list(session.prepared.presets), values["samples"]
+        self.unit = "slices" if self.samples == 1 else "samples"
+        self.restorers = {task.steps: self._restorer(task.steps) for task in tasks}
+        restorer = self.restorers[tasks[0].steps]
+        native, compared = restorer.inpainter.native_size, values["exact_slices"]
+        self.volumes = Volumes(session, restorer, tasks, hidden)
+        self.before = self.volumes.sizes
+        self._masks = {} if quality is None else slices_of_masks(quality, tasks, masked, compared)
+        self.batches: list[Batch] = []
+        for number, (task, of_task) in enumerate(zip(tasks, masked, strict=True)):
+            if number in self.volumes.of:
+                self.batches += self.volumes.batches(number)
+                continue
+            together = min(self.together, slices_together(task.stack.shape[1:], native, restorer.batch))
+            apart = self._masks[number].apart(number) if self._masks else []
+            self.batches += batches_of(number, of_task, together, compared, self.samples, apart)
+        journals = session.prepared.output.journals.folder
+        self._store = journals / "results"
+        plan = plan_pictures(masked, len(self.presets) * (1 + (self.samples > 1)) + 1)
+        self.pages = ReportPictures(journals, plan)
+        self._way: Way | None = None
+        self._last: tuple[Batch | None, list[Seen]] = (None, [])
+
+    def _restorer(self, steps: int) -> Restorer:
+        session = self.session
+        return Restorer.of_model(session.model, session.prepared.values, steps, session.engines, session.replica.number)
+
+    def settings(self) -> dict[str, Any]:
+        return describe_inputs(self.tasks, self.session.prepared.values)
+
+    def make_before(self, queue: Queue, first: int) -> None:
+        self.volumes.make(queue, first)
+
+    def holds_before(self, number: int) -> bool:
+        return self.volumes.holds(number)
+
+    def begin(self, way: Way, first: bool) -> None:
+        """Makes the files of results, where an earlier start has not."""
+        self._way = way
+        if not first:
+            return
+        self.session.images.mkdir(exist_ok=True)
+        self._store.mkdir(exist_ok=True)
+        files = [file for number in range(len(self.tasks)) for file in self._files(number).values()]
+        for file in files:
+            file.create()
+        results, free = sum(file.bytes for file in files), shutil.disk_usage(self._store).free
+        there = sum(512 * file.path.stat().st_blocks for file in files)
+        if 2 * results - there > free:
+            say(
+                f"results take {results / 2**30:.1f} GiB while they are made, and then as much in their own format; "
+                f"the disk of {self.session.prepared.output.out} has {free / 2**30:.1f} GiB left"
+            )
+
+    def _files(self, task: int) -> dict[str, WorkingFile]:
+        return result_files(self.tasks[task], self.presets, self._store, self.samples, self.volumes.further(task))
+
+    def _provenance(self, task: int) -> dict[str, dict[str, Any]]:
+        """How a task's results of each preset are made, for the files' own metadata: plain data."""
+        assert self._way is not None, "it is known how results are made"
+        names = ("model", "steps", "strength", "seed", "prompt", "guidance", "dtype", "samples", "quality")
+        values = self.session.prepared.values
+        settings = {name: values[name] for name in names if values.get(name) is not None}
+        settings |= self.volumes.provenance(task)
+        return {
+            preset: json_ready(
+                {"version": __version__, **settings, "preset": preset, "settings": lasting(config)}, otherwise=str
+            )
+            for preset, config in self._way.configs(task).items()
+        }
+
+    def watched(self, advance: Callable[[int], None]) -> None:
+        for restorer in self.restorers.values():
+            restorer.inpainter.on_step = advance
+
+    def steps(self, batch: Batch) -> int:
+        if batch.task in self.volumes.of:
+            return 0
+        restorer = self.restorers[self.tasks[batch.task].steps]
+        return restorer.tile_steps([seen.mask_YX for seen in self._seen(batch)]) * len(batch.samples)
+
+    def _seen(self, batch: Batch) -> list[Seen]:
+        """The slices of a batch, which are read once: those of the last one are remembered."""
+        if self._last[0] != batch:
+            task = self.tasks[batch.task]
+            seen = [Seen(task, index, task.stack.read(index), task.mask.read(index)) for index in batch.indices]
+            self._last = (batch, seen)
+        return self._last[1]
+
+    def make(self, settings: Sequence[str], batch: Batch) -> dict[str, list[Drawn]]:
+        if batch.task in self.volumes.of:
+            leads = self.session.replica.leads
+            return {one: self.volumes.fused(batch, one) if leads else [] for one in settings}
+        seen, task = self._seen(batch), self.tasks[batch.task]
+        prepared = [prepare_slice(one.original_YX, one.mask_YX, task.scale) for one in seen]
+        leads = self.session.replica.leads
+        if batch.copied:  # a slice without masked voxels is its own restoration
+            return {one: [Drawn(Moments.of(p_YX), Cost()) for p_YX in prepared if leads] for one in settings}
+        restorer = self.restorers[task.steps]
+        return {one: restorer.draw(batch, prepared, seen, one, leads) for one in settings}
+
+    def judge(self, batch: Batch, place: int, drawn: Mapping[str, Drawn], exact: str | None) -> Judged:
+        intervals = self.volumes.intervals(batch.task, batch.indices[place])
+        return judge_slice(self._seen(batch)[place], self.presets, exact, drawn, batch.of, intervals)
+
+    def write(self, batch: Batch, place: int, result: Restored) -> None:
+        index = batch.indices[place]
+        for name, file in self._files(batch.task).items():
+            file.write(index, result.native[name])
+        self.pages.add(batch.task, index, result.picture)
+
+    def sums(self, batch: Batch) -> list[int]:
+        return checksums(self._files(batch.task).values(), batch.indices)
+
+    def groups(self, quality: Quality) -> dict[int, Group]:
+        groups = {id(mask): mask.group(self.tasks, self.batches) for mask in self._masks.values()}
+        return {task: groups[id(mask)] for task, mask in self._masks.items()}
+
+    def figure_db(self, bound: Bound, batch: Batch, place: int, exact: Drawn, one: Drawn) -> float | None:
+        seen = self._seen(batch)[place]
+        if bound.against == "exact":
+            return psnr_vs_exact_db(seen.task.scale, exact, one, seen.mask_YX)
+        before, after = seen.psnr_db(exact), seen.psnr_db(one)
+        return None if before is None or after is None else before - after
+
+    def complete(self, done: Done) -> dict[str, Any]:
+        """Writes results in their own format, on rank 0. Returns what `session.finish` takes besides the rows."""
+        values, images = self.session.prepared.values, self.session.images
+        progress, found = reading_bar(not values["quiet"]), []
+        if self.session.folder is not None:
+            for number, (task, of_task) in enumerate(zip(self.tasks, self.masked, strict=True)):
+                files, about = self._files(number), {"version": __version__, "seed": values["seed"]}
+                export(task, files, images, self._provenance(number), about)
+                found += jumps(task, self.presets, files, of_task, progress)
+                save_previews(task, of_task, files, self.presets, images)
+        numbers = {task.stack.name: task.stack.numbers for task in self.tasks if len(task.stack) > 1}
+        return {
+            "pictures": self.pages.all(done.rows, self._picture, progress),
+            "shown": [
+                shown_volume(task, self.presets, self._files(number))
+                for number, task in enumerate(self.tasks)
+                if is_volume(task)
+            ],
+            "jumps": found,
+            "inputs": [task.record() for task in self.tasks],
+            "slices": numbers,
+            "side": self.pages.plan.side,
+            "volumes": self.volumes.records(),
+        }
+
+    def _picture(self, task: int, index: int) -> Any:
+        return picture_of(self.tasks[task], index, self.presets, self._store, self.samples)
+
+
+def find_masked(tasks: Sequence[Task]) -> list[list[bool]]:
+    """Which slices of each task have something to restore."""
+    return [[bool(task.mask.read(index).any()) for index in range(len(task.stack))] for task in tasks]
+
+
+def find_hidden(tasks: Sequence[Task], values: Mapping[str, Any]) -> dict[int, tuple[Hidden, ...]]:
+    """Of each volume that is tested what is hidden in each round; none where nothing can be."""
+    return {
+        number: task.volume.regions(task.stack.read, values["samples"], values["seed"])
+        for number, task in enumerate(tasks)
+        if task.volume is not None and task.volume.tested
+    }
+
+
+def describe_inputs(tasks: Sequence[Task], values: Mapping[str, Any]) -> dict[str, Any]:
+    """What the results depend on beside the settings of the command."""
+    described: dict[str, Any] = {
+        "samples": values["samples"],
+        "exact_slices": values["exact_slices"],
+        "inputs": described_inputs(tasks),
+    }
+    if any(task.volume is not None for task in tasks):
+        described |= {name: values[name] for name in VOLUME_OPTIONS}
+    others = [task.format for task in tasks]
+    return described if set(others) == {"tiff"} else described | {"formats": others}
+
+
+@dataclass(frozen=True)
+class MaskSlices:
+    """The slices under one mask in all stacks, in their order. places: task and index of each that has something to
+    restore; slices: which of them, by their number in `places`, are tried and checked."""
+
+    mask: str
+    places: list[tuple[int, int]]
+    slices: Slices
+
+    def apart(self, task: int) -> list[set[int]]:
+        """Of a task the slices that settings are tried on, and those that are checked: they have batches of their
+        own."""
+        return [
+            {index for place in places for of, index in [self.places[place]] if of == task}
+            for places in (self.slices.calibration, self.slices.checks)
+        ]
+
+    def group(self, tasks: Sequence[Task], batches: Sequence[Batch]) -> Group:
+        checked = {self.places[place]: place for place in self.slices.checks}
+        names = {place: slice_name(tasks[task].stack, index) for (task, index), place in checked.items()}
+        of_batches = {
+            number: tuple(checked[batch.task, index] for index in batch.indices)
+            for number, batch in enumerate(batches)
+            if (batch.task, batch.indices[0]) in checked
+        }
+        return Group(f"mask {self.mask}", self.slices, names, of_batches)
+
+
+def slices_of_masks(
+    quality: Quality, tasks: Sequence[Task], masked: Sequence[Sequence[bool]], exact_slices: int
+) -> dict[int, MaskSlices]:
+    """For each task the slices under its mask. What is compared with the exact run in any case is checked as well."""
+    of_masks: dict[str, list[int]] = {}
+    for number, task in enumerate(tasks):
+        of_masks.setdefault(task.mask.name, []).append(number)
+    found: dict[int, MaskSlices] = {}
+    for mask, numbers in of_masks.items():
+        places = [(n, index) for n in numbers for index, has_mask in enumerate(masked[n]) if has_mask]
+        compared = {(n, index) for n in numbers for index in shown_slices(masked[n], exact_slices)}
+        always = [place for place, one in enumerate(places) if one in compared]
+        slices = Slices.chosen(len(places), quality.slices, quality.every, always)
+        found |= dict.fromkeys(numbers, MaskSlices(mask, places, slices))
+    return found

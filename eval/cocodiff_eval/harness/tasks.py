@@ -1,0 +1,225 @@
+"""The work of a job: stacks and their masks, the files that their results go to while it runs, and in the end."""
+
+from __future__ import annotations
+
+import math
+import os
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cocodiff_eval.data.formats import write_volume
+from cocodiff_eval.data.intensity import IntensityRange
+from cocodiff_eval.data.masks import Mask
+from cocodiff_eval.data.slices import Stack, unique_names
+from cocodiff_eval.data.volume import NewVolume
+from cocodiff_eval.harness.volume import Volume
+
+SHOWN = 12  # numbers of slices in a line
+BOUNDS = ("_low_90", "_high_90")  # added to a preset's name: the ends of intervals that hold 90 % of the truth
+MASK = "mask"  # in the place of a preset, in the name of a mask's file
+LONGEST_STEM = 210  # bytes; file systems take names of 255, with the slice, the preset and the suffix
+
+
+@dataclass(frozen=True)
+class FileNames:
+    """The names of a stack and a mask in those of result files; no two tasks of a run are called the same."""
+
+    stack: str
+    mask: str
+
+    def result(self, preset: str, suffix: str = ".tif") -> str:
+        return f"{self.stack}_{self.mask}_{preset}{suffix}"
+
+    def preview(self, place: str, preset: str) -> str:
+        """place: `[3]` of a stack's slice, nothing of a single one."""
+        return f"{self.stack}{place}_{self.mask}_{preset}.png"
+
+
+@dataclass(frozen=True)
+class Task:
+    """One stack under one mask. scale: intensities outside the mask; truth: None where it is unknown; format: of the
+    results, a word of `cocodiff_eval.data.formats.FORMATS`; volume: how it is restored, unless it is slice by slice
+    along z alone; steps: of denoising."""
+
+    stack: Stack
+    mask: Mask
+    scale: IntensityRange
+    truth: Stack | None
+    files: FileNames
+    format: str = "tiff"
+    volume: Volume | None = None
+    steps: int = 0
+
+    @property
+    def left(self) -> list[int]:
+        """The numbers of the slices that are masked wholly, and so left as they are."""
+        return [self.stack.numbers[index] for index in sorted(self.mask.full)]
+
+    def record(self) -> dict[str, Any]:
+        """What metrics.json and the report say of the input: the numbers of its slices, from the first to before the
+        second; the range of intensities, and how many voxels outside the mask lie beyond it, up to which; the slices
+        that are masked wholly."""
+        numbers, scale = self.stack.numbers, self.scale
+        return {
+            "name": self.stack.name,
+            "mask": self.mask.name,
+            "slices": [numbers.start, numbers.stop] if self.stack.ndim == 3 else None,
+            "range": [scale.low, scale.high],
+            "extremes": [*(scale.extremes or (scale.low, scale.high))],
+            "beyond": scale.beyond,
+            "wholly_masked": self.left,
+        }
+
+    def remarks(self) -> list[str]:
+        """What the user has to know of the input before it is restored."""
+        scale, where, kept = self.scale, f"{self.stack.name}, mask {self.mask.name}", self.stack.metadata
+        found = [*kept.remarks]
+        if self.left:
+            shown = ", ".join(map(str, self.left[:SHOWN])) + (", ..." if len(self.left) > SHOWN else "")
+            found.append(
+                f"{where}: {len(self.left)} slice(s) masked wholly, which leaves nothing to restore from: left as in "
+                f"the input ({shown})"
+            )
+        if kept.kind == "tiff" and kept.axes[:1] in ("C", "S") and len(self.stack) > 1:
+            found.append(
+                f"{where}: the file's axes are {kept.axes}, channels in the place of slices: {len(self.stack)} of them "
+                "are restored like slices of one stack, with one range of intensities; --slices 0:1 takes the first"
+            )
+        size = kept.voxel_size
+        if self.volume is not None and self.volume.axes != ("z",) and size is not None and len({*size}) > 1:
+            sides = " x ".join(f"{side:g}" for side in size)
+            found.append(
+                f"{where}: voxels of {sides} {kept.unit}: slices along each axis are restored as they "
+                f"are stored, with unequal sides of voxels"
+            )
+        if scale.extremes is not None:
+            low, high = scale.extremes
+            found.append(
+                f"{where}: intensities from {scale.low:.9g} to {scale.high:.9g}; {scale.beyond:,} voxel(s) outside the "
+                f"mask lie beyond: --range {low:.9g},{high:.9g} takes them in"
+            )
+        return found
+
+
+def file_names(pairs: Sequence[tuple[str, str]]) -> list[FileNames]:
+    """Names for the files of each stack and mask of a run: their own; numbered where `a` + `b_c` and `a_b` + `c` would
+    be one, and cut where a file system would not take them."""
+    fitting = [
+        (stack, mask) if len(os.fsencode(f"{stack}_{mask}")) <= LONGEST_STEM else (_cut(stack), _cut(mask))
+        for stack, mask in pairs
+    ]
+    stems = unique_names([f"{stack}_{mask}" for stack, mask in fitting])
+    return [FileNames(stack, stem[len(stack) + 1 :]) for (stack, _), stem in zip(fitting, stems, strict=True)]
+
+
+def _cut(name: str) -> str:
+    return os.fsencode(name)[: LONGEST_STEM // 2 - 2].decode(errors="ignore")
+
+
+@dataclass(frozen=True)
+class WorkingFile:
+    """The voxels of a result while a job runs: raw, slice after slice, so that any process writes any slice. preset:
+    whose result it is."""
+
+    path: Path
+    shape: tuple[int, int, int]
+    dtype: np.dtype
+    preset: str
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def create(self) -> None:
+        """Makes the file where it is not there, or not whole; slices are zero until they are written."""
+        with self.path.open("ab") as file:
+            file.truncate(self.bytes)
+
+    def write(self, index: int, image_YX: np.ndarray) -> None:
+        """Slice `index`, of the file's dtype and shape. Returns when it is on the disk."""
+        assert image_YX.dtype == self.dtype and image_YX.shape == self.shape[1:], (image_YX.dtype, image_YX.shape)
+        with self.path.open("r+b") as file:
+            file.seek(index * image_YX.nbytes)
+            file.write(image_YX.tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+
+    def read(self, index: int) -> np.ndarray:
+        """Slice `index` as it was written, [Y, X]."""
+        count = self.shape[1] * self.shape[2]
+        image = np.fromfile(self.path, self.dtype, count, offset=index * count * self.dtype.itemsize)
+        return image.reshape(self.shape[1:])
+
+
+def result_files(
+    task: Task, presets: Sequence[str], folder: Path, samples: int = 1, more: Sequence[str] = ()
+) -> dict[str, WorkingFile]:
+    """For each preset the file of its restored slices. Of several samples it holds the mean, and one more file,
+    `spread_of(preset)`, their standard deviation in the input's units: float32, 0 outside the mask. more: what is added
+    to a preset's name for further files in the input's dtype, as of BOUNDS and of `kept_samples`."""
+    own = task.stack.dtype
+    kinds = {preset: (own, preset) for preset in presets}
+    if samples > 1:
+        kinds |= {spread_of(preset): (np.dtype(np.float32), preset) for preset in presets}
+    kinds |= {f"{preset}{one}": (own, preset) for preset in presets for one in more}
+    return {
+        name: WorkingFile(folder / task.files.result(name, ".raw"), task.stack.shape, *kind)
+        for name, kind in kinds.items()
+    }
+
+
+def checksums(files: Iterable[WorkingFile], indices: Iterable[int]) -> list[int]:
+    """Of slices as they are read from files of results."""
+    numbers = [*indices]
+    return [zlib.crc32(file.read(index).tobytes()) for file in files for index in numbers]
+
+
+def export(
+    task: Task,
+    files: Mapping[str, WorkingFile],
+    folder: Path,
+    provenance: Mapping[str, Mapping[str, Any]],
+    of_mask: Mapping[str, Any],
+) -> None:
+    """Writes a task's results in its format, slice by slice, and beside them a mask that was made, where 255 is
+    restored; in stores of results it is a label image.
+
+    provenance: how each preset's results are made, of_mask: how the mask was, for the files' own metadata.
+    """
+    mask, volume, byte = task.mask, task.stack.volume, np.dtype(np.uint8)
+    made = not mask.from_file
+
+    def write(name: str, dtype: np.dtype, read: Callable[[int], np.ndarray], about: Mapping[str, Any]) -> NewVolume:
+        about = {**about, "mask": mask.name}
+        return write_volume(task.format, folder, partial(task.files.result, name), volume, dtype, read, about)
+
+    for name, file in files.items():
+        written = write(name, file.dtype, file.read, provenance[file.preset])
+        if made and task.format == "zarr" and name == file.preset:
+            from cocodiff_eval.data.ome_zarr_file import write_label  # Zarr's library, which takes a second
+
+            label = replace(written, dtype=byte, provenance={**of_mask, "mask": mask.name})
+            write_label(replace(label, read=lambda index: mask.read(index).astype(byte)), mask.name)
+    if made and task.format != "zarr":
+        write(MASK, byte, lambda index: mask.read(index) * np.uint8(255), of_mask)
+
+
+def kept_samples(samples: int) -> list[str]:
+    """What is added to a preset's name for the files of its samples."""
+    return [f"_sample_{number}" for number in range(samples)]
+
+
+def spread_of(preset: str) -> str:
+    """The name under which a preset's standard deviation is kept."""
+    return f"{preset}_std"
+
+
+def slice_name(stack: Stack, index: int) -> str:
+    """`scan[12]` for slice 12 of the input, also where the stack begins at a later one than 0."""
+    return stack.name if stack.ndim == 2 else f"{stack.name}[{stack.numbers[index]}]"

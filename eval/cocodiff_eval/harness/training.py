@@ -1,0 +1,269 @@
+"""Trains a model of the embedded model's kind on patches of a user's volumes, on any number of ranks.
+
+Each update depends on the settings, its number and the rank alone, so that a run that was stopped goes on to the same
+bits. What is kept of a run is the average of its weights where the loss on held-out patches was least.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from cocodiff.config.errors import UserError
+from cocodiff.demo_model import load_pipeline, prompt_embeddings
+from cocodiff.demo_model.training import (
+    Batch,
+    Optimizer,
+    block_mask,
+    loss_of,
+    make_batch,
+    new_model,
+    relative_rate,
+    training_mask,
+)
+from cocodiff.jobs.folder import OutputFolder
+from cocodiff.jobs.journal import Entry
+from cocodiff.jobs.plots import plot_losses
+from cocodiff.jobs.record import described_inputs
+from cocodiff.jobs.replicas import JobRecord
+from cocodiff.jobs.settings import write_settings
+from cocodiff.jobs.terminal import progress_bar, reading_bar, say
+from cocodiff_eval.harness.patches import cut_patches
+from cocodiff_eval.harness.tasks import Task
+from cocodiff_eval.restore.baseline import biharmonic
+from cocodiff_eval.restore.pipeline_inpainter import PipelineInpainter
+
+AVERAGE = 0.998  # of its weights so far, at most, in the average
+MODEL = ("config.json", "vae_config.json", "scheduler_config.json")  # the model's files beside its weights
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+CHECKS, LEAST_APART = 20, 25  # of held-out patches, in a run; updates between two
+HELD_OUT, JUDGED, JUDGED_STEPS = 128, 24, 20  # patches of the loss, and of these as many that are restored
+PLAIN_STATE = ("step", "smoothed", "best_loss", "best", "rows")
+REMEMBERED = ("model", "anew", "iterations", "batch", "rate", "patches", "seed", "range")
+
+
+def _average(averaged: Any, weights: Any, count: int | Tensor) -> None:
+    torch._foreach_lerp_(averaged, weights, 1 - min(AVERAGE, (int(count) + 1) / (int(count) + 11)))
+
+
+class Trainer:
+    """One rank's part of a run."""
+
+    def __init__(self, tasks: Sequence[Task], values: dict[str, Any], weights: Path, transport: Any) -> None:
+        """weights: the folder of the model that is gone on from. All ranks call it. Raises UserError."""
+        self.values, self.transport = values, transport
+        self.first = transport.rank == 0
+        torch.manual_seed(values["seed"])
+        self.pipe = load_pipeline(weights=weights)
+        if values["anew"]:
+            config = json.loads((weights / "config.json").read_text())
+            self.pipe.transformer = new_model({k: v for k, v in config.items() if not k.startswith("_")})
+        self.pipe.to(transport.device)
+        self.model = self.pipe.transformer.train()
+        self.optimizer = Optimizer(self.model, values["rate"])
+        self.averaged = AveragedModel(self.model, multi_avg_fn=_average)
+        self.scale = tuple(self.pipe.vae.config.channel_scale)
+        self.side = self.model.config.sample_size * 8
+        shown = reading_bar(self.first and not values["quiet"])
+        counts = (-(-values["patches"] // transport.size), HELD_OUT)
+        self.own, held = cut_patches(tasks, self.side, counts, (values["seed"], transport.rank), shown)
+        generator = np.random.default_rng([values["seed"], 9])
+        self.held, self.hidden_BHW = held, np.stack([block_mask(generator, self.side) for _ in range(len(held))])
+        self.forward = self._forward(self.model)
+        self.step, self.smoothed = 0, 0.0
+        self.best_loss = math.inf
+        self.best: dict[str, Tensor] = {}
+        self.rows: list[dict[str, float]] = []
+
+    def _forward(self, model: nn.Module) -> Any:
+        """The model as it is called: with several ranks by torch's DistributedDataParallel, which adds gradients."""
+        if self.transport.size == 1:
+            return model
+        if not torch.distributed.is_initialized():
+            raise UserError(
+                "several ranks train by torch.distributed, which this transport does not start: choose --transport "
+                "gloo on a CPU, xccl or nccl on devices"
+            )
+        return nn.parallel.DistributedDataParallel(model)
+
+    def advance(self) -> None:
+        """One update. Raises UserError where its gradient is not finite."""
+        loss = loss_of(self.forward, self._batch(), self.scale)
+        loss.backward()
+        if not self.optimizer.step(relative_rate(self.step, self.values["iterations"])):
+            raise UserError(
+                f"the loss is {loss.item():g} at step {self.step + 1}: training has diverged; start again with a lower "
+                f"--rate"
+            )
+        self.averaged.update_parameters(self.model)
+        self.smoothed = loss.item() if self.step == 0 else 0.98 * self.smoothed + 0.02 * loss.item()
+        self.step += 1
+
+    def _batch(self) -> Batch:
+        generator = np.random.default_rng([self.values["seed"], self.transport.rank, self.step])
+        noise = torch.Generator().manual_seed(int(generator.integers(2**31)))
+        chosen = generator.integers(len(self.own), size=max(1, self.values["batch"] // self.transport.size))
+        turns = [(int(generator.integers(4)), bool(generator.integers(2))) for _ in chosen]
+        image01_BHW, known_BHW = (
+            torch.from_numpy(np.stack([_turned(one[index], *turn) for index, turn in zip(chosen, turns, strict=True)]))
+            for one in self.own
+        )
+        mask_BHW = torch.from_numpy(np.stack([training_mask(generator, self.side) for _ in chosen])).float()
+        return self._made(image01_BHW.float(), mask_BHW, noise, known_BHW.float())
+
+    def _made(self, image01_BHW: Tensor, mask_BHW: Tensor, noise: torch.Generator, known_BHW: Tensor) -> Batch:
+        shift = self.pipe.scheduler.config.shift
+        batch = make_batch(image01_BHW, mask_BHW, self.pipe.vae.cpu(), shift, noise, known_BHW)
+        return batch.to(self.transport.device)
+
+    # On rank 0 --------------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """The loss on held-out patches, by the average of the weights, which is kept where it is the least so far."""
+        losses = []
+        with torch.no_grad():
+            for start in range(0, len(self.held), 32):
+                here = slice(start, start + 32)
+                image01_BHW, known_BHW = (torch.from_numpy(one[here]).float() for one in self.held)
+                noise = torch.Generator().manual_seed(start)
+                mask_BHW = torch.from_numpy(self.hidden_BHW[here]).float()
+                batch = self._made(image01_BHW, mask_BHW, noise, known_BHW)
+                losses.append(float(loss_of(self.averaged.module, batch, self.scale)))
+        loss = float(np.mean(losses))
+        if loss < self.best_loss:
+            self.best_loss = loss
+            self.best = {name: value.clone() for name, value in self.averaged.module.state_dict().items()}
+        self.rows.append({"step": self.step, "loss": self.smoothed, "held_out_loss": loss})
+
+    def state(self) -> dict[str, Any]:
+        plain = {name: getattr(self, name) for name in PLAIN_STATE}
+        models = {"model": self.model.state_dict(), "averaged": self.averaged.state_dict()}
+        return {**plain, **models, "optimizer": self.optimizer.state()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.averaged.load_state_dict(state["averaged"])
+        self.optimizer.load_state(state["optimizer"])
+        for name in PLAIN_STATE:
+            setattr(self, name, state[name])
+
+    def psnr_db(self) -> float:
+        """Over the hidden blocks of held-out patches, with the model's weights as they are."""
+        self.pipe.vae.to(self.transport.device)
+        inpainter = PipelineInpainter(
+            self.pipe,
+            lambda batch: prompt_embeddings(batch) | {"guidance_scale": 1.0},
+            JUDGED_STEPS,
+            self.values["seed"],
+        )
+        images, hidden, known = self._judged()
+        shown = torch.from_numpy(np.where(known & ~hidden, images, 0.5))
+        restored_BHW = inpainter(shown, torch.from_numpy((hidden | ~known).astype(np.float32)), 1.0, range(len(images)))
+        return _psnr_db(restored_BHW.numpy(), images, hidden & known)
+
+    def biharmonic_db(self) -> float:
+        images, hidden, known = self._judged()
+        restored = [biharmonic(one, hide | ~there) for one, hide, there in zip(images, hidden, known, strict=True)]
+        return _psnr_db(np.stack(restored), images, hidden & known)
+
+    def _judged(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        judged = slice(0, JUDGED)
+        return self.held.image01_NHW[judged].astype(np.float32), self.hidden_BHW[judged], self.held.known_NHW[judged]
+
+
+def _turned(image_HW: np.ndarray, quarters: int, mirrored: bool) -> np.ndarray:
+    return np.ascontiguousarray(np.rot90(image_HW[:, ::-1] if mirrored else image_HW, quarters))
+
+
+def _psnr_db(restored: np.ndarray, truth: np.ndarray, where: np.ndarray) -> float:
+    return float(-10 * np.log10(max(np.mean((restored[where] - truth[where]) ** 2), 1e-12)))
+
+
+def train(tasks: Sequence[Task], values: dict[str, Any], weights: Path, output: OutputFolder, transport: Any) -> None:
+    """Trains, keeps checkpoints, and publishes the model's folder. All ranks call it."""
+    trainer = Trainer(tasks, values, weights, transport)
+    every = max(LEAST_APART, -(-values["iterations"] // CHECKS))
+    state, before = _begun(trainer, tasks, output, every) if trainer.first else (None, 0.0)
+    state = transport.broadcast_object(state)
+    if state is not None:
+        trainer.load_state(state)
+    journal = output.journals.open_journal(str(transport.rank)) if trainer.first else None
+    total = values["iterations"]
+    with progress_bar("training", total, trainer.first and not values["quiet"]) as bar:
+        bar.update(trainer.step)
+        while trainer.step < total:
+            trainer.advance()
+            bar.update(1)
+            bar.set_postfix_str(f"loss {trainer.smoothed:.4f}", refresh=False)
+            step = trainer.step
+            if (step % every and step < total) or journal is None:
+                continue
+            trainer.check()
+            row = trainer.rows[-1]
+            with bar.external_write_mode():
+                say(f"step {step} of {total}: loss {row['loss']:.4f}, held out {row['held_out_loss']:.4f}")
+            unfinished = output.journals.folder / "state.partial"
+            torch.save(trainer.state(), unfinished)
+            unfinished.replace(unfinished.with_suffix(".pt"))
+            journal.add(Entry((step - 1) // every, min(every, step - (step - 1) // every * every), []))
+    if trainer.first:
+        _publish(trainer, weights, output, before)
+    transport.broadcast_object(None)
+
+
+def _begun(trainer: Trainer, tasks: Sequence[Task], output: OutputFolder, every: int) -> tuple[Any, float]:
+    """On rank 0: the state of a run to go on with, None where there is none, and the PSNR before any training."""
+    values, total = trainer.values, trainer.values["iterations"]
+    output.open()
+    state: dict[str, Any] | None = None
+
+    def is_whole(entry: Entry) -> bool:
+        return state is not None and entry.number * every < state["step"]
+
+    file = output.journals.folder / "state.pt"
+    if file.is_file():
+        state = torch.load(file, weights_only=True, map_location=trainer.transport.device)
+    settings = {name: values[name] for name in REMEMBERED} | {"ranks": trainer.transport.size}
+    counts = [min(every, total - start) for start in range(0, total, every)]
+    record = JobRecord(
+        output, lambda: settings | {"inputs": described_inputs(tasks)}, counts, "steps", is_whole, not values["quiet"]
+    )
+    record.begin(total)
+    if state is None:
+        trainer.check()
+    before = trainer.psnr_db()  # the weights are still those that were loaded
+    return state, before
+
+
+def _publish(trainer: Trainer, weights: Path, output: OutputFolder, before: float) -> None:
+    """Writes the files of a model that `load_pipeline` reads, its weights in float16. weights: the folder of the model
+    that was gone on from, whose other files hold for it too."""
+    from safetensors.torch import save_file
+
+    trainer.model.load_state_dict(trainer.best)
+    after, smooth = trainer.psnr_db(), trainer.biharmonic_db()
+    folder = output.partial
+    halves = {name: tensor.half().contiguous() for name, tensor in trainer.best.items()}
+    save_file(halves, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / WEIGHTS).chmod(0o644)
+    for name in MODEL:
+        shutil.copyfile(weights / name, folder / name)
+    found = {"psnr_db": {"before": before, "after": after, "biharmonic": smooth}, "losses": trainer.rows}
+    (folder / "training.json").write_text(json.dumps(found, indent=1))
+    plot_losses(trainer.rows, folder / "training.png")
+    write_settings(folder, trainer.values)
+    output.publish()
+    told = f"{after:.2f} dB, before {before:.2f} dB, biharmonic {smooth:.2f} dB"
+    say(f"blocks hidden in {JUDGED} held-out patches: {told}")
+    if after <= before:
+        say("training did not help on held-out patches: keep the model that it began with, or give it more data")
+    say(f"use it with --model {output.final}")

@@ -1,0 +1,324 @@
+"""What is made of volumes slice by slice, before slices along z are fused: each kind of work, and the files that it is
+kept in while a job runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from cocodiff_eval.data.intensity import prepare_slice
+from cocodiff_eval.data.masks import depth
+from cocodiff_eval.data.turned import AXES, Restored, Turned
+from cocodiff_eval.harness.hidden_test import (
+    APART,
+    LINES,
+    METHODS,
+    in_slice,
+    made_along,
+    read_window,
+    slice_figures,
+    solved_near,
+)
+from cocodiff_eval.harness.items import Cost, Drawn
+from cocodiff_eval.harness.restoring import Restorer
+from cocodiff_eval.harness.tasks import Task
+from cocodiff_eval.harness.volume import OWN, Verdict, Volume
+from cocodiff_eval.quality.fusing import dealt
+from cocodiff_eval.quality.hidden import Hidden
+from cocodiff_eval.restore.baseline import CELL, SOLVERS, Window, in_cells
+
+if TYPE_CHECKING:
+    from cocodiff.jobs.replicas import Queue
+
+TRACE = 1e-9  # of weight, so that a voxel without any other is restored along an axis
+
+
+@dataclass(frozen=True)
+class VolumeFiles:
+    """modes: names of presets; samples: of each voxel in all."""
+
+    folder: Path
+    tasks: Sequence[Task]
+    modes: Sequence[str]
+    samples: int
+
+    @cached_property
+    def of(self) -> dict[int, Volume]:
+        """The volumes, by the numbers of their tasks."""
+        return {number: task.volume for number, task in enumerate(self.tasks) if task.volume is not None}
+
+    def turned(self, task: int, axis: str) -> tuple[Turned, Turned]:
+        stack = self.tasks[task].stack
+        voxels = Turned(self.folder / f"{task}-{axis}.voxels", axis, stack.shape, stack.dtype)
+        return voxels, Turned(self.folder / f"{task}-{axis}.mask", axis, stack.shape, np.dtype(bool))
+
+    def voxels(self, task: int, axis: str, index: int) -> np.ndarray:
+        return self.tasks[task].stack.read(index) if axis == "z" else self.turned(task, axis)[0].read(index)
+
+    def mask(self, task: int, axis: str, index: int) -> np.ndarray:
+        return self.of[task].read_mask(index) if axis == "z" else self.turned(task, axis)[1].read(index)
+
+    def prepared(self, task: int, axis: str, indices: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Slices along an axis as they are given to the model, and their masks."""
+        masks = [self.mask(task, axis, index) for index in indices]
+        originals = [self.voxels(task, axis, index) for index in indices]
+        scale = self.tasks[task].scale
+        return [prepare_slice(*pair, scale) for pair in zip(originals, masks, strict=True)], masks
+
+    def depth(self, task: int, index: int) -> np.ndarray:
+        """Of a slice along z, float64 [Y, X]: as of `masks.depth`."""
+        return depth(self.of[task].read_mask, index, self.of[task].census.shape[0])
+
+    def restored(self, task: int, mode: str, axis: str, sample: int) -> Restored:
+        """The file of a sample."""
+        path = self.folder / f"{task}-{self.modes.index(mode)}-{axis}-{sample}.f32"
+        return Restored(path, axis, self.of[task].census)
+
+    def without_model(self, task: int, name: str) -> Restored:
+        """The file of a method without a model, or of a line's ends."""
+        method = name.removesuffix(APART)
+        path = self.folder / f"{task}-{METHODS.index(method)}{'-ends' * (name != method)}.f32"
+        return Restored(path, made_along(method), self.of[task].census)
+
+    def window_reader(
+        self, task: int, hidden: Hidden | None = None
+    ) -> Callable[[Window], tuple[np.ndarray, np.ndarray]]:
+        """Of a volume that is tested, for which there are copies along y: a window and its mask."""
+        return partial(read_window, self.tasks[task], self.of[task], self.turned(task, "y"), hidden=hidden)
+
+    def samples_of(
+        self, task: int, index: int, mode: str, mask_YX: np.ndarray, verdict: Verdict
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The masked voxels of a slice along z in all samples and by all methods that are taken [S, P], their weights
+        in the mean, and in the deviation."""
+        census, count = self.of[task].census, int(mask_YX.sum())
+
+        def without_model(name: str) -> np.ndarray:
+            return self.without_model(task, name).read_along_z(index, mask_YX).astype(np.float64)
+
+        if verdict.method != OWN:
+            ones = np.ones((1, count))
+            return without_model(verdict.method)[None], ones, ones
+        values, shares, drawn = [], [], []
+        places = dict(zip(AXES, (np.full(count, index), *mask_YX.nonzero()), strict=True))
+        deal, trace = dealt(self.samples, verdict.axes), TRACE if verdict.mixture is not None else 0.0
+        others = verdict.others
+        if verdict.mixture is None:
+            weights = {axis: np.full(count, weight) for axis, weight in verdict.axes.items()}
+        else:
+            ends = {name: without_model(name + APART) for name in others if name in LINES}
+            weights = dict(zip(verdict.mixture.names, verdict.mixture.weights(ends, count), strict=True))
+        for axis, drawn_along in deal.items():
+            seen_P = ~census.full(axis)[places[axis]]
+            for sample in range(drawn_along):
+                values.append(self.restored(task, mode, axis, sample).read_along_z(index, mask_YX))
+                shares.append(np.where(seen_P, (weights.get(axis, 0.0) + trace) / drawn_along, 0.0))
+                drawn.append(seen_P / drawn_along if verdict.mixture is not None else shares[-1])
+        for name in others:
+            values.append(without_model(name))
+            seen_P = np.isfinite(values[-1])
+            if name not in SOLVERS:  # of a slice that is masked wholly nothing was written
+                seen_P &= ~census.full(made_along(name))[places[made_along(name)]]
+            shares.append(np.where(seen_P, weights[name], 0.0))
+            drawn.append(np.zeros(count))
+        return np.stack(values), np.stack(shares), np.stack(drawn)
+
+
+def keep(path: Path, made: Mapping[str, Any]) -> None:
+    """Writes what was made; it has its name when it is on the disk."""
+    unfinished = path.with_name(path.name + ".partial")
+    with unfinished.open("wb") as file:
+        if path.suffix == ".npz":
+            np.savez(file, **made)
+        else:
+            file.write(json.dumps(made).encode())
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+
+
+@dataclass(frozen=True)
+class Making:
+    """What work is done with. hidden: of the volumes that are tested, what is hidden in each round; leads: whether this
+    rank leads its replica, and writes."""
+
+    files: VolumeFiles
+    restorer: Restorer
+    hidden: Mapping[int, Sequence[Hidden]]
+    leads: bool
+
+    def draw(self, work: Any, prepared: Sequence[np.ndarray], masks: Sequence[np.ndarray], mode: str) -> list[Drawn]:
+        """A sample of each of some slices along an axis, by the model. No two samples of different axes have the same
+        noise; along z those of a job of this axis alone."""
+        numbers = [work.sample + self.files.samples * AXES.index(work.axis)] * len(prepared)
+        return self.restorer.run(prepared, masks, mode, self.files.tasks[work.task].scale.limits01, numbers)
+
+
+@dataclass(frozen=True)
+class Work(ABC):
+    """Slices along an axis that one replica makes together. suffix: of the file of what `run` gives; counted: whether
+    the bar counts them."""
+
+    task: int
+    axis: str
+    indices: tuple[int, ...]
+    suffix: ClassVar[str]
+    counted: ClassVar[bool] = True
+
+    @abstractmethod
+    def holds(self, files: VolumeFiles, path: Path) -> bool:
+        """Whether what an earlier start has made is there. Whatever is raised says that it is not."""
+
+    @abstractmethod
+    def run(self, making: Making, queue: Queue) -> Mapping[str, Any] | None:
+        """Makes it, on all ranks of a replica; None on those that do not lead it."""
+
+
+class Restoring(Work):
+    """Restores masked voxels, which go to `Restored` files."""
+
+    suffix = ".json"
+
+    @abstractmethod
+    def results(self, files: VolumeFiles) -> dict[str, Restored]:
+        """By the names of presets, or of what a method without a model makes."""
+
+    @abstractmethod
+    def is_wanted(self, verdict: Verdict, samples: int) -> bool:
+        """Whether results are made of it. samples: of each voxel in all."""
+
+    def holds(self, files: VolumeFiles, path: Path) -> bool:
+        return bool(json.loads(path.read_text())["sums"] == self.sums(files))
+
+    def sums(self, files: VolumeFiles) -> list[int]:
+        return [zlib.crc32(one.read(n).tobytes()) for one in self.results(files).values() for n in self.indices]
+
+
+@dataclass(frozen=True)
+class ByModel(Restoring):
+    """A sample of each slice, in every preset."""
+
+    sample: int
+
+    def results(self, files: VolumeFiles) -> dict[str, Restored]:
+        return {mode: files.restored(self.task, mode, self.axis, self.sample) for mode in files.modes}
+
+    def is_wanted(self, verdict: Verdict, samples: int) -> bool:
+        return verdict.method == OWN and self.sample < dealt(samples, verdict.axes).get(self.axis, 0)
+
+    def run(self, making: Making, queue: Queue) -> dict[str, Any] | None:
+        prepared, masks = making.files.prepared(self.task, self.axis, self.indices)
+        queue.begin(len(masks), making.restorer.tile_steps(masks) * len(making.files.modes))
+        made, costs = {}, {}
+        for mode in making.files.modes:
+            made[mode] = making.draw(self, prepared, masks, mode)
+            costs[mode] = vars(Cost.summed([one.cost for one in made[mode]]))
+        if not making.leads:
+            return None
+        for mode, file in self.results(making.files).items():
+            for index, one, mask in zip(self.indices, made[mode], masks, strict=True):
+                file.write(index, one.restored01_YX[mask])
+        return {"costs": costs, "sums": self.sums(making.files)}
+
+
+@dataclass(frozen=True)
+class Smoothed(Restoring):
+    """A method without a model that works slice by slice."""
+
+    method: str
+    counted = False
+
+    def results(self, files: VolumeFiles) -> dict[str, Restored]:
+        names = (self.method, self.method + APART) if self.method in LINES else (self.method,)
+        return {name: files.without_model(self.task, name) for name in names}
+
+    def is_wanted(self, verdict: Verdict, samples: int) -> bool:
+        return self.method in verdict.others
+
+    def run(self, making: Making, queue: Queue) -> dict[str, Any] | None:
+        if not making.leads:
+            return None
+        self.write(making.files)
+        return {"costs": {}, "sums": self.sums(making.files)}
+
+    def write(self, files: VolumeFiles) -> None:
+        results = self.results(files)
+        for index, prepared, mask in zip(
+            self.indices, *files.prepared(self.task, self.axis, self.indices), strict=True
+        ):
+            for name, image in in_slice(self.method, prepared, mask).items():
+                results[name].write(index, image[mask])
+
+
+class Solved(Smoothed):
+    """A method in three dimensions, in slices along z, some rows of all of them at once."""
+
+    def write(self, files: VolumeFiles) -> None:
+        mask_NYX = np.stack([files.mask(self.task, "z", index) for index in self.indices])
+        shape, (file,) = files.of[self.task].census.shape, self.results(files).values()
+        read, made = files.window_reader(self.task), [[np.zeros(0)] for _ in self.indices]
+        for top in range(0, shape[1], CELL):
+            numbers, rows, columns = mask_NYX[:, top : top + CELL].nonzero()
+            points_P3 = np.stack([np.array(self.indices)[numbers], rows + top, columns], 1)
+            found_P = in_cells(SOLVERS[self.method], read, shape, points_P3)
+            ends = np.searchsorted(numbers, np.arange(1, len(made)))
+            for of_slice, values_P in zip(made, np.split(found_P, ends), strict=True):
+                of_slice.append(values_P)
+        for index, of_slice in zip(self.indices, made, strict=True):
+            file.write(index, np.concatenate(of_slice))
+
+
+@dataclass(frozen=True)
+class Trial(Work):
+    """What the test on hidden regions restores in a round, at the voxels that are judged: of the methods in three
+    dimensions, which have no axis."""
+
+    round: int
+    sample: int = 0
+    suffix = ".npz"
+
+    def holds(self, files: VolumeFiles, path: Path) -> bool:
+        with np.load(path, allow_pickle=False) as found:
+            return all(found[name].size for name in found.files)  # reads all of it
+
+    def run(self, making: Making, queue: Queue) -> dict[str, np.ndarray] | None:
+        hidden = making.hidden[self.task][self.round]
+        read = making.files.window_reader(self.task, hidden)
+        return solved_near(hidden, making.files.of[self.task], read) if making.leads else None
+
+
+class SliceTrial(Trial):
+    """Of the model, a sample of each slice, and with the first one of the methods that work slice by slice."""
+
+    def run(self, making: Making, queue: Queue) -> dict[str, np.ndarray] | None:
+        files, hidden = making.files, making.hidden[self.task][self.round]
+        scale, reads = making.files.tasks[self.task].scale, partial(files.mask, self.task, self.axis)
+        original = [files.voxels(self.task, self.axis, index) for index in self.indices]
+        masks = [reads(index) | hidden.mask(self.axis, index, reads) for index in self.indices]
+        restores, found = [not mask.all() for mask in masks], dict[str, Any]()
+        prepared = [prepare_slice(o, m, scale) for o, m, yes in zip(original, masks, restores, strict=True) if yes]
+        of_model = [mask for mask, yes in zip(masks, restores, strict=True) if yes]
+        if prepared and self.axis in making.files.of[self.task].axes:
+            queue.begin(len(prepared), making.restorer.tile_steps(of_model))
+            drawn = making.draw(self, prepared, of_model, files.modes[0])
+            found[OWN] = [one.restored01_YX for one in drawn]
+        if not making.leads:
+            return None
+        if self.sample == 0:
+            found |= slice_figures(self.axis, prepared, of_model)
+        grid = np.ix_(*[hidden.tested[axis] for axis in AXES if axis != self.axis])
+        shape = [len(hidden.tested[axis]) for axis in AXES if axis != self.axis]
+        made = {}
+        for name, images in found.items():
+            left = iter(images)
+            made[name] = np.stack([next(left)[grid] if yes else np.full(shape, np.nan) for yes in restores])
+        return made

@@ -1,0 +1,309 @@
+"""Hidden regions: parts of a mask laid once more over voxels whose truth is known, so that a restoration can be judged
+on the user's own volume.
+
+A volume [Z, Y, X] may have any size: regions are chosen on a coarse grid of at most 128 cells a side. They stand in a
+lattice, so that few slices along each axis cross many of them; what is judged is the grid of voxels where tested slices
+along z, y and x meet within the regions. Places are preferred whose surroundings look like those of the mask: in empty
+space every method is good, and would be thought good within the object. A test has several rounds, each with regions
+of its own, so that few large regions in a small volume are still seen at many places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+import numpy as np
+
+from cocodiff_eval.data.turned import AXES
+
+COARSE = 128  # cells of a side
+REGIONS, ENOUGH = 24, 2
+ROUNDS, WANTED = 4, 12  # rounds at most, and regions in all after which there are no more
+LEAST = 6  # tested slices along each axis in a round
+UNPAID = 96  # along an axis that nothing is restored along: more voxels are judged at no cost
+PLACED = 0.5  # of the mask's cells: if larger parts find no place, the small ones stand for less than that
+TRIES = 16
+REPEATED = 0.1  # of the worth of a cell that no earlier round has hidden
+MOST = 0.25  # of the known cells are hidden: more would leave less to restore from than the job has
+SPANNING = 0.9  # of a side: a part of the mask so long has no other place along that axis
+FREE = 0.85  # of a region's cells that have to be known, and not to touch the mask
+WINDOW, RING = 5, 3  # cells: of the mean of levels, and around a region
+LIKENESS, LEAST_ALIKE = 2.0, 0.02  # how fast unlike surroundings count less, and when they do not count at all
+Triple = tuple[int, int, int]
+Box = tuple[Triple, Triple]  # start and shape
+Reader = Callable[[int], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of the mask that is hidden at another place as well: where it begins there and here, [z, y, x]."""
+
+    source: Triple
+    target: Triple
+    shape: Triple
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """Regions that are hidden, and for each axis the numbers of the slices along it that are tested, ascending. cut:
+    whether regions are smaller than the parts of the mask that they are of, which makes the test too kind."""
+
+    pieces: tuple[Piece, ...]
+    tested: dict[str, tuple[int, ...]]
+    cut: bool = False
+
+    @property
+    def grid(self) -> tuple[np.ndarray, ...]:
+        """The places [3, z, y, x] of the voxels where tested slices along all axes meet."""
+        return np.meshgrid(*(self.tested[axis] for axis in AXES), indexing="ij")
+
+    @property
+    def numbers(self) -> np.ndarray:
+        """Of the region that each voxel of the grid is in, int [z, y, x]."""
+        found = np.zeros([len(self.tested[axis]) for axis in AXES], dtype=int)
+        for number, piece in enumerate(self.pieces):
+            sides = zip(self.grid, piece.target, piece.shape, strict=True)
+            found[np.all([(at >= begin) & (at < begin + side) for at, begin, side in sides], axis=0)] = number
+        return found
+
+    def mask(self, axis: str, index: int, read: Callable[[int], np.ndarray]) -> np.ndarray:
+        """What is hidden besides the mask in slice `index` along an axis, boolean of the slice's shape.
+
+        read: a slice of the mask along the same axis. A voxel of the mask itself is never hidden a second time.
+        """
+        own = read(index)
+        found = np.zeros_like(own)
+        first = AXES.index(axis)
+        for piece in self.pieces:
+            inside = index - piece.target[first]
+            if 0 <= inside < piece.shape[first]:
+                source, target, shape = (_without(first, one) for one in (piece.source, piece.target, piece.shape))
+                of_piece = read(piece.source[first] + inside)[_box(source, shape)]
+                found[_box(target, shape)] |= of_piece
+        return found & ~own
+
+
+def _without(first: int, triple: Triple) -> list[int]:
+    return [one for place, one in enumerate(triple) if place != first]
+
+
+def _box(start: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(at, at + side) for at, side in zip(start, shape, strict=True))
+
+
+@dataclass(frozen=True)
+class Survey:
+    """A volume on a coarse grid [Z, Y, X]. masked_ZYX: which cells hold masked voxels; level_ZYX, texture_ZYX: mean and
+    standard deviation of the known voxels in 5 x 5 x 5 cells; step: sides of a cell in voxels; shape: of the volume."""
+
+    masked_ZYX: np.ndarray
+    level_ZYX: np.ndarray
+    texture_ZYX: np.ndarray
+    step: Triple
+    shape: Triple
+
+    @classmethod
+    def of(cls, read: Reader, read_mask: Reader, shape: Triple) -> Survey:
+        """Reads the volume once. read, read_mask: a slice along z of the volume, and of the mask."""
+        from scipy import ndimage
+
+        step = (-(-shape[0] // COARSE), -(-shape[1] // COARSE), -(-shape[2] // COARSE))
+        starts = [np.arange(0, side, by) for side, by in zip(shape, step, strict=True)]
+        sums = np.zeros((4, *map(len, starts)))  # masked voxels, known ones, their values and squares
+        for index in range(shape[0]):
+            hidden_YX = read_mask(index)
+            image_YX = np.where(hidden_YX, 0.0, read(index))
+            parts = np.stack([hidden_YX, ~hidden_YX, image_YX, np.square(image_YX)])
+            cells = np.add.reduceat(np.add.reduceat(parts, starts[1], axis=1), starts[2], axis=2)
+            sums[:, index // step[0]] += cells
+        masked_ZYX = sums[0] > 0
+        count, total, squares = (ndimage.uniform_filter(one, WINDOW) for one in sums[1:])
+        count = np.maximum(count, 1e-12)
+        level_ZYX = total / count
+        texture_ZYX = np.sqrt(np.maximum(squares / count - np.square(level_ZYX), 0.0))
+        return cls(masked_ZYX, level_ZYX, texture_ZYX, step, shape)
+
+    def look(self, start: Sequence[int], hidden_ZYX: np.ndarray) -> np.ndarray:
+        """What a region looks like from outside: of the known cells around one that hides some cells of its box, the
+        mean level, its standard deviation and the mean texture, in standard deviations of all known levels; NaN where
+        none is known."""
+        box = tuple(
+            slice(max(0, at - RING), at + side + RING) for at, side in zip(start, hidden_ZYX.shape, strict=True)
+        )
+        known_ZYX = ~self.masked_ZYX[box]
+        inner = tuple(
+            slice(at - part.start, at - part.start + side)
+            for at, part, side in zip(start, box, hidden_ZYX.shape, strict=True)
+        )
+        known_ZYX[inner] &= ~hidden_ZYX
+        level, texture = self.level_ZYX[box][known_ZYX], self.texture_ZYX[box][known_ZYX]
+        found = [level.mean(), level.std(), texture.mean()] if level.size else [np.nan] * 3
+        return np.array(found) / self._unit
+
+    @cached_property
+    def _unit(self) -> float:
+        known = self.level_ZYX[~self.masked_ZYX]
+        return max(float(known.std()), 1e-12) if known.size else 1.0
+
+    @cached_property
+    def near_ZYX(self) -> np.ndarray:
+        """The cells that are masked or touch one that is."""
+        from scipy import ndimage
+
+        return np.asarray(ndimage.binary_dilation(self.masked_ZYX))
+
+
+def hide(survey: Survey, slices: int, seed: int, along: Sequence[str] = AXES) -> tuple[Hidden, ...]:
+    """Chooses rounds of a test, each with up to 24 regions, and `slices` tested slices along each axis in all of them,
+    but at least 6 in each; nothing where nothing can be hidden. along: the axes that slices are restored along, as
+    others have 96 in each round.
+
+    Regions are connected parts of the mask, drawn by their size; where those that find a place are fewer than two, or
+    less than half of the mask, all are cut to halves, quarters or eighths of the volume's sides, but never along a side
+    that they span. Of 16 random lattices the one is taken that hides most known cells which no earlier round has
+    hidden, each counted by how much the surroundings of its region look like those of the part of the mask that it is.
+    There are as many rounds as it takes to 12 regions, up to 4.
+    """
+    rng = np.random.default_rng(seed)
+    best: list[list[Piece]] = []
+    uncut: set[Box] = set()
+    for part in (1, 2, 4, 8):
+        boxes, weights = _parts(survey.masked_ZYX, [max(1, -(-side // part)) for side in survey.masked_ZYX.shape])
+        uncut = uncut or {*boxes}
+        found = _rounds(survey, boxes, weights, rng) if boxes else []
+        best = found if sum(map(len, found)) > sum(map(len, best)) else best
+        placed = {(piece.source, piece.shape) for some in found for piece in some}
+        share = sum(weight for box, weight in zip(boxes, weights, strict=True) if box in placed)
+        if sum(map(len, best)) >= ENOUGH and share >= PLACED:
+            break
+    cut = any((piece.source, piece.shape) not in uncut for pieces in best for piece in pieces)
+    fine = [tuple(_scaled(piece, survey.step, survey.shape) for piece in pieces) for pieces in best]
+    counts = {axis: max(LEAST, slices // len(fine)) if axis in along else UNPAID for axis in AXES} if fine else {}
+    return tuple(Hidden(pieces, _tested(pieces, counts, rng), cut) for pieces in fine)
+
+
+def _rounds(survey: Survey, boxes: Sequence[Box], weights: np.ndarray, rng: np.random.Generator) -> list[list[Piece]]:
+    """Up to four lattices."""
+    new_ZYX, rounds = ~survey.masked_ZYX, []
+    for _ in range(ROUNDS):
+        tries = [_lattice(survey, boxes, weights, new_ZYX, rng) for _ in range(TRIES)]
+        worth, pieces = max(tries, key=lambda one: one[0])
+        if not worth:
+            break
+        rounds.append(pieces)
+        for piece in pieces:
+            new_ZYX[_box(piece.target, piece.shape)] = False
+        if sum(map(len, rounds)) >= WANTED:
+            break
+    return rounds
+
+
+def _parts(coarse_ZYX: np.ndarray, most: Sequence[int]) -> tuple[list[Box], np.ndarray]:
+    """The mask's connected parts as boxes, start and shape in cells, at most so long a side; and of each the share of
+    masked cells."""
+    from scipy import ndimage
+
+    labels_ZYX, _ = ndimage.label(coarse_ZYX)
+    boxes, sizes = [], []
+    for number, found in enumerate(ndimage.find_objects(labels_ZYX), start=1):
+        cuts = []
+        for part, limit, whole in zip(found, most, coarse_ZYX.shape, strict=True):
+            spans = part.stop - part.start >= SPANNING * whole
+            count = 1 if spans else -(-(part.stop - part.start) // limit)
+            cuts.append([round(part.start + n * (part.stop - part.start) / count) for n in range(count + 1)])
+        for corner in product(*(range(len(cut) - 1) for cut in cuts)):
+            start = tuple(cut[at] for cut, at in zip(cuts, corner, strict=True))
+            stop = tuple(cut[at + 1] for cut, at in zip(cuts, corner, strict=True))
+            sides = (stop[0] - start[0], stop[1] - start[1], stop[2] - start[2])
+            size = int((labels_ZYX[_box(start, sides)] == number).sum())
+            if size:
+                boxes.append(((start[0], start[1], start[2]), sides))
+                sizes.append(size)
+    return boxes, np.array(sizes, dtype=np.float64) / max(1, sum(sizes))
+
+
+def _lattice(
+    survey: Survey, boxes: Sequence[Box], weights: np.ndarray, new_ZYX: np.ndarray, rng: np.random.Generator
+) -> tuple[float, list[Piece]]:
+    """A random lattice of regions in cells, and what it is worth. new_ZYX: cells that no earlier round has hidden."""
+    masked_ZYX, shape = survey.masked_ZYX, survey.masked_ZYX.shape
+    mean_3 = weights @ np.array([sides for _, sides in boxes], dtype=np.float64)
+    spans = mean_3 >= SPANNING * np.array(shape)
+    counts = [
+        1 if span else int(np.clip(side // (1.5 * own), 1, 4))
+        for side, own, span in zip(shape, mean_3, spans, strict=True)
+    ]
+    places = [(np.arange(n) + rng.uniform(0, 1)) * side / n for n, side in zip(counts, shape, strict=True)]
+    corners = [*product(*(range(n) for n in counts))]
+    pieces: list[Piece] = []
+    worth, free, most = 0.0, 0, MOST * int((~masked_ZYX).sum())
+    for corner in (corners[n] for n in rng.permutation(len(corners))[:REGIONS]):
+        source, sides = boxes[rng.choice(len(boxes), p=weights)]
+        middle = [place[at] for place, at in zip(places, corner, strict=True)]
+        start = [_start(*one) for one in zip(middle, source, sides, shape, strict=True)]
+        hidden_ZYX = masked_ZYX[_box(source, sides)]
+        free_ZYX = hidden_ZYX & ~survey.near_ZYX[_box(start, sides)]
+        known = int(free_ZYX.sum())
+        fits = known >= FREE * hidden_ZYX.sum() and (not pieces or free + known <= most)
+        if fits and all(_apart(start, sides, other) for other in pieces):
+            distance = float(np.abs(survey.look(source, hidden_ZYX) - survey.look(start, hidden_ZYX)).sum())
+            alike = float(np.exp(-LIKENESS * distance)) if np.isfinite(distance) else 1.0
+            if alike < LEAST_ALIKE:
+                continue
+            pieces.append(Piece(source, (start[0], start[1], start[2]), sides))
+            worth, free = (
+                worth + (REPEATED * known + int((free_ZYX & new_ZYX[_box(start, sides)]).sum())) * alike,
+                free + known,
+            )
+    return worth, pieces
+
+
+def _start(middle: float, own: int, side: int, whole: int) -> int:
+    """Where a region with this middle begins along an axis: no nearer to the volume's border than the part of the mask
+    that it is, which begins at `own`, for beyond the last known voxel any method is worse. Its own place where it has
+    no other."""
+    margin = min(own, whole - own - side, RING)
+    if side >= SPANNING * whole or whole - side < 2 * margin:
+        return own
+    return int(np.clip(round(middle - side / 2), margin, whole - side - margin))
+
+
+def _apart(start: Sequence[int], sides: Sequence[int], other: Piece) -> bool:
+    """Whether a box has a cell between it and another region's."""
+    ends = zip(start, sides, other.target, other.shape, strict=True)
+    return any(at >= begin + length + 1 or at + side + 1 <= begin for at, side, begin, length in ends)
+
+
+def _scaled(piece: Piece, step: Triple, shape: Triple) -> Piece:
+    """A region of cells in voxels, within the volume."""
+    source, target, sides = (
+        [cells * by for cells, by in zip(one, step, strict=True)] for one in (piece.source, piece.target, piece.shape)
+    )
+    ends = zip(sides, source, target, shape, strict=True)
+    sides = [min(side, whole - begin, whole - at) for side, begin, at, whole in ends]
+    return Piece((source[0], source[1], source[2]), (target[0], target[1], target[2]), (sides[0], sides[1], sides[2]))
+
+
+def _tested(pieces: Sequence[Piece], slices: Mapping[str, int], rng: np.random.Generator) -> dict[str, tuple[int, ...]]:
+    """So many slices along each axis, evenly over what regions take of it from a random one on: the same number through
+    each stretch of them."""
+    tested = {}
+    for number, axis in enumerate(AXES):
+        stretches: list[tuple[int, int]] = []
+        for begin, end in sorted(
+            {(piece.target[number], piece.target[number] + piece.shape[number]) for piece in pieces}
+        ):
+            if stretches and begin < stretches[-1][1]:
+                stretches[-1] = stretches[-1][0], max(end, stretches[-1][1])
+            else:
+                stretches.append((begin, end))
+        chosen: set[int] = set()
+        for begin, end in stretches:
+            count = min(max(1, slices[axis] // len(stretches)), end - begin)
+            phase = rng.uniform(0, 1)
+            chosen |= {begin + int((n + phase) * (end - begin) / count) for n in range(count)}
+        tested[axis] = tuple(sorted(chosen))
+    return tested

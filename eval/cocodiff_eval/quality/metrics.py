@@ -1,0 +1,271 @@
+"""Quality inside the mask, and the rows and summary of `metrics.json`.
+
+Images are compared after normalising with the range outside the mask (`IntensityRange`), so that one intensity unit is
+the input's whole known range, without outliers. Voxels whose truth is NaN or Inf have no truth: they are left out.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+from cocodiff_eval.data.intensity import IntensityRange
+from cocodiff_eval.data.volume import Progress, unwatched
+
+SCHEMA = 1
+LINKS = ("sibling", "plane", "node", "cross_plane")
+SSIM_WINDOW = 7
+# JSON has no infinity: a restoration equal to the truth is written as 200 dB, one beyond all numbers as -3083 dB.
+_SMALLEST_MSE, _LARGEST_MSE = 1e-20, sys.float_info.max
+
+
+def psnr_db(mse: float) -> float:
+    """Peak signal-to-noise ratio for a peak of 1, in dB; 200 where the error is zero, never infinite or NaN."""
+    return -10.0 * math.log10(min(max(_SMALLEST_MSE, mse), _LARGEST_MSE) if mse == mse else _LARGEST_MSE)
+
+
+def ssim_map(truth01_YX: np.ndarray, restored01_YX: np.ndarray) -> np.ndarray:
+    """scikit-image's structural similarity at each voxel: window 7, data range 1. float64 [Y, X]."""
+    from skimage.metrics import structural_similarity
+
+    _, similarity_YX = structural_similarity(truth01_YX, restored01_YX, win_size=SSIM_WINDOW, data_range=1.0, full=True)
+    return np.asarray(similarity_YX)
+
+
+def masked_quality(
+    scale: IntensityRange, truth_YX: np.ndarray | None, restored_YX: np.ndarray, mask_YX: np.ndarray
+) -> dict[str, Any]:
+    """`psnr_db`, `ssim` and `mse` over the masked voxels of a slice with a truth; None each where there are none.
+
+    Images are in the input's units, of any real dtype. truth_YX: None where it is unknown.
+    """
+    if truth_YX is None or not (mask_YX & np.isfinite(truth_YX)).any():
+        return dict.fromkeys(QUALITY)
+    known_YX, restored01_YX = np.isfinite(truth_YX), scale.normalise(restored_YX)
+    # A voxel without truth takes the restored value: it neither helps nor hurts the windows around it.
+    truth01_YX = np.where(known_YX, scale.normalise(truth_YX), restored01_YX)
+    judged_YX = mask_YX & known_YX
+    difference = (restored01_YX - truth01_YX)[judged_YX]
+    mse = float(np.square(difference).sum()) / difference.size
+    similarity = float(ssim_map(truth01_YX, restored01_YX)[judged_YX].sum()) / difference.size
+    found = {"psnr_db": psnr_db(mse), "ssim": similarity, "mse": mse}
+    return {name: value if math.isfinite(value) else None for name, value in found.items()}
+
+
+def masked_psnr_db(
+    scale: IntensityRange, truth_YX: np.ndarray, restored_YX: np.ndarray, mask_YX: np.ndarray
+) -> float | None:
+    """`psnr_db` of `masked_quality`, without the similarity, which takes longer."""
+    judged_YX = mask_YX & np.isfinite(truth_YX)
+    difference = scale.normalise(restored_YX[judged_YX]) - scale.normalise(truth_YX[judged_YX])
+    return psnr_db(float(np.square(difference).mean())) if difference.size else None
+
+
+def slice_jumps(
+    read: Callable[[int], tuple[np.ndarray, np.ndarray, Mapping[str, np.ndarray]]],
+    masked: Sequence[bool],
+    progress: Progress = unwatched,
+) -> dict[str, float | None]:
+    """How far neighbouring slices of a volume differ, over what those of the truth do: the mean |difference| of voxels
+    that are masked in one of two neighbours, by the name of each restoration; below 1 they are smoother than the truth.
+
+    read: of a slice its mask and its truth [Y, X], and the same slice restored, by name; masked: which slices have
+    masked voxels: others are read beside such a one alone. Without a pair of finite truths that differ it is None.
+    """
+    sums: dict[str, float] = {}
+    true, before = 0.0, None
+    for index in progress(range(1, len(masked)), "comparing neighbouring slices"):
+        if not (masked[index - 1] or masked[index]):
+            before = None
+            continue
+        (mask_YX, truth_YX, restored), after = before or read(index - 1), read(index)
+        before = after
+        with np.errstate(invalid="ignore"):
+            step_YX = np.abs(after[1].astype(np.float64) - truth_YX)
+        judged_YX = (mask_YX | after[0]) & np.isfinite(step_YX)
+        true += float(step_YX[judged_YX].sum())
+        for name, one_YX in restored.items():
+            sums.setdefault(name, 0.0)
+            sums[name] += float(np.abs(after[2][name].astype(np.float64) - one_YX)[judged_YX].sum())
+    return {name: total / true if true > 0 else None for name, total in sums.items()}
+
+
+def distance_db(
+    scale: IntensityRange, exact_YX: np.ndarray, restored_YX: np.ndarray, mask_YX: np.ndarray
+) -> float | None:
+    """PSNR in the mask against the same run under an exact exchange, in dB; None if every bit is the same. Both are in
+    the input's units."""
+    exact, restored = exact_YX[mask_YX], restored_YX[mask_YX]
+    if not exact.size or (exact.dtype == restored.dtype and exact.tobytes() == restored.tobytes()):
+        return None
+    return psnr_db(float(np.square(scale.normalise(exact) - scale.normalise(restored)).sum()) / exact.size)
+
+
+def links(count: Mapping[str, int]) -> dict[str, int]:
+    """Bytes over every kind of link, 0 where none went."""
+    return {link: int(count.get(link, 0)) for link in LINKS}
+
+
+def sum_of_links(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    return {link: sum(count[link] for count in counts) for link in LINKS}
+
+
+def mean(values: Sequence[float | None]) -> float | None:
+    """Mean of the values that are there; None if there are none."""
+    present = [value for value in values if value is not None]
+    return sum(present) / len(present) if present else None
+
+
+def _field(of_slices: Callable[[list[Any]], Any], **default: Any) -> Any:
+    """of_slices: makes one value of those of several slices, for a line of the table."""
+    return field(**default, metadata={"of_slices": of_slices})
+
+
+@dataclass(frozen=True)
+class Result:
+    """What is reported of an image in a mode. Its fields are those of a row of `metrics.json`, which the table and the
+    report are made of, and a part of them those of a sweep's line.
+
+    name, mask, mode    the image, its mask (None for a generated image) and the preset
+    psnr_db, ssim, mse  against the truth under the mask, of several samples those of their mean; None without a truth
+    psnr_vs_exact_db    against the exact run; None where all bits are the same. It says nothing where `exact_compared`
+                        is False: no exact run was made (`--no-exact`, or a slice that is not among those compared)
+    seconds             wall time: replicas work at the same time
+    bytes               over each kind of link; `bytes_whole`: what they would have been with all tokens as they are,
+                        along the same routes; `bytes_late`: those that no call of attention waited for, if any
+    rank_seconds        of all ranks that worked on the image, added up; `replica_seconds`: of each replica that did, by
+                        its number
+    samples             their number, where there are several; `coverage_50` and `coverage_90` are
+                        `fusing.coverage`, `psnr_db_single` is the mean of the samples' own PSNR
+    baseline            the biharmonic result of the image and mask: psnr_db, ssim, mse, seconds
+    drift               of a lossy run, for each step: of V-Major the mean relative change of v and the fraction of
+                        tokens that stayed; of a codec or displacement the fraction of attention calls that were coded
+                        and that of their tensors that were predicted linearly, which tensors were displaced, and of
+                        the bytes of whole tensors the fractions that were sent and that attention waited for, as large
+                        models of 16 bits have them
+    cached_fraction     with a step cache, the fraction of the steps' calls of the model that were cached; `drift` has
+                        it for each step
+    bytes_exact         the bytes of the exact run, beside a drift
+    """
+
+    name: str
+    mask: str | None
+    mode: str
+    psnr_db: float | None = _field(mean, default=None)
+    ssim: float | None = _field(mean, default=None)
+    mse: float | None = _field(mean, default=None)
+    psnr_vs_exact_db: float | None = _field(mean, default=None)
+    exact_compared: bool = _field(any, default=True)
+    seconds: float = 0.0
+    bytes: Mapping[str, int] = _field(sum_of_links, default_factory=dict)
+    rank_seconds: float | None = _field(sum, default=None)
+    replica_seconds: Mapping[str, float] | None = None
+    bytes_whole: Mapping[str, int] | None = _field(sum_of_links, default=None)
+    bytes_late: Mapping[str, int] | None = _field(sum_of_links, default=None)
+    samples: int | None = None
+    coverage_50: float | None = _field(mean, default=None)
+    coverage_90: float | None = _field(mean, default=None)
+    psnr_db_single: float | None = _field(mean, default=None)
+    baseline: Mapping[str, Any] | None = None
+    drift: Sequence[Mapping[str, Any]] = ()
+    cached_fraction: float | None = _field(mean, default=None)
+    bytes_exact: Mapping[str, int] | None = None
+
+    def row(self) -> dict[str, Any]:
+        """As plain data for JSON, without what does not apply to the image."""
+        found = {one.name: getattr(self, one.name) for one in fields(self)}
+        found |= {name: links(found[name]) for name in OF_LINKS if found[name] is not None}
+        found["drift"] = [dict(step) for step in self.drift] or None
+        absent = {name for name in ONLY_WHERE_KNOWN if found[name] is None}
+        absent |= {*OF_SAMPLES} if self.samples is None else set()
+        absent |= {"bytes_late"} if not any((self.bytes_late or {}).values()) else set()
+        absent |= {"bytes_exact"} if not self.drift else set()
+        return json_ready({name: value for name, value in found.items() if name not in absent})
+
+
+QUALITY = ("psnr_db", "ssim", "mse")
+OF_LINKS = ("bytes", "bytes_whole", "bytes_late", "bytes_exact")
+OF_RUN = (*QUALITY, "seconds", "bytes", "bytes_whole", "bytes_late", "cached_fraction")  # in a sweep's lines
+OF_SAMPLES = ("samples", "coverage_50", "coverage_90", "psnr_db_single")
+# What has a field's value of None otherwise says something: null is "unknown", or "the same bits".
+ONLY_WHERE_KNOWN = (
+    "rank_seconds",
+    "replica_seconds",
+    "bytes_whole",
+    "baseline",
+    "drift",
+    "cached_fraction",
+    "bytes_exact",
+)
+
+
+def of_slices(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Rows of one mode taken together, each field as `Result` says, of the rows that have it; else the first row's."""
+    found = dict(rows[0])
+    for one in fields(Result):
+        values = [row[one.name] for row in rows if one.name in row]
+        if values and "of_slices" in one.metadata:
+            found[one.name] = one.metadata["of_slices"](values)
+    return found
+
+
+def json_ready(value: Any, otherwise: Callable[[float], Any] = lambda _: None) -> Any:
+    """A value of lists, mappings and scalars where `otherwise` replaces infinities and NaN, which JSON has not."""
+    if isinstance(value, Mapping):
+        return {key: json_ready(one, otherwise) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_ready(one, otherwise) for one in value]
+    return otherwise(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Means over the images for each mask and preset, and of the biharmonic baseline for each mask.
+
+    `{"rows": [{"mask", "mode", "n", "psnr_db", "ssim", "mse", "psnr_vs_exact_db", "compared", "identical", "seconds",
+    "bytes"}],
+    "baseline": [{"mask", "method", "n", "psnr_db", "ssim", "mse", "seconds"}]}`. `psnr_vs_exact_db` is the mean over
+    the images whose bits differ, `identical` the number of images whose bits are those of the exact run, of those
+    `compared` with one. Means of OF_SAMPLES are there where images have them.
+    """
+    groups: dict[tuple[str | None, str], list[Mapping[str, Any]]] = {}
+    baselines: dict[str | None, dict[str, Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["mask"], row["mode"]), []).append(row)
+        if row.get("baseline") is not None:
+            baselines.setdefault(row["mask"], {})[row["name"]] = row["baseline"]
+    means = []
+    for (mask, mode), group in groups.items():
+        together, compared = of_slices(group), [row for row in group if row["exact_compared"]]
+        told = {key: together[key] for key in (*QUALITY, "psnr_vs_exact_db")}
+        told |= {"seconds": mean([row["seconds"] for row in group])}
+        told |= {key: together[key] for key in OF_SAMPLES if key in together}
+        identical = sum(row["psnr_vs_exact_db"] is None for row in compared)
+        told |= {"compared": len(compared), "identical": identical, "bytes": together["bytes"]}
+        means.append({"mask": mask, "mode": mode, "n": len(group), **told})
+    baseline = [
+        {
+            "mask": mask,
+            "method": "biharmonic",
+            "n": len(by_name),
+            **{key: mean([one[key] for one in by_name.values()]) for key in (*QUALITY, "seconds")},
+        }
+        for mask, by_name in baselines.items()
+    ]
+    return {"rows": means, "baseline": baseline}
+
+
+def metrics_document(config: Mapping[str, Any], ranks: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The whole of `metrics.json`. A setting that JSON has no number for is text: "inf"."""
+    rows = [json_ready(row) for row in rows]
+    return {
+        "schema": SCHEMA,
+        "config": {name: json_ready(value, str) for name, value in config.items()},
+        "ranks": ranks,
+        "images": rows,
+        "summary": summary(rows),
+    }

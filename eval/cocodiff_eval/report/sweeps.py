@@ -1,0 +1,307 @@
+"""The lines of a sweep's results.jsonl: means over slices, differences to the exact run of the same slice, tables, and
+the picture of quality against bytes and against speed."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from cocodiff.config.errors import UserError
+from cocodiff_eval.report.table import MISSING, text_table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+LINES, PARETO = "results.jsonl", "pareto.png"
+LIMITS = {"psnr_db": 2.0, "ssim": 0.03, "mse": 2e-3}  # CoCoDiff, Table II: differences below these count as none
+DIGITS = {"psnr_db": 2, "ssim": 4, "mse": 5}
+NAMES = {"psnr_db": "PSNR dB", "ssim": "SSIM", "mse": "MSE"}
+BEATEN = "beaten by"
+WORDS = ("point", "mask", BEATEN)  # heads of columns that are no numbers
+Line = Mapping[str, Any]
+
+
+class Spread(NamedTuple):
+    """A mean over slices and its standard error; None for a single slice."""
+
+    mean: float
+    error: float | None
+
+    @classmethod
+    def of(cls, values: Sequence[float | None]) -> Spread | None:
+        """None where no value is there."""
+        present = [value for value in values if value is not None]
+        if not present:
+            return None
+        error = statistics.stdev(present) / len(present) ** 0.5 if len(present) > 1 else None
+        return cls(statistics.fmean(present), error)
+
+    def text(self, digits: int) -> str:
+        return f"{self.mean:.{digits}f}" + ("" if self.error is None else f" +- {self.error:.{digits}f}")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One point under one mask at one number of steps, over n slices.
+
+    quality     psnr_db, ssim, mse; None where no truth is known
+    difference  the same minus the exact run's on the same slice
+    vs_exact    PSNR in dB against the exact run, over the slices whose bits differ; `identical` counts the others
+    volume      bytes of q, k, v and o over the exact run's; None where nothing travels (one rank)
+    exposed     those of them that attention waited for, over the exact run's
+    of_whole    the same over what all tokens as they are would have been along the point's own routes
+    displaced   whether some calls of attention did not wait for their tensors
+    speed_up    seconds of the exact run over this one's
+    """
+
+    point: str
+    mask: str
+    steps: int
+    n: int
+    quality: dict[str, Spread | None]
+    difference: dict[str, Spread | None]
+    vs_exact: Spread | None
+    identical: int
+    volume: Spread | None
+    speed_up: Spread | None
+    seconds: Spread | None
+    of_whole: Spread | None
+    exposed: Spread | None
+    displaced: bool
+
+    def beats(self, other: Row, by: Sequence[str] = ("volume", "exposed")) -> bool:
+        """Whether this point, under the same mask at as many steps, is closer to the exact run than another, and no
+        larger in any of these measures."""
+        if (self.mask, self.steps) != (other.mask, other.steps) or other.vs_exact is None:
+            return False
+        pairs = [(getattr(self, name), getattr(other, name)) for name in by]
+        no_larger = all(a is not None and b is not None and a.mean <= b.mean for a, b in pairs)
+        closer = self.identical == self.n or (self.vs_exact is not None and self.vs_exact.mean > other.vs_exact.mean)
+        return closer and no_larger
+
+
+def read_rows(folder: Path) -> list[Row]:
+    """What a folder of results holds. Raises UserError for no lines, and for damaged ones."""
+    path = folder / LINES
+    if not path.is_file():
+        raise UserError(f"{folder} holds no {LINES}: give the --out of a sweep that has ended")
+    lines = []
+    for number, text in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            lines.append(json.loads(text, parse_constant=_refuse))
+            summarise(lines[-1:])
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+            raise UserError(f"{path}, line {number} is damaged: mend it, or start afresh with --overwrite") from error
+    return summarise(lines)
+
+
+def _refuse(number: str) -> None:
+    raise ValueError(f"JSON has no {number}")
+
+
+def summarise(lines: Sequence[Line]) -> list[Row]:
+    """A row for each mask, number of steps and point, in the order in which they first appear."""
+    groups: dict[tuple[str, int, str], list[Line]] = {}
+    for line in lines:
+        groups.setdefault((line["mask"], line["steps"], line["point"]), []).append(line)
+    points = list(dict.fromkeys(line["point"] for line in lines))
+    return [_row(groups[key]) for key in sorted(groups, key=lambda key: (*key[:2], points.index(key[2])))]
+
+
+def _row(lines: Sequence[Line]) -> Row:
+    def over(value: Callable[[Line], float | None]) -> Spread | None:
+        return Spread.of([value(line) for line in lines])
+
+    def minus(line: Line, name: str) -> float | None:
+        return None if line[name] is None else line[name] - line["exact"][name]
+
+    def sent(line: Line, kind: str = "bytes") -> int:
+        return sum((line[kind] if kind == "bytes" else line.get(kind, {})).values())
+
+    def part(count: int, whole: int) -> float | None:
+        return count / whole if whole else None
+
+    return Row(
+        **{name: lines[0][name] for name in ("point", "mask", "steps")},
+        n=len(lines),
+        quality={name: Spread.of([line[name] for line in lines]) for name in LIMITS},
+        difference={name: Spread.of([minus(line, name) for line in lines]) for name in LIMITS},
+        vs_exact=over(lambda line: line["psnr_vs_exact_db"]),
+        identical=sum(line["psnr_vs_exact_db"] is None for line in lines),
+        volume=over(lambda line: part(sent(line), sent(line["exact"]))),
+        speed_up=over(lambda line: line["exact"]["seconds"] / line["seconds"]),
+        seconds=over(lambda line: line["seconds"]),
+        of_whole=over(lambda line: part(sent(line), sent(line, "bytes_whole"))),
+        exposed=over(lambda line: part(sent(line) - sent(line, "bytes_late"), sent(line["exact"]))),
+        displaced=any("bytes_late" in line for line in lines),
+    )
+
+
+def beyond(row: Row) -> bool:
+    """Whether a difference to the exact run is larger than the paper's limit."""
+    pairs = [(row.difference[name], limit) for name, limit in LIMITS.items()]
+    return any(found is not None and abs(found.mean) > limit for found, limit in pairs)
+
+
+def tables(rows: Sequence[Row]) -> dict[str, dict[str, list[str]]]:
+    """By title the columns of two tables, by their heads: quality, as the paper's Table II, where `*` marks what is
+    beyond its limits, and bytes and speed, with what attention waited for where that is not all. Beaten by: the point
+    closest to exact of those that send no more."""
+
+    def shown(spreads: Iterable[Spread | None], digits: int) -> list[str]:
+        return [MISSING if spread is None else spread.text(digits) for spread in spreads]
+
+    of_runs = {name: [str(getattr(row, name)) for row in rows] for name in ("mask", "steps", "n")}
+    quality = {"point": [row.point + (" *" if beyond(row) else "") for row in rows], **of_runs}
+    quality |= {NAMES[name]: shown((row.quality[name] for row in rows), DIGITS[name]) for name in LIMITS}
+    for name, limit in LIMITS.items():
+        quality[f"d {NAMES[name]} ({limit:g})"] = shown((row.difference[name] for row in rows), DIGITS[name])
+    cost = {"point": [row.point for row in rows], **of_runs}
+    cost["vs exact dB"] = [_versus_exact(row, shown([row.vs_exact], 1)[0]) for row in rows]
+    measured = {"volume": ("volume", 3), "exposed": ("exposed", 3), "of whole": ("of_whole", 3)}
+    measured |= {"speed-up to flat": ("speed_up", 2), "seconds": ("seconds", 2)}
+    for head, (name, digits) in measured.items():
+        if name != "exposed" or any(row.displaced for row in rows):
+            cost[head] = shown((getattr(row, name) for row in rows), digits)
+    cost[BEATEN] = [better_than(row, rows) for row in rows]
+    return {"Quality": quality, "Bytes and speed": cost}
+
+
+def _versus_exact(row: Row, told: str) -> str:
+    """PSNR against the exact run, and of how many slices the bits are the same."""
+    if row.identical == row.n:
+        return "identical"
+    return told + (f" ({row.identical} identical)" if row.identical else "")
+
+
+def better_than(row: Row, rows: Sequence[Row]) -> str:
+    """The point closest to exact of those that send no more than this one, and that attention waits for no more of;
+    empty where there is none."""
+    better = [other for other in rows if other.beats(row)]
+    closest = max(better, key=lambda one: math.inf if one.vs_exact is None else one.vs_exact.mean, default=None)
+    return "" if closest is None else closest.point
+
+
+NOTE = (
+    "Means over n slices +- standard error. d: the point minus the exact run (flat) of the same slice; in brackets the "
+    "paper's limits, * beyond one. Volume: bytes of q, k, v and o over the exact run's; of whole: over those of all "
+    "tokens as they are along the point's own routes. Beaten by: a point that sends no more and is closer to exact."
+)
+NOTE_EXPOSED = (
+    "Exposed: the bytes that attention waited for, over the exact run's; a point is beaten by one that has no more of "
+    "these either."
+)
+
+
+def note(rows: Sequence[Row]) -> str:
+    """What the tables' columns mean."""
+    return f"{NOTE} {NOTE_EXPOSED}" if any(row.displaced for row in rows) else NOTE
+
+
+def told(rows: Sequence[Row]) -> str:
+    """The tables and what they mean; plain ASCII apart from the user's names."""
+    texts = [
+        text_table([tuple(of), *zip(*of.values(), strict=True)], "".join("<" if one in WORDS else ">" for one in of))
+        for of in tables(rows).values()
+    ]
+    return "\n\n".join([*texts, note(rows)])
+
+
+# The picture ----------------------------------------------------------------------------------------------------------
+
+MARKERS = "osD^vPX*"
+NEAR = (14, 11)  # pixels, across and up, at matplotlib's 100 an inch: about a label
+XLABELS = {
+    "volume": "volume: bytes of q, k, v and o over the exact run's",
+    "exposed": "exposed: bytes that attention waited for, over the exact run's",
+    "speed_up": "speed-up to the exact run (flat)",
+}
+
+
+def save_pareto(path: Path, rows: Sequence[Row]) -> None:
+    """Two panels: PSNR against the exact run over volume, and the change of PSNR against the truth over speed-up; where
+    attention did not wait for all bytes, PSNR over those that it waited for stands between them.
+
+    A colour and a number for each point, a marker for each mask (and number of steps); bars are standard errors. A line
+    joins the points that no other beats by what the panel shows. Markers in one place share a label with their numbers.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    points = list(dict.fromkeys(row.point for row in rows))
+    series = list(dict.fromkeys((row.mask, row.steps) for row in rows))
+    colours = [matplotlib.colormaps["tab20"](number % 20) for number in range(len(points))]
+    panels = [name for name in XLABELS if name != "exposed" or any(row.displaced for row in rows)]
+    figure = Figure(figsize=(1.5 + 5.5 * len(panels), 5.6), layout="constrained")
+    marks = []
+    for axes, name in zip(figure.subplots(1, len(panels)), panels, strict=True):
+        drawn = _draw_speed(axes, rows) if name == "speed_up" else _draw_bytes(axes, rows, name, series)
+        for row, x, y in drawn:
+            point = points.index(row.point)
+            marker = MARKERS[series.index((row.mask, row.steps)) % len(MARKERS)]
+            look = {"color": colours[point], "marker": marker, "markersize": 7, "markeredgecolor": "white"}
+            axes.errorbar(x.mean, y.mean, xerr=x.error, yerr=y.error, elinewidth=0.9, capsize=2, **look)
+            marks.append((axes, (x.mean, y.mean), point + 1))
+        axes.set_xlabel(XLABELS[name])
+        axes.grid(alpha=0.25, linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.margins(0.08, 0.1)
+    handles: list[tuple[Any, str, str]] = [
+        (colour, "s", f"{n}  {point}") for n, (colour, point) in enumerate(zip(colours, points, strict=True), 1)
+    ]
+    handles += [("0.35", MARKERS[n % len(MARKERS)], f"{mask}, {steps} steps") for n, (mask, steps) in enumerate(series)]
+    lines = [Line2D([], [], color=one, marker=of, linestyle="", markersize=7, label=name) for one, of, name in handles]
+    figure.legend(handles=lines, loc="outside right upper", frameon=False, fontsize=9)
+    figure.draw_without_rendering()  # settles the axes, so that distances on paper are known
+    _number(marks)
+    figure.savefig(path, dpi=130)
+
+
+Drawn = list[tuple[Row, Spread, Spread]]
+
+
+def _draw_bytes(axes: Axes, rows: Sequence[Row], measure: str, series: Sequence[tuple[str, int]]) -> Drawn:
+    """Lines of a panel of bytes. Returns where each row stands: identical results above all that have a PSNR."""
+    found = [row.vs_exact.mean for row in rows if row.vs_exact is not None]
+    height = max(found) + max(3.0, 0.15 * (max(found) - min(found))) if found else 100.0
+    axes.set_ylabel("PSNR against the exact run, dB")
+    if any(row.identical == row.n for row in rows):
+        axes.axhline(height, color="0.6", linewidth=0.8, linestyle=":", zorder=0)
+        axes.annotate("identical bits", (0.01, height), xycoords=("axes fraction", "data"), va="bottom", color="0.4")
+    places = [(row, getattr(row, measure), row.vs_exact or Spread(height, None)) for row in rows]
+    places = [place for place in places if place[1] is not None]
+    for of in series:
+        here = [(row, (x.mean, y.mean)) for row, x, y in places if (row.mask, row.steps) == of]
+        ends = sorted(at for row, at in here if not any(other.beats(row, (measure,)) for other, _ in here))
+        if ends:
+            axes.plot(*zip(*ends, strict=True), color="0.75", linewidth=0.9, zorder=0)
+    return places
+
+
+def _draw_speed(axes: Axes, rows: Sequence[Row]) -> Drawn:
+    places = [(row, row.speed_up, row.difference["psnr_db"]) for row in rows]
+    axes.axhline(0, color="0.6", linewidth=0.8, zorder=0)
+    axes.axvline(1, color="0.6", linewidth=0.8, zorder=0)
+    axes.set_ylabel("PSNR against the truth: change from exact, dB")
+    if any(y is not None and y.mean < -LIMITS["psnr_db"] / 2 for _, _, y in places):
+        axes.axhline(-LIMITS["psnr_db"], color="tab:red", linewidth=0.8, linestyle="--")
+        axes.annotate("the paper's limit", (0.01, -LIMITS["psnr_db"]), xycoords=("axes fraction", "data"), va="bottom")
+    return [(row, x, y) for row, x, y in places if x is not None and y is not None]
+
+
+def _number(marks: Sequence[tuple[Axes, tuple[float, float], int]]) -> None:
+    """Labels marks with the numbers of their points; marks that would hide each other's label share one."""
+    together = defaultdict(list)
+    for axes, place, point in marks:
+        across, up = axes.transData.transform(place)
+        together[axes, round(across / NEAR[0]), round(up / NEAR[1])].append((place, point))
+    for (axes, *_), group in together.items():
+        numbers = ", ".join(map(str, sorted({point for _, point in group})))
+        axes.annotate(numbers, group[0][0], xytext=(5, 4), textcoords="offset points", fontsize=8)

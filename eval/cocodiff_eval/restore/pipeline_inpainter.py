@@ -1,0 +1,167 @@
+"""An unmodified diffusers inpainting pipeline behind the `Inpainter` interface."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from cocodiff.config.errors import UserError
+from cocodiff_eval.restore.tiling import steps_at
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def schedule_at(steps: int, strength: float) -> tuple[int, float]:
+    """`(num_inference_steps, strength)` with which a diffusers pipeline runs `steps_at(steps, strength)` steps.
+
+    Flow-matching pipelines drop int(n - n x strength) of n steps. Half a step less than k / n is in the middle of the
+    values that leave k, so no rounding of the product can add or lose one.
+    """
+    if strength >= 1:
+        return steps, 1.0
+    running = steps_at(steps, strength)
+    total = max(running, round(running / strength))
+    return total, (running - 0.5) / total
+
+
+class PipelineInpainter:
+    """Restores batches of grey images with a diffusers pipeline that takes `image`, `mask_image` and `strength`.
+
+    pipe            e.g. StableDiffusion3InpaintPipeline, sharded or not; it is left as it was found
+    arguments  called with the batch size: the call's further arguments, those of the prompt (embeddings, or `prompt=`
+               lists) and of guidance, by the names that the pipeline has for them
+    steps      denoising steps that run at strength 1
+    seed       with a tile's noise key it seeds that tile's own CPU generator, the same on every rank; and with the
+               first tile's of a batch torch's global generators, which schedulers that add noise at each step draw from
+    on_step    called after each denoising step with the number of images in the call
+    """
+
+    def __init__(
+        self,
+        pipe: Any,
+        arguments: Callable[[int], dict[str, Any]],
+        steps: int,
+        seed: int,
+        on_step: Callable[[int], None] | None = None,
+    ) -> None:
+        self.pipe = pipe
+        self.arguments = arguments
+        self.steps = steps
+        self.seed = seed
+        self.on_step = on_step
+        self.multiple, native = side_multiple(pipe), own_size(pipe)
+        self.native_size = native - native % self.multiple
+
+    def __call__(self, images_BHW: Tensor, masks_BHW: Tensor, strength: float, noise_keys: Sequence[int]) -> Tensor:
+        """Restore a batch; float32 [B, H, W] in [0, 1], on the CPU. Raises UserError if the model returns NaN."""
+        import torch
+
+        batch, height, width = images_BHW.shape
+        total, start = schedule_at(self.steps, strength)
+        ran = 0
+
+        def after_step(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+            nonlocal ran
+            if ran == 0 and "latents" in tensors:
+                check_finite(pipe, tensors["latents"])
+            ran += 1
+            if self.on_step is not None:
+                self.on_step(batch)
+            return tensors
+
+        generators = self._generators(noise_keys)
+        with silent(self.pipe), drawing_from(generators[0].initial_seed()):
+            result = self.pipe(
+                image=images_BHW.clamp(0, 1)[:, None].expand(-1, 3, -1, -1).contiguous(),
+                mask_image=masks_BHW[:, None].contiguous(),
+                height=height,
+                width=width,
+                strength=start,
+                num_inference_steps=total,
+                generator=generators,
+                output_type="pt",
+                callback_on_step_end=after_step,
+                **self.arguments(batch),
+            ).images
+        expected = steps_at(self.steps, strength)
+        if ran != expected:
+            raise RuntimeError(
+                f"{type(self.pipe).__name__} ran {ran} denoising steps instead of {expected} "
+                f"(num_inference_steps={total}, strength={start:g}): its schedule counts differently"
+            )
+        restored_BHW = result.detach().to("cpu", torch.float32).mean(dim=1)
+        check_finite(self.pipe, restored_BHW)
+        return restored_BHW.clamp(0, 1)
+
+    def _generators(self, noise_keys: Sequence[int]) -> list[Any]:
+        """A generator of its own for each image, so that the noise of a tile doesn't depend on the batch it is in."""
+        import torch
+
+        # An odd multiplier keeps (seed, key) pairs apart and mixes both; 2^63 is the largest seed torch takes.
+        seeds = [(self.seed * 0x9E3779B1 + key * 0x85EBCA6B + 1) % 2**63 for key in noise_keys]
+        return [torch.Generator("cpu").manual_seed(one) for one in seeds]
+
+
+def own_size(pipe: Any) -> int:
+    """The side in pixels of the images that a pipeline is made for."""
+    return int(pipe.default_sample_size) * int(pipe.vae_scale_factor)
+
+
+def side_multiple(pipe: Any) -> int:
+    """The number that image sides are multiples of: the autoencoder's factor times the transformer's patch (2 where
+    packed)."""
+    patch = getattr(pipe, "patch_size", None) or 2
+    return int(getattr(pipe, "vae_scale_factor", None) or pipe.vae_scale_factor_spatial) * int(patch)
+
+
+@contextlib.contextmanager
+def silent(pipe: Any) -> Iterator[None]:
+    """The pipeline without its own progress bar, which cannot know of tiles and levels; put back afterwards."""
+    before = getattr(pipe, "_progress_bar_config", None)
+    pipe.set_progress_bar_config(**{**(before or {}), "disable": True})
+    try:
+        yield
+    finally:
+        if before is None:
+            del pipe._progress_bar_config
+        else:
+            pipe.set_progress_bar_config(**before)
+
+
+@contextlib.contextmanager
+def drawing_from(seed: int) -> Iterator[None]:
+    """Whatever draws from torch's global generators inside draws the same for the same seed, as a scheduler does that
+    adds noise at each step: on every rank, and in every mode that is compared. Their states are put back afterwards."""
+    import torch
+
+    found = torch.accelerator.current_accelerator(check_available=True)
+    kind, devices = ("cpu", []) if found is None else (found.type, [torch.accelerator.current_device_index()])
+    with torch.random.fork_rng(devices, device_type=kind):
+        torch.manual_seed(seed)
+        yield
+
+
+def check_finite(pipe: Any, values: Tensor) -> None:
+    """Raises UserError where a pipeline's latents or images are NaN or Inf, naming weights that are, if any.
+
+    On a device it waits for `values`; the weights are looked at only when something is wrong.
+    """
+    import torch
+
+    if bool(torch.isfinite(values).all()):
+        return
+    name = type(pipe).__name__
+    for part in ("transformer", "transformer_2", "vae"):
+        module = getattr(pipe, part, None)
+        for weight, tensor in module.named_parameters() if module is not None else ():
+            if not bool(torch.isfinite(tensor).all()):
+                raise UserError(
+                    f"{name} returned NaN or Inf: the weights of its {part} hold some, in {weight} ({tensor.dtype}); "
+                    "use a wider --dtype, or copy the model's weights again"
+                )
+    raise UserError(
+        f"{name} returned NaN or Inf, though its weights are numbers: use a wider --dtype, or see whether diffusers "
+        "alone makes an image of this model"
+    )

@@ -1,0 +1,241 @@
+"""Restoring slices with an inpainting model of fixed size: runs the plan of `tiling.py`, coarse to fine."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+
+from cocodiff_eval.data.pyramid import downsample, fill_from_outside, upsample
+from cocodiff_eval.restore.tiling import (
+    Level,
+    RestorationPlan,
+    Tile,
+    TilePass,
+    TilingSettings,
+    plan_restoration,
+    tile_window,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+PASS_KEYS = 1 << 20  # noise keys of a pass of tiles; a level has two passes
+
+
+class Inpainter(Protocol):
+    """A model that restores the masked part of square images of one size."""
+
+    @property
+    def native_size(self) -> int:
+        """Side of the images in voxels, e.g. 96 or 1024; a multiple of `multiple`."""
+
+    @property
+    def multiple(self) -> int:
+        """Sides must be multiples of this, e.g. 8 or 16."""
+
+    def __call__(self, images_BHW: Tensor, masks_BHW: Tensor, strength: float, noise_keys: Sequence[int]) -> Tensor:
+        """float32 [0, 1] in and out; masks are 1 where to restore. Equal keys draw equal noise, whatever the batch;
+        keys that differ in their lower 32 bits draw different noise."""
+
+
+class Request(NamedTuple):
+    """A call of the model that a slice needs next: tiles [native, native] of one strength, a noise key each."""
+
+    images: list[np.ndarray]
+    hidden: list[np.ndarray]
+    strength: float
+    keys: Sequence[int]
+
+
+Restoration = Generator[Request, np.ndarray, np.ndarray]  # takes what the model made of each request; float64 [B, Y, X]
+
+
+def plan_slice(
+    mask_YX: np.ndarray, inpainter: Inpainter, batch: int, settings: TilingSettings | None = None
+) -> RestorationPlan:
+    """The plan that `restore_slices` runs for each slice; `tile_steps(steps)` is for progress bars."""
+    native, multiple = inpainter.native_size, inpainter.multiple
+    assert native > 0 and native % multiple == 0, f"native size {native} is no multiple of {multiple}"
+    return plan_restoration(mask_YX, native, batch, settings)
+
+
+def restore_slices(
+    images_YX: Sequence[np.ndarray],
+    masks_YX: Sequence[np.ndarray],
+    inpainter: Inpainter,
+    *,
+    batch: int = 8,
+    settings: TilingSettings | None = None,
+    samples: Sequence[int] | None = None,
+    limits: tuple[float, float] = (0.0, 1.0),
+) -> list[np.ndarray]:
+    """Restore the masked voxels of slices of any size, with tiles of all of them in one call of the model; float32
+    [Y, X] each, outside the mask equal to the image.
+
+    images_YX: float32 [Y, X] in [0, 1], already filled under the mask (`prepare_slice`): what lies there is not read.
+    masks_YX: boolean [Y, X], True where to restore. batch: tiles a model call; it changes speed and memory, not the
+    noise.
+    In each round the first slice that is not done and those after it whose next tiles run at the same strength share
+    a call, as long as it has at most `batch` tiles. So the calls depend on masks and `batch` alone.
+    samples: a number for each, 0 unless given; the same slice under another number gets other noise.
+    limits: restored voxels stay between these (`IntensityRange.limits01`).
+    """
+    started = [
+        _restoration(image_YX, mask_YX, inpainter, batch, settings, sample, limits)
+        for image_YX, mask_YX, sample in zip(images_YX, masks_YX, samples or [0] * len(images_YX), strict=True)
+    ]
+    restored: list[np.ndarray | None] = [None] * len(started)
+    waiting: dict[int, Request] = {}
+
+    def proceed(number: int, outputs: np.ndarray | None) -> None:
+        """Gives a slice what it has asked for, or None at its start, up to its next request."""
+        try:
+            waiting[number] = next(started[number]) if outputs is None else started[number].send(outputs)
+        except StopIteration as end:
+            restored[number] = end.value
+            waiting.pop(number, None)
+
+    for number in range(len(started)):
+        proceed(number, None)
+    while waiting:
+        together = _sharing_a_call(waiting, batch)
+        outputs = _call(inpainter, [waiting[number] for number in together])
+        first = 0
+        for number in together:
+            count = len(waiting[number].images)
+            proceed(number, outputs[first : first + count])
+            first += count
+    return [one_YX for one_YX in restored if one_YX is not None]
+
+
+def _sharing_a_call(waiting: dict[int, Request], batch: int) -> list[int]:
+    """The slices whose requests make the next call."""
+    order = sorted(waiting)
+    together, tiles = [order[0]], len(waiting[order[0]].images)
+    for number in order[1:]:
+        one = waiting[number]
+        if one.strength == waiting[order[0]].strength and tiles + len(one.images) <= batch:
+            together.append(number)
+            tiles += len(one.images)
+    return together
+
+
+def sample_keys(sample: int) -> int:
+    """What is added to the noise keys of sample 0 to get those of another, up to number 1023.
+
+    torch's generator on the CPU reads no more than the lower 32 bits of a seed, so the keys of all samples have to
+    differ there: tiles number bits 0 to 15 and passes bits 20 to 25, and the sample's ten bits take the other ones.
+    """
+    assert 0 <= sample < 1024, sample
+    return ((sample & 63) << 26) | ((sample >> 6) << 16)
+
+
+def _restoration(
+    image_YX: np.ndarray,
+    mask_YX: np.ndarray,
+    inpainter: Inpainter,
+    batch: int,
+    settings: TilingSettings | None,
+    sample: int,
+    limits: tuple[float, float],
+) -> Restoration:
+    """One slice, request by request."""
+    assert image_YX.shape == mask_YX.shape and mask_YX.dtype == bool, (image_YX.shape, mask_YX.shape, mask_YX.dtype)
+    if not mask_YX.any():
+        return image_YX.astype(np.float32)
+    plan = plan_slice(mask_YX, inpainter, batch, settings)
+    known = _known_pyramid(image_YX, mask_YX, plan)
+    coarser: np.ndarray | None = None
+    for level, image in zip(reversed(plan.levels), reversed(known), strict=True):
+        if coarser is not None:
+            image = np.where(level.mask_YX, upsample(coarser, level.shape), image)
+        for number, tile_pass in enumerate(level.passes):
+            keys_from = (level.exponent * 2 + number) * PASS_KEYS + sample_keys(sample)
+            image = yield from _run_pass(image, level, tile_pass, plan, keys_from)
+        coarser = image
+    assert coarser is not None
+    restored_YX = np.clip(coarser, *limits).astype(np.float32)
+    return np.where(mask_YX, restored_YX, image_YX.astype(np.float32))
+
+
+def _known_pyramid(image_YX: np.ndarray, mask_YX: np.ndarray, plan: RestorationPlan) -> list[np.ndarray]:
+    """The slice on every level of the plan, holes filled from their surroundings on that level; float64 [Y, X] each."""
+    image = np.where(mask_YX, 0.0, image_YX).astype(np.float64)
+    weight = (~mask_YX).astype(np.float64)
+    images = []
+    for level in plan.levels:
+        if level.exponent > 0:
+            image, weight = downsample(image, weight)
+        # Where the whole level is hidden (a hole as large as the slice), the smallest trace of known voxels must do.
+        hidden = level.mask_YX if not level.mask_YX.all() else weight == 0
+        images.append(fill_from_outside(image, hidden | (weight == 0)))
+    return images
+
+
+def _run_pass(
+    image: np.ndarray, level: Level, tile_pass: TilePass, plan: RestorationPlan, keys_from: int
+) -> Restoration:
+    """Run all tiles of a pass on the level's image [Y, X] and blend what they restored into it."""
+    padding = level.padding
+    # Reflection shows a small slice to the model at its native size without inventing an edge.
+    image_padded = np.pad(image, padding, mode="symmetric")
+    hidden_padded = np.pad(tile_pass.hidden_YX, padding, mode="symmetric")
+    labels_padded = np.pad(level.labels_YX, padding)  # the reflections are never written
+    total = np.zeros(level.padded)
+    weights = np.zeros(level.padded)
+    key = keys_from
+    for tiles in tile_pass.batches:
+        keys = range(key, key + len(tiles))
+        key += len(tiles)
+        windows = [tile_window(tile, level.padded, plan.native, plan.overlap) for tile in tiles]
+        places = [_window(tile, plan.native) for tile in tiles]
+        images = [image_padded[here] for here in places]
+        hidden = [hidden_padded[here] for here in places]
+        outputs = yield Request(images, hidden, tile_pass.strength, keys)
+        for number, (tile, here) in enumerate(zip(tiles, places, strict=True)):
+            matched = match_surroundings(outputs[number], images[number], hidden[number])
+            weight = windows[number]
+            weight = weight * np.isin(labels_padded[here], tile.holes)
+            total[here] += weight * matched
+            weights[here] += weight
+    blended = np.divide(total, weights, out=image_padded.copy(), where=weights > 0)
+    (top, _), (left, _) = padding
+    return blended[top : top + level.shape[0], left : left + level.shape[1]]
+
+
+def _window(tile: Tile, native: int) -> tuple[slice, slice]:
+    return (slice(tile.row, tile.row + native), slice(tile.column, tile.column + native))
+
+
+def _call(inpainter: Inpainter, requests: Sequence[Request]) -> np.ndarray:
+    """One call of the model on the tiles of all requests; what it restored, float64 [B, native, native]."""
+    import torch
+
+    images = np.stack([image for one in requests for image in one.images])
+    images_BHW = torch.from_numpy(np.clip(images, 0.0, 1.0).astype(np.float32))
+    masks_BHW = torch.from_numpy(np.stack([hidden for one in requests for hidden in one.hidden]).astype(np.float32))
+    outputs = inpainter(images_BHW, masks_BHW, requests[0].strength, [key for one in requests for key in one.keys])
+    assert outputs.shape == images_BHW.shape, f"the model returned {tuple(outputs.shape)} for {tuple(images_BHW.shape)}"
+    return outputs.detach().to("cpu", torch.float32).numpy().astype(np.float64)
+
+
+def match_surroundings(output: np.ndarray, image: np.ndarray, hidden: np.ndarray) -> np.ndarray:
+    """Shift a model's output [native, native] so that it meets the known voxels without a seam.
+
+    Autoencoders return known voxels slightly off. That error, smoothed over 4 x 4 voxels so as not to copy grain, is
+    continued smoothly into the hidden voxels and subtracted there.
+    """
+    if hidden.all():
+        return output
+    error, weight = image - output, (~hidden).astype(np.float64)
+    shapes = []
+    for _ in range(2):
+        shapes.append(error.shape)
+        error, weight = downsample(error, weight)
+    error = fill_from_outside(error, weight == 0)
+    for shape in reversed(shapes):
+        error = upsample(error, (shape[0], shape[1]))
+    return output + error

@@ -1,0 +1,323 @@
+"""The tiles that a model restores, their resolutions and their order: pure data, made from the mask alone.
+
+A model sees one native tile. A hole deeper than a tile has no context there, so holes are restored coarse to fine.
+A hole starts at the finest level of a factor-2 pyramid where it fits well inside a tile (or is thin everywhere, as a
+scratch is): there it is restored from noise. On each finer level it is refined from the enlarged result by overlapping
+tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from cocodiff_eval.data.pyramid import downsample, halve_shape
+
+# A tile that reaches the mask only with a smaller weight is left out: every voxel has another with at least a quarter.
+FAINT = 0.02
+
+
+@dataclass(frozen=True)
+class TilingSettings:
+    """How holes are cut into tiles; lengths are fractions of the model's native size.
+
+    hole_limit      longest side of a hole that one tile restores from noise
+    depth_limit     a larger hole is also restored from noise where no voxel is farther than this from known ones
+    overlap         of neighbouring tiles; the blend takes the middle half of it
+    refine_strength noise level from which finer levels are refined; 1 would forget the coarser result
+    strength        noise level from which a hole is first restored; below 1 the fill from around it shines through
+    """
+
+    hole_limit: float = 0.5
+    depth_limit: float = 0.125
+    overlap: float = 0.25
+    refine_strength: float = 0.2
+    strength: float = 1.0
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One native-size window of a padded level. `holes`: the labels it writes; `blend`: with neighbours, in a grid."""
+
+    row: int
+    column: int
+    holes: tuple[int, ...]
+    blend: bool
+
+
+@dataclass(frozen=True)
+class TilePass:
+    """Tiles of one level that run at one strength. `hidden_YX`: what the model must restore; it sees the rest."""
+
+    strength: float
+    hidden_YX: np.ndarray
+    tiles: tuple[Tile, ...]
+    batch: int
+
+    @property
+    def batches(self) -> tuple[tuple[Tile, ...], ...]:
+        """The tiles in order, at most `batch` at a time."""
+        return tuple(self.tiles[start : start + self.batch] for start in range(0, len(self.tiles), self.batch))
+
+
+@dataclass(frozen=True)
+class _Holes:
+    """The connected holes of one level as arrays over holes [K]: a mask of dust has a hundred thousand of them.
+
+    boxes_K4 top, left, bottom, right; depth_K the distance of a hole's innermost voxel from a known one.
+    """
+
+    labels_K: np.ndarray
+    boxes_K4: np.ndarray
+    depth_K: np.ndarray
+
+    @cached_property
+    def sides_K(self) -> np.ndarray:
+        """The longer side of each box."""
+        return (self.boxes_K4[:, 2:] - self.boxes_K4[:, :2]).max(axis=1, initial=0)
+
+    def only(self, chosen_K: np.ndarray) -> _Holes:
+        """Some of the holes, by index or by a boolean for each."""
+        return _Holes(self.labels_K[chosen_K], self.boxes_K4[chosen_K], self.depth_K[chosen_K])
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """The mask at one resolution: exponent 0 is the slice itself, each next one has half as many rows and columns.
+
+    shape       [Y, X] of the level
+    native      side of a tile
+    mask_YX     voxels that are mostly unknown
+    labels_YX   the number of the hole each belongs to, 0 outside the mask
+    """
+
+    exponent: int
+    shape: tuple[int, int]
+    native: int
+    mask_YX: np.ndarray
+    labels_YX: np.ndarray
+
+    @property
+    def padded(self) -> tuple[int, int]:
+        """[Y, X] after padding to at least one tile."""
+        return (max(self.shape[0], self.native), max(self.shape[1], self.native))
+
+    @property
+    def offset(self) -> tuple[int, int]:
+        """Where the level begins in the padded one."""
+        return ((self.padded[0] - self.shape[0]) // 2, (self.padded[1] - self.shape[1]) // 2)
+
+    @property
+    def padding(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """How far the level is padded before and after each axis, as `numpy.pad` takes it."""
+        (top, left), (rows, columns) = self.offset, self.shape
+        return ((top, self.padded[0] - rows - top), (left, self.padded[1] - columns - left))
+
+    @cached_property
+    def holes(self) -> _Holes:
+        from scipy import ndimage
+
+        if self.mask_YX.all():
+            depth_YX = np.full(self.shape, float(max(self.shape)))
+        else:
+            depth_YX = ndimage.distance_transform_edt(np.pad(self.mask_YX, 1, mode="edge"))[1:-1, 1:-1]
+        boxes: list[Any] = ndimage.find_objects(self.labels_YX)
+        labels_K = np.array([label for label, box in enumerate(boxes, start=1) if box is not None], dtype=np.int64)
+        corners = [(box[0].start, box[1].start, box[0].stop, box[1].stop) for box in boxes if box is not None]
+        boxes_K4 = np.array(corners, dtype=np.int64).reshape(-1, 4)
+        depth_K = np.asarray(ndimage.maximum(depth_YX, self.labels_YX, labels_K), dtype=np.float64).reshape(-1)
+        return _Holes(labels_K, boxes_K4, depth_K)
+
+
+@dataclass(frozen=True)
+class Level(_Grid):
+    """One resolution with the tiles that are restored on it."""
+
+    passes: tuple[TilePass, ...]
+
+
+@dataclass(frozen=True)
+class RestorationPlan:
+    """All levels of one slice, finest first; they run from the last to the first."""
+
+    native: int
+    overlap: int
+    levels: tuple[Level, ...]
+
+    def tile_steps(self, steps: int) -> int:
+        """Denoising steps of all tiles of the slice together when a run at strength 1 takes `steps`."""
+        return sum(len(one.tiles) * steps_at(steps, one.strength) for level in self.levels for one in level.passes)
+
+
+def steps_at(steps: int, strength: float) -> int:
+    """Denoising steps that really run at `strength` when strength 1 runs `steps`: at least one."""
+    return steps if strength >= 1 else min(steps, max(1, round(steps * strength)))
+
+
+def plan_restoration(
+    mask_YX: np.ndarray, native: int, batch: int, settings: TilingSettings | None = None
+) -> RestorationPlan:
+    """Plan one slice for a model of `native` x `native` voxels and at most `batch` tiles a call."""
+    settings = settings or TilingSettings()
+    assert native >= 8 and batch >= 1, (native, batch)
+    grids = _grids(mask_YX, native)
+    starts = _starts(grids, settings)
+    overlap = max(4, round(native * settings.overlap))
+    deepest = int(starts.max(initial=0))
+    levels = tuple(_level(grid, starts, overlap, batch, settings) for grid in grids[: deepest + 1])
+    return RestorationPlan(native, overlap, levels)
+
+
+def _grids(mask_YX: np.ndarray, native: int) -> list[_Grid]:
+    """The mask and its numbered holes on every level, until the whole slice fits a tile."""
+    from scipy import ndimage
+
+    labels_YX, _ = ndimage.label(mask_YX, structure=np.ones((3, 3)))
+    known_YX = (~mask_YX).astype(np.float64)
+    grids = [_Grid(0, (mask_YX.shape[0], mask_YX.shape[1]), native, mask_YX.copy(), labels_YX)]
+    while max(grids[-1].shape) > native:
+        finer = grids[-1]
+        shape = halve_shape(finer.shape)
+        known_YX = downsample(known_YX, np.ones_like(known_YX))[0]
+        coarse_mask_YX = known_YX < 0.5
+        even = np.zeros((2 * shape[0], 2 * shape[1]), dtype=labels_YX.dtype)
+        even[: finer.shape[0], : finer.shape[1]] = labels_YX
+        labels_YX = even.reshape(shape[0], 2, shape[1], 2).max(axis=(1, 3))
+        # A sample can be mostly unknown though its own four are not: it then belongs to a neighbouring hole.
+        near_YX = ndimage.grey_dilation(labels_YX, size=(3, 3))
+        labels_YX = np.where(labels_YX > 0, labels_YX, near_YX)
+        coarse_mask_YX &= labels_YX > 0
+        grids.append(_Grid(finer.exponent + 1, shape, native, coarse_mask_YX, np.where(coarse_mask_YX, labels_YX, 0)))
+    return grids
+
+
+def _starts(grids: list[_Grid], settings: TilingSettings) -> np.ndarray:
+    """For each label the level on which its hole is restored from noise, [labels + 1].
+
+    It is the finest level where the hole fits, or the last on which it exists.
+    """
+    starts = np.zeros(int(grids[0].labels_YX.max()) + 1, dtype=np.int64)
+    searching = np.ones(len(starts), dtype=bool)
+    depth = np.zeros(len(starts))
+    depth[grids[0].holes.labels_K] = grids[0].holes.depth_K
+    for grid in grids:
+        holes = grid.holes.only(searching[grid.holes.labels_K])
+        starts[holes.labels_K] = grid.exponent
+        fits_K = holes.sides_K <= settings.hole_limit * grid.native
+        fits_K |= depth[holes.labels_K] / 2**grid.exponent <= settings.depth_limit * grid.native
+        searching[:] = False
+        searching[holes.labels_K[~fits_K]] = True
+    return starts
+
+
+def _level(grid: _Grid, starts: np.ndarray, overlap: int, batch: int, settings: TilingSettings) -> Level:
+    labels_K = grid.holes.labels_K
+    older_K = labels_K[starts[labels_K] > grid.exponent]
+    fresh = grid.holes.only(starts[labels_K] == grid.exponent)
+    passes = []
+    if len(fresh.labels_K):
+        # Holes of other levels are not known yet at this resolution, so the model may not take them for context.
+        tiles = _tiles_from_noise(grid, fresh, overlap, settings)
+        passes.append(TilePass(settings.strength, grid.mask_YX, tiles, batch))
+    if len(older_K):
+        # Whatever is not being refined is by now as good as it gets here, and serves as context.
+        hidden_YX = np.isin(grid.labels_YX, older_K)
+        tiles = tuple(_grid_tiles(grid, older_K, overlap))
+        strength = min(settings.refine_strength, settings.strength)
+        passes.append(TilePass(strength, hidden_YX, tiles, batch))
+    return Level(grid.exponent, grid.shape, grid.native, grid.mask_YX, grid.labels_YX, tuple(passes))
+
+
+def _tiles_from_noise(grid: _Grid, fresh: _Holes, overlap: int, settings: TilingSettings) -> tuple[Tile, ...]:
+    """A tile around each hole that fits one, shared with the holes near it; a grid over the long and thin."""
+    native = grid.native
+    if grid.padded == (native, native):
+        return (Tile(0, 0, tuple(fresh.labels_K.tolist()), blend=False),)
+    limit = settings.hole_limit * native
+    margin = round(native * (1 - settings.hole_limit) / 2)
+    waiting = fresh.only(fresh.sides_K <= limit)
+    waiting = waiting.only(np.lexsort((waiting.boxes_K4[:, 1], waiting.boxes_K4[:, 0])))
+    tiles = []
+    while len(waiting.labels_K):
+        together_K = _company(waiting, grid, margin)
+        group = waiting.only(together_K)
+        top, left = group.boxes_K4[:, :2].min(axis=0).tolist()
+        bottom, right = group.boxes_K4[:, 2:].max(axis=0).tolist()
+        row = _centred(top + grid.offset[0], bottom + grid.offset[0], native, grid.padded[0])
+        column = _centred(left + grid.offset[1], right + grid.offset[1], native, grid.padded[1])
+        tiles.append(Tile(row, column, tuple(group.labels_K.tolist()), blend=False))
+        waiting = waiting.only(~together_K)
+    large_K = fresh.labels_K[fresh.sides_K > limit]
+    if len(large_K):
+        tiles.extend(_grid_tiles(grid, large_K, overlap))
+    return tuple(tiles)
+
+
+def _centred(start: int, stop: int, native: int, length: int) -> int:
+    """Where a window of `native` begins that has [start, stop) in its middle and stays inside [0, length)."""
+    return min(max((start + stop - native) // 2, 0), length - native)
+
+
+def _company(waiting: _Holes, grid: _Grid, margin: int) -> np.ndarray:
+    """Which holes share a tile with the first one (the topmost) and have `margin` of context there; boolean [K].
+
+    The first one lies at the window's upper margin; of three places to the left and right the fullest is taken.
+    """
+    inner = grid.native - 2 * margin
+    top, left, _, right = waiting.boxes_K4[0].tolist()
+    below_K = waiting.boxes_K4[:, 2] <= top + inner
+    best_K = np.zeros(len(below_K), dtype=bool)
+    for start in ((left + right - inner) // 2, left, right - inner):
+        inside_K = below_K & (waiting.boxes_K4[:, 1] >= start) & (waiting.boxes_K4[:, 3] <= start + inner)
+        inside_K[0] = True
+        if np.count_nonzero(inside_K) > np.count_nonzero(best_K):
+            best_K = inside_K
+    return best_K
+
+
+def axis_starts(length: int, native: int, overlap: int) -> tuple[int, ...]:
+    """Starts of windows of `native` that cover `length` evenly with at least `overlap` in common."""
+    if length <= native:
+        return (0,)
+    count = -(-(length - native) // (native - overlap)) + 1
+    return tuple(round(i * (length - native) / (count - 1)) for i in range(count))
+
+
+def axis_window(start: int, length: int, native: int, overlap: int) -> np.ndarray:
+    """Blending weights of a window along one axis: 0 in the outer quarter of the overlap, a smooth ramp over its middle
+    half, 1 inside. No ramp where the window ends with the image. float64 [native]."""
+    quarter = overlap / 4
+    place = np.arange(native) + 0.5
+    inward = np.clip((place - quarter) / (2 * quarter), 0.0, 1.0)
+    ramp = inward * inward * (3 - 2 * inward)
+    window = np.ones(native)
+    if start > 0:
+        window *= ramp
+    if start + native < length:
+        window *= ramp[::-1]
+    return window
+
+
+def tile_window(tile: Tile, padded: tuple[int, int], native: int, overlap: int) -> np.ndarray:
+    """Blending weights of a tile, float64 [native, native]; all 1 for a tile that has its holes to itself."""
+    if not tile.blend:
+        return np.ones((native, native))
+    rows = axis_window(tile.row, padded[0], native, overlap)
+    columns = axis_window(tile.column, padded[1], native, overlap)
+    return rows[:, None] * columns[None, :]
+
+
+def _grid_tiles(grid: _Grid, labels_K: np.ndarray, overlap: int) -> Iterator[Tile]:
+    """Tiles of an even grid that write at least one voxel of the given labels, row by row."""
+    wanted_YX = np.where(np.isin(grid.labels_YX, labels_K), grid.labels_YX, 0)
+    wanted_YX = np.pad(wanted_YX, grid.padding)
+    for row in axis_starts(grid.padded[0], grid.native, overlap):
+        for column in axis_starts(grid.padded[1], grid.native, overlap):
+            here = wanted_YX[row : row + grid.native, column : column + grid.native]
+            window = tile_window(Tile(row, column, (), blend=True), grid.padded, grid.native, overlap)
+            if (here[window > FAINT] > 0).any():
+                yield Tile(row, column, tuple(np.unique(here[here > 0]).tolist()), blend=True)
