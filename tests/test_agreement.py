@@ -18,7 +18,7 @@ from cocodiff.config.errors import UserError
 from cocodiff.engine import agreement
 from cocodiff.engine.agreement import form
 from cocodiff.engine.engine import parallelize
-from cocodiff.kernels.digest import digest
+from cocodiff.kernels.device import digest
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 SIZE = 3

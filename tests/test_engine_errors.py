@@ -42,9 +42,7 @@ def refused(size: int, model: nn.Module, settings: dict[str, Any] | None = None,
 
 
 def test_unknown_models_are_refused_with_the_known_families(alone):
-    with pytest.raises(
-        UserError, match=r"no adapter for Linear; known families: SD3 / SD3\.5, FLUX.*docs/models.md"
-    ):
+    with pytest.raises(UserError, match=r"no adapter for Linear; known families: SD3 / SD3\.5, FLUX.*docs/models.md"):
         parallelize(nn.Linear(2, 2), transport=alone)
 
 

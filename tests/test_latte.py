@@ -21,13 +21,12 @@ from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
 from cocodiff.engine.engine import parallelize
 from cocodiff.jobs.folder import OutputFolder
-from cocodiff.jobs.model_shapes import load_shape
+from cocodiff.jobs.model_checks import load_shape
 from cocodiff.jobs.options import parse, with_settings
 from cocodiff.kernels.residual import coded_width
 from cocodiff.planner import automatic
-from cocodiff.topology.layout import Layout
-from cocodiff.topology.routes.transposes import Piece, Side, pieces
-from cocodiff.topology.segments import DealtSegment, Segment
+from cocodiff.topology.layout import DealtSegment, Layout, Segment
+from cocodiff.topology.routes.chunks import Piece, Side, pieces
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 

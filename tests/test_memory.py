@@ -26,11 +26,11 @@ from cocodiff.config.machine import Topology
 from cocodiff.engine.assemble import build_strategy
 from cocodiff.engine.engine import parallelize
 from cocodiff.exchange.coding import Moment
-from cocodiff.jobs.model_shapes import load_shape
+from cocodiff.jobs.model_checks import load_shape
 from cocodiff.kernels import Kernels
 from cocodiff.kernels.device import free_memory
 from cocodiff.models import family_of
-from cocodiff.models.tokens import image_and_text
+from cocodiff.models.adapter import image_and_text
 from cocodiff.planner import automatic
 from cocodiff.planner.costs import StateSizes, state_sizes
 from cocodiff.planner.memory import (

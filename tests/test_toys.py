@@ -19,7 +19,7 @@ from cocodiff.config.registry import CODINGS, COSTS, ORDERS
 from cocodiff.engine.assemble import AttentionWork, build_strategy, mesh_of
 from cocodiff.exchange.coding import Moment
 from cocodiff.kernels import Kernels
-from cocodiff.models.tokens import image_and_text
+from cocodiff.models.adapter import image_and_text
 from cocodiff.planner import automatic
 from cocodiff.planner.placement import by_degree
 from cocodiff.topology.layout import Layout

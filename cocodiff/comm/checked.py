@@ -13,7 +13,7 @@ from torch import Tensor
 from cocodiff.comm.health import Health
 from cocodiff.comm.transport import Group, LaneOwner, Pending
 from cocodiff.config.errors import PeerLost
-from cocodiff.kernels.digest import digest
+from cocodiff.kernels.device import digest
 
 # Bytes that are summed at a time, with several times as much memory: what stays in a core's cache, or few launches.
 PIECE = {"cpu": 2**18, "other": 2**26}

@@ -27,11 +27,45 @@ import torch.distributed as dist
 from cocodiff.comm import checked
 from cocodiff.comm.health import Health, Limits, OnLoss, Watch
 from cocodiff.comm.launch import Launch
-from cocodiff.comm.settings import overlap_killers
 from cocodiff.comm.torch_dist import NEVER, TorchDistTransport, check_backend, device_backend, initialise
 from cocodiff.comm.transport import LaneOwner, Transport
 from cocodiff.config.errors import PeerLost, UserError
 from cocodiff.kernels.device import rank_device, ranks_on_device
+
+ONECCL = ("xccl", "ccl")
+
+
+class Killer(NamedTuple):
+    """setting: as it stands in the environment; harm: what it does; remedy: what to do instead."""
+
+    setting: str
+    harm: str
+    remedy: str
+
+
+def overlap_killers(environment: Mapping[str, str], library: str, device: str) -> list[Killer]:
+    """Variables in the environment that make messages of `library` block on a device ("cpu", "xpu", "cuda")."""
+
+    def is_on(name: str) -> bool:
+        return environment.get(name, "").strip().lower() in ("1", "true", "yes", "on")
+
+    found = []
+    if library in ONECCL and is_on("CCL_OP_SYNC"):
+        found.append(Killer("CCL_OP_SYNC=1", "makes every oneCCL call wait for its end", "unset CCL_OP_SYNC"))
+    if library in ONECCL and device == "xpu" and environment.get("CCL_ATL_TRANSPORT", "").lower() == "ofi":
+        found.append(
+            Killer("CCL_ATL_TRANSPORT=ofi", "makes oneCCL synchronous on GPU buffers", "export CCL_ATL_TRANSPORT=mpi")
+        )
+    if library == "nccl" and is_on("TORCH_NCCL_BLOCKING_WAIT"):
+        found.append(
+            Killer("TORCH_NCCL_BLOCKING_WAIT=1", "makes waiting block the host", "unset TORCH_NCCL_BLOCKING_WAIT")
+        )
+    if device == "cuda" and is_on("CUDA_LAUNCH_BLOCKING"):
+        found.append(
+            Killer("CUDA_LAUNCH_BLOCKING=1", "makes every kernel launch wait for its end", "unset CUDA_LAUNCH_BLOCKING")
+        )
+    return found
+
 
 log = logging.getLogger("cocodiff.comm")
 OVER_MPI = ("mpi", "mpi-rma")

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from cocodiff.comm.transport import Transport
 from cocodiff.config.errors import UserError
-from cocodiff.kernels.digest import digest
+from cocodiff.kernels.device import digest
 
 WHOLE_MODEL = 2**20  # numbers up to which a model's weights are compared whole
 SAMPLED = 2**10  # numbers of each tensor of a larger model

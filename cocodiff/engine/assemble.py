@@ -15,10 +15,10 @@ from cocodiff.config.registry import ARRIVALS, CODECS, CODINGS, ORDERS, PLANNER,
 from cocodiff.exchange.coding import AllRanks, Coding
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.kernels import Kernels
-from cocodiff.models.tokens import image_and_text
+from cocodiff.models.adapter import image_and_text
 from cocodiff.topology.axes import Mesh, mesh_without_ring
 from cocodiff.topology.layout import Segments
-from cocodiff.topology.routes.choice import Chunking, ExchangeTable
+from cocodiff.topology.routes.chunks import Chunking, ExchangeTable
 
 
 def never(_part: Topology) -> Chunking:

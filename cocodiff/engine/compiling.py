@@ -19,8 +19,7 @@ from torch import nn
 
 from cocodiff.comm.trace import Trace
 from cocodiff.config.errors import UserError
-from cocodiff.models.checks import called_often, stateful_hooks
-from cocodiff.models.replacing import replace, replace_forward
+from cocodiff.models.checks import called_often, replace, replace_forward, stateful_hooks
 
 BACKEND = "inductor"
 REASON = "cocodiff sends messages between ranks here"  # by which a break of ours is told from others

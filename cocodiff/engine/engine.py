@@ -35,8 +35,8 @@ from cocodiff.exchange.coding import Moment, merge_notes
 from cocodiff.kernels import Kernels
 from cocodiff.models import checks, experts_of, family_of
 from cocodiff.models.adapter import Arguments
+from cocodiff.models.checks import replace, replace_forward, signature_of
 from cocodiff.models.family import EXPERTS
-from cocodiff.models.replacing import replace, replace_forward, signature_of
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.layout import Segments
 

@@ -26,7 +26,7 @@ from cocodiff.config.errors import UserError
 from cocodiff.engine.sequence import SequenceRanks
 from cocodiff.exchange.coding import Moment, StepNotes
 from cocodiff.models.adapter import Forward, form_of
-from cocodiff.models.replacing import replace_forward, signature_of
+from cocodiff.models.checks import replace_forward, signature_of
 
 # The lists of a model's blocks, in the order in which it calls them: those in which diffusers' own caches look.
 BLOCK_LISTS = (

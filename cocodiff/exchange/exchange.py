@@ -18,9 +18,8 @@ from cocodiff.config.registry import EXCHANGES, load
 from cocodiff.exchange.messages import BlockSet, InOrder, Port, Target, run_phase, run_pipelined
 from cocodiff.exchange.outgoing import Outgoing
 from cocodiff.kernels import Kernels
-from cocodiff.topology.routes.choice import Chunking, ExchangeTable, megabytes_per_rank
-from cocodiff.topology.routes.detours import nic_detours
-from cocodiff.topology.routes.plans import Phase, Plan, reverse, split_plan
+from cocodiff.topology.routes.chunks import Chunking, ExchangeTable, megabytes_per_rank
+from cocodiff.topology.routes.plans import Phase, Plan, nic_detours, reverse, split_plan
 
 if TYPE_CHECKING:
     from cocodiff.exchange.staged import StagedExchange

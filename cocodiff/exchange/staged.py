@@ -21,8 +21,7 @@ from cocodiff.config.machine import Topology
 from cocodiff.exchange.messages import BlockSet, Groups, InFlight, Port, Sent, Target
 from cocodiff.exchange.outgoing import Arriving, CallEnd, Outgoing, OutputToRows, TensorsToHeads
 from cocodiff.topology.layout import Layout
-from cocodiff.topology.routes.choice import Chunking, megabytes_per_rank
-from cocodiff.topology.routes.chunks import StageParts, Stages
+from cocodiff.topology.routes.chunks import Chunking, StageParts, Stages, megabytes_per_rank
 from cocodiff.topology.routes.plans import Block, Plan
 
 PART_LANES = ("plane", "sibling", "late")  # of what leaves at once, what is passed on, what is passed on late

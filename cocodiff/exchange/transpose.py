@@ -23,10 +23,9 @@ from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.messages import Blocks, BlockSet, EncodedBlocks, Payload, Target
 from cocodiff.exchange.outgoing import CallEnd, CodedCall, Encoded, Outgoing
 from cocodiff.exchange.transfer import Transfer
-from cocodiff.topology.layout import Layout
+from cocodiff.topology.layout import DealtSegment, Layout, Segment
+from cocodiff.topology.routes.chunks import Piece, Side, pieces
 from cocodiff.topology.routes.plans import Block
-from cocodiff.topology.routes.transposes import Piece, Side, pieces
-from cocodiff.topology.segments import DealtSegment, Segment
 
 NAME = "x"  # of what is transposed, in the trace
 

@@ -16,7 +16,7 @@ from cocodiff.config.config import Config, preset_names, read_yaml
 from cocodiff.config.errors import UserError, check_choice, check_keys, suggestion
 from cocodiff.config.registry import RECORDS, load
 from cocodiff.config.setting import Option, settings_of
-from cocodiff.jobs.settings import FOUND, beside_the_record
+from cocodiff.jobs.record import FOUND, beside_the_record
 
 CONFIG = Option("config", "YAML file with any of the options")
 RANKS = Option("ranks", "local ranks to start; leave away under mpiexec or torchrun", type=int)

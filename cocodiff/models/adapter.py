@@ -14,10 +14,28 @@ from torch import Tensor, nn
 from cocodiff.attention.strategy import LazyQKV
 from cocodiff.config.errors import UserError
 from cocodiff.kernels import Kernels
+from cocodiff.models.checks import replace_forward
 from cocodiff.models.plan import Plan, ShardedModel
-from cocodiff.models.replacing import replace_forward
-from cocodiff.models.tokens import image_and_text
-from cocodiff.topology.layout import Segments
+from cocodiff.topology.layout import Segment, Segments
+
+IMAGE, TEXT = "image", "text"
+
+
+def image_segment(tokens: int) -> Segment:
+    """An image's tokens change little from step to step, so V-Major may keep some back. Every rank has some."""
+    return Segment(IMAGE, tokens, on_every_rank=True, may_stay=True)
+
+
+def text_segment(tokens: int) -> Segment:
+    """A text's tokens: few, and some ranks may have none."""
+    return Segment(TEXT, tokens, dealt_from="back")
+
+
+def image_and_text(image_tokens: int, text_tokens: int, text_first: bool = False) -> tuple[Segment, Segment]:
+    """Joint attention over both, in the model's order."""
+    image, text = image_segment(image_tokens), text_segment(text_tokens)
+    return (text, image) if text_first else (image, text)
+
 
 NOWHERE: Plan = {}
 Arguments = dict[str, Any]

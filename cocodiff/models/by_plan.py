@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from cocodiff.config.errors import PeerLost, UserError
 from cocodiff.kernels import Kernels
 from cocodiff.models.adapter import Adapter, Arguments, attention_modules, check_plain, form_of
+from cocodiff.models.checks import replace_forward, signature_of
 from cocodiff.models.family import Family
 from cocodiff.models.plan import Cut, Gather, Plan, ShardedModel, as_given
 from cocodiff.models.planned_attention import (
@@ -30,9 +31,7 @@ from cocodiff.models.planned_attention import (
     told_by_all,
 )
 from cocodiff.models.plans import is_proven, plan_of
-from cocodiff.models.replacing import replace_forward, signature_of
-from cocodiff.topology.layout import Segments
-from cocodiff.topology.segments import Segment
+from cocodiff.topology.layout import Segment, Segments
 
 
 class PlanAdapter(Adapter):

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from cocodiff.comm.transport import Part, Transport
 from cocodiff.config.errors import UserError
-from cocodiff.models.replacing import replace
+from cocodiff.models.checks import replace
 
 VAES = ("AutoencoderKL", "AutoencoderKLFlux2", "AutoencoderKLQwenImage", "AutoencoderKLQwenImage21", "AutoencoderKLWan")
 PARTS = ("encoder", "quant_conv", "decoder", "post_quant_conv")  # what encoding and decoding call

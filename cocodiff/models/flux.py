@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from cocodiff.attention.strategy import LazyQKV, nothing
-from cocodiff.models.adapter import Adapter, Arguments, AttentionProcessor, Forward
+from cocodiff.models.adapter import IMAGE, TEXT, Adapter, Arguments, AttentionProcessor, Forward
 from cocodiff.models.family import KL_VAE, Family, Pipelines
 from cocodiff.models.plan import Cut, Gather, Plan
 from cocodiff.models.streams import Once, Rotary, Stream, Streams, heads_of
-from cocodiff.models.tokens import IMAGE, TEXT
 
 Angles = tuple[Tensor, Tensor]  # cos and sin, each [L, D], of this rank's text then image rows
 # Tokens and their positions, [S, n] or [B, S, n]; and a ControlNet's residuals.

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from cocodiff.attention.strategy import LazyQKV
-from cocodiff.models.adapter import AttentionProcessor, Forward
+from cocodiff.models.adapter import IMAGE, AttentionProcessor, Forward
 from cocodiff.models.family import KL_VAE, Family, Pipelines
 from cocodiff.models.flux import CALL, Angles, FluxAdapter, FluxAttentionProcessor, rotary_of
 from cocodiff.models.plan import Gather, Plan
 from cocodiff.models.streams import FusedLinear, heads_of, norm_rope
-from cocodiff.models.tokens import IMAGE
 
 TOKENS: Plan = {"": CALL, "proj_out": Gather(tokens=IMAGE)}
 

@@ -18,12 +18,10 @@ from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.config.errors import UserError
 from cocodiff.kernels import Kernels
 from cocodiff.models.adapter import Adapter, Arguments, Forward
-from cocodiff.models.checks import cache_on
+from cocodiff.models.checks import cache_on, replace_forward, signature_of
 from cocodiff.models.family import Family
 from cocodiff.models.plan import check_in_place
-from cocodiff.models.replacing import replace_forward, signature_of
-from cocodiff.topology.layout import Segments
-from cocodiff.topology.segments import Segment
+from cocodiff.topology.layout import Segment, Segments
 
 FRAMES, PLACES = "frames", "places"
 SLICES = 4  # of each rank's frames and places where the setting says auto: the paper's number

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from cocodiff.config.errors import UserError
-from cocodiff.models.replacing import signature_of
+from cocodiff.models.checks import signature_of
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from cocodiff.attention.strategy import LazyQKV
-from cocodiff.models.adapter import Adapter, AttentionProcessor
+from cocodiff.models.adapter import IMAGE, TEXT, Adapter, AttentionProcessor
 from cocodiff.models.family import Family, Pipelines, VaeSize
 from cocodiff.models.plan import Cut, Gather, Plan
 from cocodiff.models.streams import Rotary, Stream, Streams
-from cocodiff.models.tokens import IMAGE, TEXT
 
 # The model derives text positions from its text's length, so tokens are cut at the first block. The text mask stays
 # whole: every rank attends to all tokens.

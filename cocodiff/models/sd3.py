@@ -7,11 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from cocodiff.attention.strategy import LazyQKV
-from cocodiff.models.adapter import Adapter, Arguments, AttentionProcessor
+from cocodiff.models.adapter import IMAGE, TEXT, Adapter, Arguments, AttentionProcessor, image_and_text
 from cocodiff.models.family import KL_VAE, Family, Pipelines
 from cocodiff.models.plan import Cut, Gather, Plan
 from cocodiff.models.streams import Stream, Streams
-from cocodiff.models.tokens import IMAGE, TEXT, image_and_text
 from cocodiff.topology.layout import Segments
 
 TOKENS: Plan = {

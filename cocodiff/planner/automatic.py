@@ -31,7 +31,7 @@ from cocodiff.planner.memory import Load, ModelShape, check_fits, run_cache, sha
 from cocodiff.planner.placement import choose
 from cocodiff.planner.traffic import Latencies
 from cocodiff.topology.axes import Mesh
-from cocodiff.topology.routes.choice import Chunking
+from cocodiff.topology.routes.chunks import Chunking
 
 FROM_THE_FINEST = (*EXACT_CODECS, "int8", "int4", "int2")
 GAIN = 1.02  # a coarser codec is chosen where a finer one takes more than so many times as long

@@ -21,7 +21,7 @@ from cocodiff.config.config import Config
 from cocodiff.config.machine import Device, Links, Topology
 from cocodiff.engine.assemble import AttentionWork, build_strategy, mesh_of
 from cocodiff.kernels import Kernels
-from cocodiff.models.tokens import image_and_text
+from cocodiff.models.adapter import image_and_text
 from cocodiff.planner.memory import Load, ModelShape
 from cocodiff.planner.roofline import DTYPES
 from cocodiff.topology.links import wires

@@ -27,7 +27,7 @@ from cocodiff.config.machine import Topology
 from cocodiff.config.registry import ORDERS, load
 from cocodiff.engine.assemble import AttentionWork, chunking, exchange_table, mesh_of
 from cocodiff.exchange.coding import Moment
-from cocodiff.models.tokens import IMAGE
+from cocodiff.models.adapter import IMAGE
 from cocodiff.planner.costs import WHOLE, CallKind, Typical, costs_of
 from cocodiff.planner.decisions import Decisions, decisions_of, without_seldom
 from cocodiff.planner.memory import Load, ModelShape
@@ -36,7 +36,7 @@ from cocodiff.planner.roofline import Layer, coded_s, copied_s, merged_s, roofli
 from cocodiff.planner.traffic import Hop, Latencies, Wires, of_ranks, stages_of
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.layout import Layout, Segments
-from cocodiff.topology.routes.choice import megabytes_per_rank
+from cocodiff.topology.routes.chunks import megabytes_per_rank
 
 SAMPLES = (0.0, 0.5, 1.0)  # stable fractions that are looked at where a schedule has more than three
 SITES = 3  # layers whose calls follow one another where some do not wait for what they send

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, TypeVar
 from cocodiff.attention.streaming import head_runs
 from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Topology
+from cocodiff.models.adapter import IMAGE, image_and_text
 from cocodiff.models.family import VAE_FACTOR, Family, VaeSize, Video
-from cocodiff.models.tokens import IMAGE, image_and_text
 from cocodiff.planner.costs import Cell, StateSizes
 from cocodiff.topology.axes import Mesh, cut
 from cocodiff.topology.layout import Layout, Segments

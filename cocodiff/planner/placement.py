@@ -26,8 +26,7 @@ from cocodiff.engine.assemble import AttentionWork
 from cocodiff.planner.traffic import Stage, Traffic, Wires, busiest_node, of_ranks, stages_of
 from cocodiff.topology.axes import Mesh, mesh_without_ring, meshes
 from cocodiff.topology.layout import Layout
-from cocodiff.topology.routes.choice import megabytes_per_rank
-from cocodiff.topology.routes.chunks import chunk_ranks
+from cocodiff.topology.routes.chunks import chunk_ranks, megabytes_per_rank
 from cocodiff.topology.routes.rounds import CARD, LEVELS, NODE, TILE, rounds_of
 
 EFFICIENCY = 0.5  # of attention, against the dense rate of a tile

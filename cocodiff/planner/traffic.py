@@ -14,8 +14,7 @@ from cocodiff.comm.trace import LINK_CLASSES
 from cocodiff.config.machine import Machine, Topology
 from cocodiff.config.registry import EXCHANGES, load
 from cocodiff.topology.axes import Mesh
-from cocodiff.topology.routes.detours import nic_detours
-from cocodiff.topology.routes.plans import Plan, split_plan
+from cocodiff.topology.routes.plans import Plan, nic_detours, split_plan
 from cocodiff.topology.routes.rounds import Integers
 
 Floats = NDArray[np.float64]

@@ -18,8 +18,7 @@ from typing import NamedTuple
 
 from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Place, Topology
-from cocodiff.topology.layout import Layout, Segments
-from cocodiff.topology.segments import DealtSegment, Segment, deal, slices
+from cocodiff.topology.layout import DealtSegment, Layout, Segment, Segments, deal, slices
 
 PLACEMENTS = ("topology", "usp")
 AXES = ("card", "plane")

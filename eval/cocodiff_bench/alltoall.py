@@ -23,9 +23,8 @@ from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.options import Option, check_counts
 from cocodiff.jobs.terminal import say
 from cocodiff.planner.layers import SerialTransport
-from cocodiff.topology.layout import Layout
+from cocodiff.topology.layout import DealtSegment, Layout, Segment
 from cocodiff.topology.links import alltoall_bound
-from cocodiff.topology.segments import DealtSegment, Segment
 from cocodiff_bench import common
 from cocodiff_bench.common import Benchmark, Row, Values
 

@@ -26,7 +26,7 @@ from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.options import Option, check_counts
 from cocodiff.jobs.pipelines import torch_dtype
 from cocodiff.jobs.terminal import say
-from cocodiff.models.tokens import image_and_text
+from cocodiff.models.adapter import image_and_text
 from cocodiff.topology.layout import Layout
 from cocodiff_bench import common
 from cocodiff_bench.common import Benchmark, Row, Values, meet

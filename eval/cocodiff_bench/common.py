@@ -31,7 +31,7 @@ from cocodiff.config.setting import settings_of
 from cocodiff.config.text_table import aligned
 from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.options import RUN_OPTIONS, Option, engine_record
-from cocodiff.jobs.settings import write_document
+from cocodiff.jobs.record import write_document
 from cocodiff.jobs.terminal import progress_bar, say
 
 Values = dict[str, Any]

@@ -18,9 +18,9 @@ from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.options import Option, check_counts
 from cocodiff.jobs.terminal import say
 from cocodiff.models.adapter import Adapter, AttentionProcessor
+from cocodiff.models.checks import signature_of
 from cocodiff.models.latte import PLACES, LatteAdapter
 from cocodiff.models.plan import Cut, Gather, Plan, as_given
-from cocodiff.models.replacing import signature_of
 from cocodiff_bench import common
 from cocodiff_bench.common import Benchmark, Values
 

@@ -309,7 +309,7 @@ def with_codecs(values: Values, transport: Any) -> dict[str, Config]:
     if all(config.codec != "auto" for config in configs.values()):
         return configs
     from cocodiff.engine.assemble import AttentionWork, with_codec_chosen
-    from cocodiff.models.tokens import image_and_text, image_segment
+    from cocodiff.models.adapter import image_and_text, image_segment
     from cocodiff.planner.calibrate import Constants
     from cocodiff.planner.here import measure_device, rank_share
     from cocodiff.planner.memory import Load, ModelShape

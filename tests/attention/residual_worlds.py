@@ -22,7 +22,7 @@ from cocodiff.config.config import Config
 from cocodiff.engine.assemble import build_strategy
 from cocodiff.exchange.coding import Moment
 from cocodiff.kernels import Kernels
-from cocodiff.models.tokens import image_and_text
+from cocodiff.models.adapter import image_and_text
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.layout import Layout
 

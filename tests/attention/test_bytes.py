@@ -9,7 +9,7 @@ from cocodiff.comm.loopback import LoopbackTransport, run_ranks
 from cocodiff.comm.trace import Trace
 from cocodiff.config.machine import Topology
 from cocodiff.exchange.exchange import Exchange
-from cocodiff.models.tokens import image_and_text
+from cocodiff.models.adapter import image_and_text
 from cocodiff.topology.layout import Layout
 
 B, D = 2, 3

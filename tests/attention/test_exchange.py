@@ -12,9 +12,9 @@ from cocodiff.comm.trace import Trace
 from cocodiff.config.machine import Topology
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.kernels import Kernels
-from cocodiff.models.tokens import image_and_text
+from cocodiff.models.adapter import image_and_text
 from cocodiff.topology.layout import Layout
-from cocodiff.topology.routes.choice import ExchangeTable
+from cocodiff.topology.routes.chunks import ExchangeTable
 
 
 def check_exchange(

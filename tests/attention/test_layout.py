@@ -11,10 +11,9 @@ from cocodiff.attention.ulysses import mask_in_rank_order
 from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Topology
 from cocodiff.config.registry import EXCHANGES, load
-from cocodiff.models.tokens import image_and_text, image_segment, text_segment
-from cocodiff.topology.layout import Layout
+from cocodiff.models.adapter import image_and_text, image_segment, text_segment
+from cocodiff.topology.layout import Layout, Segment, deal, slices
 from cocodiff.topology.routes.plans import Block, Plan, reverse
-from cocodiff.topology.segments import Segment, deal, slices
 
 MODEST = settings(max_examples=60, deadline=None)
 

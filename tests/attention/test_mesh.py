@@ -16,12 +16,12 @@ from worlds import topologies, topology_of
 from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Machine, Topology
 from cocodiff.engine.assemble import AttentionWork
-from cocodiff.models.tokens import image_and_text
+from cocodiff.models.adapter import image_and_text
 from cocodiff.planner.placement import MESSAGE_S, Priced, by_degree, choose, price, table
 from cocodiff.planner.traffic import Traffic, Wires
 from cocodiff.topology.axes import Mesh, meshes
 from cocodiff.topology.layout import Layout
-from cocodiff.topology.routes.choice import Chunking
+from cocodiff.topology.routes.chunks import Chunking
 from cocodiff.topology.routes.rounds import rounds_of, visits_of
 
 MODEST = settings(max_examples=40, deadline=None)

@@ -13,10 +13,9 @@ from cocodiff.comm.loopback import run_ranks
 from cocodiff.comm.trace import Trace
 from cocodiff.config.machine import Topology
 from cocodiff.exchange.exchange import Exchange
-from cocodiff.models.tokens import image_and_text
+from cocodiff.models.adapter import image_and_text
 from cocodiff.topology.layout import Layout
-from cocodiff.topology.routes.detours import nic_detours
-from cocodiff.topology.routes.plans import reverse, split_plan
+from cocodiff.topology.routes.plans import nic_detours, reverse, split_plan
 
 
 def nic_loads(topology: Topology, detours: dict[tuple[int, int], int]) -> tuple[Counter, Counter]:

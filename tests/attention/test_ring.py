@@ -33,11 +33,10 @@ from cocodiff.comm.transport import Part
 from cocodiff.config.machine import Topology
 from cocodiff.exchange.coding import Moment
 from cocodiff.exchange.exchange import Exchange
-from cocodiff.models.tokens import TEXT, image_and_text
+from cocodiff.models.adapter import TEXT, image_and_text
 from cocodiff.topology.axes import Mesh, meshes
 from cocodiff.topology.layout import Layout, slices
-from cocodiff.topology.routes.choice import Chunking
-from cocodiff.topology.routes.chunks import sequence_of
+from cocodiff.topology.routes.chunks import Chunking, sequence_of
 from cocodiff.topology.routes.rounds import rounds_of
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")

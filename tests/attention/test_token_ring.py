@@ -29,11 +29,11 @@ from cocodiff.config.registry import EXCHANGES, ORDERS
 from cocodiff.engine.assemble import AttentionWork, build_strategy
 from cocodiff.exchange.coding import Moment
 from cocodiff.kernels import Kernels
-from cocodiff.models.tokens import image_and_text
+from cocodiff.models.adapter import image_and_text
 from cocodiff.planner.placement import LAG, MESSAGE_S, TokenMoves, by_degree, choose, price
 from cocodiff.topology.axes import Mesh, meshes
+from cocodiff.topology.layout import Segment
 from cocodiff.topology.routes.rounds import rounds_of
-from cocodiff.topology.segments import Segment
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 

@@ -27,12 +27,10 @@ from cocodiff.config.machine import Topology
 from cocodiff.config.registry import EXCHANGES, load
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.messages import InFlight
-from cocodiff.models.tokens import TEXT, image_and_text
+from cocodiff.models.adapter import TEXT, image_and_text
 from cocodiff.topology.layout import slices
-from cocodiff.topology.routes.choice import Chunking, ExchangeTable
-from cocodiff.topology.routes.chunks import Stages, chunk_ranks, consecutive
-from cocodiff.topology.routes.detours import nic_detours
-from cocodiff.topology.routes.plans import reverse, split_plan
+from cocodiff.topology.routes.chunks import Chunking, ExchangeTable, Stages, chunk_ranks, consecutive
+from cocodiff.topology.routes.plans import nic_detours, reverse, split_plan
 
 TABLE = ExchangeTable(((0.0005, "tapa"), (float("inf"), "split")))
 

@@ -24,10 +24,9 @@ from cocodiff.comm.trace import Trace
 from cocodiff.exchange.coding import Moment
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.kernels import Kernels
-from cocodiff.models.tokens import image_and_text
-from cocodiff.topology.layout import Layout, Segments
-from cocodiff.topology.routes.choice import Chunking
-from cocodiff.topology.segments import Segment
+from cocodiff.models.adapter import image_and_text
+from cocodiff.topology.layout import Layout, Segment, Segments
+from cocodiff.topology.routes.chunks import Chunking
 
 D = 4
 ALL = slice(None)

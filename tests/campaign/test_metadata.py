@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import zarr
 from cocodiff_eval.data.formats import open_volume, write_volume
-from cocodiff_eval.data.units import LENGTHS
-from cocodiff_eval.data.volume import RawVolume
+from cocodiff_eval.data.volume import LENGTHS, RawVolume
 from inputs_checks import bits, voxels_of
 from metadata_cases import Given, make_given
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from cocodiff.comm import connect, torch_dist
-from cocodiff.comm.settings import overlap_killers
+from cocodiff.comm.connect import overlap_killers
 from cocodiff.comm.torch_dist import CCL_BINDINGS, TorchDistGroup, TorchDistTransport, check_backend, device_backend
 from cocodiff.config.errors import UserError
 

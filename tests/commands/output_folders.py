@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from cocodiff.jobs.folder import OutputFolder
-from cocodiff.jobs.settings import MARK
+from cocodiff.jobs.record import MARK
 
 
 def open_with_image(folder: OutputFolder, text: str) -> Path:

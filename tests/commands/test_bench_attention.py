@@ -18,7 +18,7 @@ from cocodiff.cli.main import main
 from cocodiff.config.config import load_machine
 from cocodiff.config.machine import Topology
 from cocodiff.config.registry import ORDERS
-from cocodiff.models.tokens import image_and_text
+from cocodiff.models.adapter import image_and_text
 from cocodiff.topology.layout import Layout
 
 pytestmark = pytest.mark.processes

@@ -11,7 +11,7 @@ from output_folders import names, open_with_image, publish
 from cocodiff.config.errors import OwnRankError, UserError
 from cocodiff.jobs.folder import LOCK, MANIFEST, OutputFolder
 from cocodiff.jobs.journal import PARTIAL
-from cocodiff.jobs.settings import MARK, beside_the_record, write_settings
+from cocodiff.jobs.record import MARK, beside_the_record, write_settings
 
 
 @pytest.mark.parametrize("exists", [False, True])

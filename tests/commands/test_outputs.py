@@ -12,7 +12,7 @@ from output_folders import names, open_with_image, publish
 
 from cocodiff.config.errors import OwnRankError, UserError
 from cocodiff.jobs.folder import MANIFEST, OutputFolder
-from cocodiff.jobs.settings import MARK
+from cocodiff.jobs.record import MARK
 
 
 def test_results_appear_at_once(tmp_path):

@@ -10,9 +10,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tifffile
-from cocodiff_eval.data.intensity import IntensityRange, compose_native, intensity_range, parse_range, prepare_slice
+from cocodiff_eval.data.intensity import (
+    IntensityRange,
+    compose_native,
+    downsample,
+    fill_from_outside,
+    halve_shape,
+    intensity_range,
+    parse_range,
+    prepare_slice,
+    upsample,
+)
 from cocodiff_eval.data.masks import block_mask, center_mask, make_mask
-from cocodiff_eval.data.pyramid import downsample, fill_from_outside, halve_shape, upsample
 from cocodiff_eval.data.slices import Stack, open_stack
 from cocodiff_eval.data.volume import Part
 from cocodiff_eval.report import Picture, encode

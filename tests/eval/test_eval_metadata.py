@@ -11,8 +11,7 @@ import tifffile
 import zarr
 from cocodiff_eval.data.formats import open_volume, write_volume
 from cocodiff_eval.data.slices import open_stack
-from cocodiff_eval.data.units import LENGTHS, one_unit, unit_name, unit_symbol
-from cocodiff_eval.data.volume import Part, RawVolume
+from cocodiff_eval.data.volume import LENGTHS, Part, RawVolume, one_unit, unit_name, unit_symbol
 
 from cocodiff.config.errors import UserError
 

@@ -8,7 +8,7 @@ import pytest
 from cocodiff_eval.data.intensity import IntensityRange
 from cocodiff_eval.data.masks import block_mask
 from cocodiff_eval.quality.metrics import distance_db, masked_quality, metrics_document, psnr_db, summary
-from cocodiff_eval.report.table import grouped, size, terminal_table
+from cocodiff_eval.report.tables import grouped, size, terminal_table
 from eval_helpers import phantom, row_of
 from skimage.metrics import mean_squared_error, peak_signal_noise_ratio, structural_similarity
 

@@ -15,8 +15,7 @@ import pytest
 from browser import CHROMIUM, Browser
 from cocodiff_eval.data.intensity import IntensityRange
 from cocodiff_eval.data.masks import block_mask
-from cocodiff_eval.quality.metrics import metrics_document
-from cocodiff_eval.quality.steps import mean_profile
+from cocodiff_eval.quality.metrics import mean_profile, metrics_document
 from cocodiff_eval.report import (
     Generated,
     Picture,
@@ -27,7 +26,7 @@ from cocodiff_eval.report import (
     worst_slices,
     write_report,
 )
-from cocodiff_eval.report.table import terminal_table
+from cocodiff_eval.report.tables import terminal_table
 from eval_helpers import phantom, row_of
 from PIL import Image
 

@@ -28,7 +28,7 @@ from cocodiff.kernels import Kernels, Rows, TorchOps, dispatch
 from cocodiff.kernels.dispatch import CHOICES, NEVER, OPS
 from cocodiff.kernels.lossless import Cut, least_room, most_bytes
 from cocodiff.kernels.residual import Onward, Prediction, Reconstructions, coded_width
-from cocodiff.models.tokens import image_and_text
+from cocodiff.models.adapter import image_and_text
 from cocodiff.topology.layout import Layout
 
 WITHOUT_COMPILER = """

@@ -3,11 +3,10 @@
 from diffusers.models.attention_processor import AttnProcessor2_0
 
 from cocodiff.attention.strategy import LazyQKV
-from cocodiff.models.adapter import Adapter, AttentionProcessor
+from cocodiff.models.adapter import IMAGE, TEXT, Adapter, AttentionProcessor
 from cocodiff.models.family import Family
 from cocodiff.models.plan import Cut, Gather
 from cocodiff.models.streams import Stream, Streams
-from cocodiff.models.tokens import IMAGE, TEXT
 
 TOKENS = {
     "": {"hidden_states": Cut(tokens=IMAGE), "encoder_hidden_states": Cut(tokens=TEXT)},

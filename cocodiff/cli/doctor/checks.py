@@ -18,8 +18,8 @@ from cocodiff.cli.doctor.facts import (
     by_value,
     name_ranks,
 )
+from cocodiff.comm.connect import overlap_killers
 from cocodiff.comm.host import THROUGH_HOST
-from cocodiff.comm.settings import overlap_killers
 from cocodiff.kernels.trial import KernelTrial
 
 # As pyproject.toml asks for; a test compares the two.

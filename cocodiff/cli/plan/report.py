@@ -17,10 +17,9 @@ from cocodiff.config.text_table import aligned
 from cocodiff.engine.assemble import AttentionWork, with_codec_chosen
 from cocodiff.jobs.options import engine_record
 from cocodiff.jobs.terminal import say
+from cocodiff.models.adapter import IMAGE, TEXT
 from cocodiff.models.family import Video
-from cocodiff.models.tokens import IMAGE, TEXT
 from cocodiff.planner.costs import CallKind, costs_of, state_sizes
-from cocodiff.planner.deals import Deal
 from cocodiff.planner.decisions import as_file, decisions_of
 from cocodiff.planner.layers import SITES, Case, plan_layers
 from cocodiff.planner.memory import (
@@ -37,13 +36,12 @@ from cocodiff.planner.memory import (
     size_peaks,
     size_run,
 )
-from cocodiff.planner.partition import Choice, DealStep, Part, PricedDeal, Pricer, Workload, parts_of
+from cocodiff.planner.partition import Choice, Deal, DealStep, Part, PricedDeal, Pricer, Workload, parts_of
 from cocodiff.planner.placement import table as meshes_table
 from cocodiff.planner.placement import worth_listing
 from cocodiff.planner.traffic import Latencies
 from cocodiff.topology.layout import Layout
-from cocodiff.topology.routes.detours import nic_detours
-from cocodiff.topology.routes.plans import Phase, split_plan
+from cocodiff.topology.routes.plans import Phase, nic_detours, split_plan
 
 PEERS_SHOWN = 6  # of one phase's messages
 

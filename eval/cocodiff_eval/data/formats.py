@@ -18,7 +18,10 @@ from cocodiff_eval.data.ome_zarr import is_store, open_zarr, split_store
 from cocodiff_eval.data.png_npy import open_npy, open_png, write_npy
 from cocodiff_eval.data.tiff import holds_slices, is_pattern, open_sequence, open_tiff, write_sequence, write_tiff
 from cocodiff_eval.data.volume import NewVolume, RawVolume, check_file, check_memory, is_folder, writing
-from cocodiff_eval.data.words import SAME, WRITTEN
+
+SAME = "same"  # that of the input, TIFF for PNG
+WRITTEN = ("tiff", "sequence", "zarr", "h5", "npy")
+
 
 SUPPORTED = (
     "PNG (.png), TIFF (.tif, .tiff; a folder of them or a pattern as one stack), HDF5 (.h5, .hdf5, .hdf, .nxs, as "

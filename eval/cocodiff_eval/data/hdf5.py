@@ -21,8 +21,8 @@ import numpy as np
 from cocodiff.config.errors import UserError
 from cocodiff.config.files import irregular, is_there
 from cocodiff_eval.data.tiff_metadata import NOTES
-from cocodiff_eval.data.units import LENGTHS, one_unit
 from cocodiff_eval.data.volume import (
+    LENGTHS,
     Metadata,
     NewVolume,
     RawVolume,
@@ -32,6 +32,7 @@ from cocodiff_eval.data.volume import (
     format_shape,
     kept_alone,
     listed,
+    one_unit,
     plain,
     reading,
 )

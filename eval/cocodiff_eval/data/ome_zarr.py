@@ -16,7 +16,6 @@ import numpy as np
 
 from cocodiff.config.errors import UserError
 from cocodiff.config.files import irregular
-from cocodiff_eval.data.units import one_unit
 from cocodiff_eval.data.volume import (
     Metadata,
     RawVolume,
@@ -29,6 +28,7 @@ from cocodiff_eval.data.volume import (
     kept_alone,
     listed,
     one_line,
+    one_unit,
     plain,
     reading,
 )

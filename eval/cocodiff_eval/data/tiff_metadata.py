@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 from xml.etree import ElementTree
 
-from cocodiff_eval.data.units import Sides, one_unit, unit_symbol
-from cocodiff_eval.data.volume import Metadata, NewVolume, kept_alone, plain
+from cocodiff_eval.data.volume import Metadata, NewVolume, Sides, kept_alone, one_unit, plain, unit_symbol
 
 # Tags of text that are kept: document, maker, model, page, date, artist, host, copyright.
 TEXTS = (269, 271, 272, 285, 306, 315, 316, 33432)

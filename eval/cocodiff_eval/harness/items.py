@@ -21,7 +21,7 @@ import numpy as np
 
 from cocodiff.config.files import flush
 from cocodiff_eval.quality.fusing import Moments
-from cocodiff_eval.quality.steps import mean_profile
+from cocodiff_eval.quality.metrics import mean_profile
 from cocodiff_eval.report import shown_slices
 
 if TYPE_CHECKING:

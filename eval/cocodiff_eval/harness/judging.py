@@ -16,8 +16,7 @@ import numpy as np
 from cocodiff.jobs.folder import storage_faults
 from cocodiff_eval.data.intensity import IntensityRange, compose_native, prepare_slice
 from cocodiff_eval.data.slices import SMALLEST_SIDE, save_preview_png
-from cocodiff_eval.data.units import unit_symbol
-from cocodiff_eval.data.volume import Progress
+from cocodiff_eval.data.volume import Progress, unit_symbol
 from cocodiff_eval.harness.items import Drawn
 from cocodiff_eval.harness.job import Judged
 from cocodiff_eval.harness.tasks import BOUNDS, Task, WorkingFile, kept_samples, result_files, slice_name, spread_of

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cocodiff.config.errors import UserError
-from cocodiff_eval.data.pyramid import downsample
+from cocodiff_eval.data.intensity import downsample
 from cocodiff_eval.data.volume import Progress, format_shape, unwatched
 from cocodiff_eval.harness.tasks import Task
 

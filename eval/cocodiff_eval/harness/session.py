@@ -19,9 +19,8 @@ from cocodiff.config.setting import settings_of
 from cocodiff.jobs.options import engine_record, engine_settings
 from cocodiff.jobs.pipelines import Model, Request, import_pipeline, load_model
 from cocodiff.jobs.ranks import run_holding
-from cocodiff.jobs.record import REMEMBERED, as_read, first_difference, lasting
+from cocodiff.jobs.record import FOUND, REMEMBERED, as_read, first_difference, lasting, write_settings
 from cocodiff.jobs.replicas import Replica, topology_of_replica
-from cocodiff.jobs.settings import FOUND, write_settings
 from cocodiff.jobs.terminal import note, say, threads
 from cocodiff_eval.harness.prepared import Prepared
 
@@ -288,7 +287,7 @@ def _write_results(
 ) -> None:
     from cocodiff_eval.quality.metrics import metrics_document
     from cocodiff_eval.report import write_report
-    from cocodiff_eval.report.table import terminal_table
+    from cocodiff_eval.report.tables import terminal_table
 
     values, ranks = session.prepared.values, session.transport.size
     document = metrics_document(values, ranks, [row for *_, row in done.rows])

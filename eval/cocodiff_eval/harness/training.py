@@ -33,9 +33,8 @@ from cocodiff.demo_model.training import (
 from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.journal import Entry
 from cocodiff.jobs.plots import plot_losses
-from cocodiff.jobs.record import described_inputs
+from cocodiff.jobs.record import described_inputs, write_settings
 from cocodiff.jobs.replicas import JobRecord
-from cocodiff.jobs.settings import write_settings
 from cocodiff.jobs.terminal import progress_bar, reading_bar, say
 from cocodiff_eval.harness.patches import cut_patches
 from cocodiff_eval.harness.tasks import Task

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cocodiff_eval.quality.steps import BARS, LEFT, STRIP, WIDTH, step_figures
+from cocodiff_eval.quality.metrics import BARS, LEFT, STRIP, WIDTH, step_figures
 from cocodiff_eval.report.pictures import LOSSLESS
 from cocodiff_eval.report.sweeps import PARETO, WORDS, Row, note, tables
-from cocodiff_eval.report.table import grouped
 from cocodiff_eval.report.tables import (
     LINK_HEADS,
     Column,
@@ -24,6 +23,7 @@ from cocodiff_eval.report.tables import (
     Table,
     bound_table,
     decibels,
+    grouped,
     key_of,
     numbers,
     quality_table,

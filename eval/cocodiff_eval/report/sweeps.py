@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cocodiff.config.errors import UserError
-from cocodiff_eval.report.table import MISSING, text_table
+from cocodiff_eval.report.tables import MISSING, text_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

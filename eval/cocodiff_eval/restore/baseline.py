@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from cocodiff_eval.data.pyramid import downsample, fill_from_outside, upsample
+from cocodiff_eval.data.intensity import downsample, fill_from_outside, upsample
 
 # One sparse system per hole. 320 x 320 voxels take 4 s on one core; time and memory then grow faster than the hole, and
 # a biharmonic surface is so smooth that larger holes lose nothing visible when solved at half the resolution.

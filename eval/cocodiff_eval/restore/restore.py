@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from cocodiff_eval.data.pyramid import downsample, fill_from_outside, upsample
+from cocodiff_eval.data.intensity import downsample, fill_from_outside, upsample
 from cocodiff_eval.restore.tiling import (
     Level,
     RestorationPlan,

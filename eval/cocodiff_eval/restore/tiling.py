@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from cocodiff_eval.data.pyramid import downsample, halve_shape
+from cocodiff_eval.data.intensity import downsample, halve_shape
 
 # A tile that reaches the mask only with a smaller weight is left out: every voxel has another with at least a quarter.
 FAINT = 0.02

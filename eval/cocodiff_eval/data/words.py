@@ -1,4 +1,0 @@
-"""The words of `--format`, for those who may not import NumPy yet."""
-
-SAME = "same"  # that of the input, TIFF for PNG
-WRITTEN = ("tiff", "sequence", "zarr", "h5", "npy")
