@@ -69,7 +69,7 @@ class Priced:
     """
 
     mesh: Mesh
-    bytes: dict[str, int]
+    bytes: dict[str, float]
     busiest_node: int
     heads: tuple[int, ...]
     ulysses_s: float
@@ -78,7 +78,7 @@ class Priced:
     stages: InStages | None = None
 
     @property
-    def node_bytes(self) -> int:
+    def node_bytes(self) -> float:
         return self.bytes["node"]
 
     @property
