@@ -5,6 +5,7 @@ Ranks start once and load the model once. A killed sweep, started again, goes on
 
 from __future__ import annotations
 
+import reprlib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -79,7 +80,7 @@ def check_request(values: dict[str, Any]) -> None:
     """Raises UserError for what no grid, machine or model need be known for."""
     for name, value in FIXED.items():
         if values[name] not in (None, value):
-            raise UserError(f"{name}: {values[name]}: a sweep has {value}: leave it away")
+            raise UserError(f"{name}: a sweep has {value}, and not {reprlib.repr(values[name])}: leave it away")
     if not any(values[section] for section in SECTIONS):
         raise UserError("nothing to sweep: name a file with base, grid or points: --config configs/sweeps/quality.yaml")
     if not values["input"]:
