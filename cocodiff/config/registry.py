@@ -6,8 +6,11 @@ then on, as they look a table up whenever they need it. Nothing is imported befo
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from importlib import import_module
+from importlib.util import find_spec, module_from_spec
+from types import ModuleType
 from typing import Any
 
 # The setting `exchange`, which also takes "auto". Called with a topology and a rank, each returns the rank's plan.
@@ -66,3 +69,22 @@ def imported(name: str) -> Any:
     """The object that "module:attribute" stands for."""
     module, _, attribute = name.partition(":")
     return getattr(import_module(module), attribute)
+
+
+class _Late(ModuleType):
+    """A module that is executed when something of it is asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        self.__class__ = ModuleType  # type: ignore[assignment]
+        self.__spec__.loader.exec_module(self)  # type: ignore[union-attr]
+        return getattr(self, name)
+
+
+def import_late(name: str) -> None:
+    """Imports a module of a package, but executes it at its first use. importlib's LazyLoader, up to Python 3.11, does
+    so at the second import."""
+    if name not in sys.modules and (spec := find_spec(name)):
+        package, _, last = name.rpartition(".")
+        sys.modules[name] = module = module_from_spec(spec)
+        module.__class__ = _Late
+        setattr(sys.modules[package], last, module)

@@ -41,13 +41,7 @@ DEAL_OPTIONS = (
     ),
     Option("dry_run", "say deal, memory and predicted time; start nothing", False, type=bool),
 )
-RESUME = Option(
-    "resume",
-    "go on with a run that did not end; it wrote into the same folder, with the same settings and inputs; where there "
-    "is none, start afresh",
-    False,
-    type=bool,
-)
+RESUME = Option("resume", "go on with a run into the same folder that did not end; else start one", False, type=bool)
 # What --help shows of a job's options, after those under the job's own headings; --help-all shows the others too.
 HEADINGS = {
     "ranks": "ranks preset parallel replicas dry_run machine device exchange codec guidance_parallel vae compile",
@@ -174,15 +168,6 @@ class _Parser(ArgumentParser):
         raise UserError(f"{' '.join(message.split())}; see {self.prog} --help")
 
 
-class _Once(Action):
-    """Keeps the one value of an option; argparse itself would silently take the last."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        if hasattr(namespace, self.dest):
-            raise UserError(f"--{self.dest} is given more than once: it takes one value, give it once")
-        setattr(namespace, self.dest, self.const if self.nargs == 0 else values)
-
-
 class _Help(HelpFormatter):
     """The help, with a flag as `--x` and an option of several values as `--x X ...`."""
 
@@ -194,7 +179,8 @@ class _Help(HelpFormatter):
 def _parser(
     command: str, about: str, options: Sequence[Option], headings: Mapping[str, str], full: bool
 ) -> ArgumentParser:
-    """full: whether the help shows all options, and all that is said of each."""
+    """full: whether the help shows all options, and all that is said of each, or what stands before the first colon,
+    semicolon or bracket."""
     needed = "".join(f" --{option.name} {option.name.upper()}" for option in options if option.required)
     more = "" if full else " --help-all shows all options, and all that is said of each."
     parser = _Parser(
@@ -215,22 +201,16 @@ def _parser(
         add = group_of.get(option.name, others).add_argument
         extra: dict[str, Any] = {"choices": option.words} if option.closed else {}
         if option.type is bool:
-            add(f"--no_{option.name}", dest=option.name, action=_Once, nargs=0, const="false", help=SUPPRESS)
+            add(f"--no_{option.name}", dest=option.name, action="append_const", const="false", help=SUPPRESS)
             extra = {"nargs": "?", "const": "true", "type": str.lower, "choices": ("true", "false")}
         if not full and not (option.closed and len(",".join(option.words)) < 15):
-            extra["metavar"] = {int: "N", float: "X", int | str: "N"}.get(
-                option.type, "WORD" if option.words else "NAME"
-            )
-        extra |= {"nargs": "+", "action": "extend"} if option.many else {"action": _Once}
-        shown = _help(option, full) if full or option.name in group_of else SUPPRESS
-        add(f"--{option.name}", help=shown, **extra)
+            extra["metavar"] = {int: "N", float: "X", int | str: "N"}.get(option.type, "NAME")
+        extra |= {"nargs": "+", "action": "extend"} if option.many else {"action": "append"}
+        said = option.help if full else re.split("[:;] | \\(", option.help)[0]
+        said += "" if option.default in (None, False, "") or option.many else f" (default: {option.default})"
+        shown = full or option.name in group_of
+        add(f"--{option.name}", help=said.replace("%", "%%") if shown else SUPPRESS, **extra)
     return parser
-
-
-def _help(option: Option, full: bool) -> str:
-    """What an option's help says: all of it, or what stands before the first colon, semicolon or bracket."""
-    shown = "" if option.default in (None, False, "") or option.many else f" (default: {option.default})"
-    return ((option.help if full else re.split("[:;] | \\(", option.help)[0]) + shown).replace("%", "%%")
 
 
 def _of_words(parser: ArgumentParser, options: Sequence[Option], words: Sequence[str]) -> dict[str, Any]:
@@ -247,13 +227,15 @@ def _of_words(parser: ArgumentParser, options: Sequence[Option], words: Sequence
             parser.error(f"unknown option --{name}{suggestion(name, known)}")
     if extra:
         parser.error(f"unrecognized arguments: {' '.join(extra)}")
-    return {name: _typed(by_name[name], value, parser) for name, value in vars(found).items()}
+    for name, given in vars(found).items():
+        if len(given) > 1 and not by_name[name].many:  # argparse itself would silently take the last
+            raise UserError(f"--{name} is given more than once: it takes one value, give it once")
+    typed = {name: [_typed(by_name[name], word, parser) for word in given] for name, given in vars(found).items()}
+    return {name: given if by_name[name].many else given[0] for name, given in typed.items()}
 
 
-def _typed(option: Option, word: Any, parser: ArgumentParser) -> Any:
-    """A word of the command line, or several, in the option's type."""
-    if isinstance(word, list):
-        return [_typed(option, one, parser) for one in word]
+def _typed(option: Option, word: str, parser: ArgumentParser) -> Any:
+    """A word of the command line in the option's type."""
     if option.type is bool:
         return word == "true"
     for kind in option.kinds:

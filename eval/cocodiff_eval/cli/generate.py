@@ -21,11 +21,7 @@ from cocodiff_eval.harness.session import DTYPES, open_session, start_job
 ABOUT = "Make images or videos from text with a diffusion transformer."
 SHOWN = {"images": "model prompt image frames height width steps seed guidance"}
 OPTIONS = (
-    Option(
-        "model",
-        "folder in diffusers' layout or hub id (of a text-to-image or video model); the embedded model only restores",
-        required=True,
-    ),
+    Option("model", "folder in diffusers' layout or hub id; the embedded model only restores", required=True),
     Option("prompt", "what to show; one image for each; none for models without text encoders", [], many=True),
     Option("image", "first frame of every video; for models that make videos of an image"),
     Option("frames", "of a video; by default the model's own; 4 n + 1 of Wan", type=int),

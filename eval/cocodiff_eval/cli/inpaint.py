@@ -54,16 +54,12 @@ OPTIONS = (
     Option("slices", "restore these slices only, as 100:200; results hold them alone, and say which they are"),
     Option("roi", "restore these rows and columns only, as y0:y1,x0:x1; results hold them alone"),
     Option(
-        "range",
-        "intensities low,high that models see as black, white; PSNR refers to them too; by default those outside the "
-        "mask without outliers",
+        "range", "intensities low,high seen as black and white; by default those outside the mask, without outliers"
     ),
     Option("format", f"of the results; {SAME} is the input's own, TIFF for PNG", SAME, choices=(SAME, *WRITTEN)),
     PRESET_OPTION,
     Option("steps", "denoising steps that run", 50, type=int),
-    Option(
-        "strength", "how far the fill is noised (under the mask, before it is restored; 1: entirely)", 1.0, type=float
-    ),
+    Option("strength", "how far the fill under the mask is noised; 1: entirely", 1.0, type=float),
     Option("seed", "seed of block masks and of the noise", 0, type=int),
     Option("samples", "restorations of each slice; of several, mean and standard deviation are written", 1, type=int),
     Option(
