@@ -8,7 +8,6 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-
 from cocodiff.registry import import_late
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from cocodiff.attention.sites import TENSORS, Noted, SiteCalls, SiteCoding, is_fine
+from cocodiff.attention.sites import TENSORS, Noted, SiteCall, SiteCalls, SiteCoding, is_fine
 from cocodiff.attention.strategy import Site
 from cocodiff.config.machine import Topology
 from cocodiff.config.registry import CODECS, CODINGS, load
@@ -132,7 +132,7 @@ class Displaced(SiteCoding[SiteArrivals, DisplacedStep]):
         return cls(inner.of(settings, topology, exchange, transport, everyone), exchange, everyone, settings)
 
     def open(self, exchange: Exchange, layout: Layout, site: Site) -> Transfer:
-        call = DisplacedCall(self, self.inner.call(exchange, layout, site), self.state_of(site), exchange)
+        call = DisplacedCall(self, exchange, layout, site, self.inner.call(exchange, layout, site))
         return DisplacedTransfer(exchange, call, site.kind)
 
     # Lifecycle --------------------------------------------------------------------------------------------------------
@@ -179,16 +179,13 @@ class Displaced(SiteCoding[SiteArrivals, DisplacedStep]):
 
     def begin_call(self, call: DisplacedCall, like_BLHD: Tensor) -> None:
         """Decides what is displaced, alike on all ranks, and receives what the last call left."""
-        state, inner = call.state, call.inner
-        assert self.notes is not None, "one rank alone displaces nothing"
-        self.notes.hand_out()
-        state.begin(like_BLHD, inner.layout, self.moment, self.fixed_kind is not None and self.fixed_kind.anew)
+        notes, state, inner = self.begun(call, like_BLHD), call.state, call.inner
         inner.begin(like_BLHD)
         call.displaced = self.displaced(state, inner)
         inner.displace(call.displaced)
         state.catch_up()
         if self.measures and not inner.measures and state.follows:
-            call.measured = self.notes.of_call(like_BLHD.device)
+            call.measured = notes.of_call(like_BLHD.device)
         for noted in filter(None, (inner.noted, call.measured)):
             noted.takers.append(state.take_notes)
         self._report[self.moment.step].add(call.displaced, inner.share)
@@ -207,19 +204,17 @@ class Displaced(SiteCoding[SiteArrivals, DisplacedStep]):
         return frozenset(name for name in TENSORS if state.changes.get(name, math.inf) < limits[name])
 
 
-class DisplacedCall(CodedCall):
+class DisplacedCall(SiteCall[SiteArrivals]):
     """displaced: the tensors in whose place operands are taken, once the call has begun. measured: where it is noted
     how tensors change, if the coding does not do that itself."""
 
+    _coding: Displaced
     displaced: frozenset[str]
     measured: Noted | None = None
 
-    def __init__(self, coding: Displaced, inner: CodedCall, state: SiteArrivals, exchange: Exchange) -> None:
-        super().__init__(inner.layout)
-        self._coding, self.inner, self.state, self._exchange = coding, inner, state, exchange
-
-    def begin(self, like_BLHD: Tensor) -> None:
-        self._coding.begin_call(self, like_BLHD)
+    def __init__(self, coding: Displaced, exchange: Exchange, layout: Layout, site: Site, inner: CodedCall) -> None:
+        super().__init__(coding, exchange, layout, site)
+        self.inner = inner
 
     def comes_in_stages(self) -> None:
         self.inner.comes_in_stages()

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cocodiff.attention.sites import TENSORS, CodedStep, End, Noted, SiteCoding, SiteEnds
+from cocodiff.attention.sites import TENSORS, CodedStep, End, Noted, SiteCall, SiteCoding, SiteEnds
 from cocodiff.attention.strategy import Site
 from cocodiff.comm.transport import Ranks
 from cocodiff.config.machine import Topology
@@ -99,20 +99,16 @@ class Lossless(SiteCoding[SiteState, LosslessStep]):
         return cls(exchange, transport, everyone, settings)
 
     def call(self, exchange: Exchange, layout: Layout, site: Site) -> CodedCall:
-        return LosslessCall(self, self.state_of(site), exchange, layout, site.kind)
+        return LosslessCall(self, exchange, layout, site)
 
     def begin_call(self, call: LosslessCall, like_BLHD: Tensor) -> None:
-        """Decides how a call is coded, alike on all ranks."""
-        assert self.notes is not None, "one rank alone codes nothing"
-        state, head_dim = call.state, like_BLHD.shape[-1]
-        self.notes.hand_out()
-        state.begin(like_BLHD, call.layout, self.moment, self.fixed_kind is not None and self.fixed_kind.anew)
-        call.number, call.factor = state.follows, state.factor * self.factor or None
+        notes, state, head_dim = self.begun(call, like_BLHD), call.state, like_BLHD.shape[-1]
+        call.factor = state.factor * self.factor or None
         call.noted_step, call.codes = self._report[self.moment.step], like_BLHD.dtype in CODED
         if call.codes and state.follows:
             call.rooms = {name: self._room(state, name, head_dim) for name in TENSORS if name in state.sent}
             call.share = sum(call.rooms.values()) / (len(call.rooms) * 2 * head_dim)
-            call.noted = self.notes.of_call(like_BLHD.device, largest=True)
+            call.noted = notes.of_call(like_BLHD.device, largest=True)
             call.noted.takers.append(state.take_notes)
         call.noted_step.add(bool(call.rooms), call.share)
 
@@ -143,25 +139,24 @@ class Sent(NamedTuple):
     room: int
 
 
-class LosslessCall(CodedCall):
+class LosslessCall(SiteCall[SiteState]):
     """What follows is known once the call has begun.
 
-    codes: whether tensors are of a type that is coded. number: of the call among those that follow one another, 0 for
-    the first. factor: of the continuation, None where the last values are the prediction. rooms: of every tensor the
-    bytes for a token and head of the first part; none in a call whose tensors travel whole.
+    codes: whether tensors are of a type that is coded. factor: of the continuation, None where the last values are the
+    prediction. rooms: of every tensor the bytes for a token and head of the first part; none in a call whose tensors
+    travel whole.
     """
 
+    _coding: Lossless
     codes: bool
-    number: int
     factor: float | None
     noted_step: LosslessStep
     rooms: Mapping[str, int]
     noted: Noted | None = None
 
-    def __init__(self, coding: Lossless, state: SiteState, exchange: Exchange, layout: Layout, layer: str) -> None:
-        super().__init__(layout)
-        self._coding, self.state, self._exchange, self._layer = coding, state, exchange, layer
-        self._kernels, self._trace, self.rooms = exchange.kernels, exchange.trace, {}
+    def __init__(self, coding: Lossless, exchange: Exchange, layout: Layout, site: Site) -> None:
+        super().__init__(coding, exchange, layout, site)
+        self.rooms = {}
         self._sent: defaultdict[str, dict[int, Sent]] = defaultdict(dict)
         self._staged: StagedExchange | None = None
         self._stages_of: Counter[str] = Counter()
@@ -171,7 +166,7 @@ class LosslessCall(CodedCall):
 
     def begin(self, like_BLHD: Tensor) -> None:
         self._batch, self._head_dim = len(like_BLHD), like_BLHD.shape[-1]
-        self._coding.begin_call(self, like_BLHD)
+        super().begin(like_BLHD)
 
     def cell_bytes(self, x_BLHD: Tensor) -> int:
         width = max(self.rooms.values()) if self.rooms else x_BLHD.shape[-1] * x_BLHD.element_size()

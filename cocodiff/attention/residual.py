@@ -16,14 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cocodiff.attention.sites import TENSORS, CodedStep, End, Noted, SiteCoding, SiteEnds, is_fine
+from cocodiff.attention.sites import TENSORS, CodedStep, End, Noted, SiteCall, SiteCoding, SiteEnds, is_fine
 from cocodiff.attention.strategy import Site
-from cocodiff.comm.trace import Trace
 from cocodiff.config.machine import Topology
 from cocodiff.exchange.coding import AllRanks
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.outgoing import CodedCall, Encoded
-from cocodiff.kernels import Kernels
 from cocodiff.kernels.residual import GROUP, Onward, Prediction, coded_width
 from cocodiff.topology.layout import Layout
 
@@ -80,7 +78,7 @@ class Residual(SiteCoding[SiteState, CodedStep]):
         return cls(exchange, everyone, settings)
 
     def call(self, exchange: Exchange, layout: Layout, site: Site) -> CodedCall:
-        return ResidualCall(self, self.state_of(site), exchange.kernels, exchange.trace, layout, site.kind)
+        return ResidualCall(self, exchange, layout, site)
 
     # Deciding ---------------------------------------------------------------------------------------------------------
 
@@ -90,15 +88,11 @@ class Residual(SiteCoding[SiteState, CodedStep]):
         return is_fine(self.moment, self._settings.fine_steps) if self.fixed_kind is None else self.fixed_kind.fine
 
     def begin_call(self, call: ResidualCall, like_BLHD: Tensor) -> None:
-        """Decides how a call is coded, alike on all ranks."""
-        assert self.notes is not None, "one rank alone codes nothing"
-        state = call.state
-        self.notes.hand_out()
-        state.begin(like_BLHD, call.layout, self.moment, self.fixed_kind is not None and self.fixed_kind.anew)
-        call.number, call.bits, call.predictions = state.follows, self.bits(state), self.predictions(state)
+        notes, state = self.begun(call, like_BLHD), call.state
+        call.bits, call.predictions = self.bits(state), self.predictions(state)
         if call.bits is not None:
             call.share = (call.bits + 8 / GROUP) / 16  # of 16-bit numbers in heads of whole groups
-            call.noted = self.notes.of_call(like_BLHD.device)
+            call.noted = notes.of_call(like_BLHD.device)
             call.noted.takers.append(state.take_notes)
         linear = sum(how.linear for how in call.predictions.values())
         self._report[self.moment.step].add(bool(call.predictions), call.share, linear)
@@ -123,26 +117,21 @@ class Residual(SiteCoding[SiteState, CodedStep]):
         return Prediction(factor, linear, factor > 0 and predictor == "auto", self.measures and state.follows > 0)
 
 
-class ResidualCall(CodedCall):
-    """number, bits and predictions are known once the call has begun. number: of the call among those that follow one
-    another, 0 for the first. bits: of a channel; None where tensors travel as they are. predictions: by name, none in a
-    call that is not coded. noted: where its encoding notes how it went, if it is coded. displaced: the tensors that no
-    call waits for."""
+class ResidualCall(SiteCall[SiteState]):
+    """bits and predictions are known once the call has begun. bits: of a channel; None where tensors travel as they
+    are. predictions: by name, none in a call that is not coded. noted: where its encoding notes how it went, if it is
+    coded. displaced: the tensors that no call waits for."""
 
-    number: int
+    _coding: Residual
     bits: int | None
     predictions: Mapping[str, Prediction]
     noted: Noted | None = None
     measures = True
     displaced: frozenset[str] = frozenset()
 
-    def __init__(self, coding: Residual, state: SiteState, kernels: Kernels, trace: Trace, layout: Layout, layer: str):
-        super().__init__(layout)
-        self._coding, self.state, self._kernels, self._trace, self._layer = coding, state, kernels, trace, layer
-
     def begin(self, like_BLHD: Tensor) -> None:
         self._head_dim, self._dtype = like_BLHD.shape[-1], like_BLHD.dtype
-        self._coding.begin_call(self, like_BLHD)
+        super().begin(like_BLHD)
 
     @property
     def coded(self) -> bool:

@@ -19,7 +19,7 @@ from cocodiff.comm.trace import Trace
 from cocodiff.comm.transport import LanePending
 from cocodiff.exchange.coding import AllRanks, Coding, Moment, StepNotes
 from cocodiff.exchange.exchange import Exchange
-from cocodiff.exchange.outgoing import OUTPUT
+from cocodiff.exchange.outgoing import OUTPUT, CodedCall
 from cocodiff.kernels.residual import NOTES, Reconstructions
 from cocodiff.topology.layout import Layout
 
@@ -259,6 +259,7 @@ class SiteCoding(Coding, Generic[S, N]):
     travels, and nothing is coded."""
 
     keeps_state = prefers_ulysses = True
+    fixed_kind: Any = None  # every call is of this kind, in recordings; anew: it follows no other
 
     def __init__(
         self,
@@ -278,6 +279,19 @@ class SiteCoding(Coding, Generic[S, N]):
 
     def state_of(self, site: Site) -> S:
         return self._sites.setdefault(site, self._site())
+
+    def begin_call(self, call: Any, like_BLHD: Tensor) -> None:
+        """Decides how a `SiteCall` is coded, alike on all ranks. Begins with `begun`."""
+        raise NotImplementedError(type(self).__name__)
+
+    def begun(self, call: SiteCall[S], like_BLHD: Tensor) -> SharedNotes:
+        """Takes the notes of earlier calls, and tells a call which one of its site it is; returns where it notes."""
+        assert self.notes is not None, "one rank alone codes nothing"
+        self.notes.hand_out()
+        anew = self.fixed_kind is not None and self.fixed_kind.anew
+        call.state.begin(like_BLHD, call.layout, self.moment, anew)
+        call.number = call.state.follows
+        return self.notes
 
     def begin_step(self, moment: Moment) -> None:
         """Has all ranks' notes of the last call summed, behind what comes before the first attention."""
@@ -306,3 +320,18 @@ class SiteCoding(Coding, Generic[S, N]):
 
     def forget_report(self) -> None:
         self._report.clear()
+
+
+class SiteCall(CodedCall, Generic[S]):
+    """One attention call of such a coding. number: of the call among those that follow one another, 0 for the first;
+    known once the call has begun."""
+
+    number: int
+
+    def __init__(self, coding: SiteCoding[S, Any], exchange: Exchange, layout: Layout, site: Site) -> None:
+        super().__init__(layout)
+        self._coding, self.state, self._exchange, self._layer = coding, coding.state_of(site), exchange, site.kind
+        self._kernels, self._trace = exchange.kernels, exchange.trace
+
+    def begin(self, like_BLHD: Tensor) -> None:
+        self._coding.begin_call(self, like_BLHD)

@@ -112,7 +112,7 @@ def encode_lossless(
         lengths_N[number] = len(stream)
         if cells[number]:
             needed_1.clamp_(min=-(-len(stream) * PARTS // cells[number]))
-    _target(known).copy_(x_BLHD)
+    known.older.copy_(x_BLHD)
 
 
 def stream_lengths(code_BLHW: Tensor, cut: Cut, like_BLHD: Tensor, lengths_N: Tensor) -> Tensor | None:
@@ -137,7 +137,7 @@ def decode_lossless(
 ) -> None:
     """Writes the tensor over the older of what is known, from the first part of every block's stream and the rests,
     uint8, one behind the other in the order of the blocks. code_BLHW, lengths_N, found: of `stream_lengths`."""
-    predicted, written = _predicted(known, factor), _target(known)
+    predicted, written = _predicted(known, factor), known.older
     exponents = _exponents(predicted).split_with_sizes(cut.sizes, cut.dim)
     orders = _order(predicted).split_with_sizes(cut.sizes, cut.dim)
     targets = written.split_with_sizes(cut.sizes, cut.dim)
@@ -167,10 +167,6 @@ def _predicted(known: Reconstructions, factor: float | None) -> Tensor:
     forecast = newest + (newest - known.before.float()) * torch.tensor(factor, dtype=torch.float32, device=last.device)
     bits = torch.where(torch.isfinite(forecast), forecast.to(last.dtype).view(torch.int16), _bits(last))
     return bits.view(last.dtype)
-
-
-def _target(known: Reconstructions) -> Tensor:
-    return known.last if known.before is None else known.before
 
 
 def _bits(x: Tensor) -> Tensor:

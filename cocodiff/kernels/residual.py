@@ -78,6 +78,10 @@ class Reconstructions(NamedTuple):
     last: Tensor
     before: Tensor | None = None
 
+    @property
+    def older(self) -> Tensor:
+        return self.last if self.before is None else self.before
+
 
 class Onward(NamedTuple):
     """Where decoding writes the operand of a call that does not wait, [B, L, H, D] of the reconstructions' dtype; and
@@ -153,7 +157,7 @@ def decode_residual(
     newest = known.last.clone() if onward else known.last
     _write_state(known, _predicted(known, factor), _values(code_GC, _steps(scale_G), scale_G, bits))
     if onward:
-        continue_linearly(_target(known), newest, onward)
+        continue_linearly(known.older, newest, onward)
 
 
 def continue_linearly(last_BLHD: Tensor, before_BLHD: Tensor, onward: Onward) -> None:
@@ -181,12 +185,8 @@ def _write(target: Tensor, x: Tensor) -> None:
 
 
 def _write_state(known: Reconstructions, predicted_BLHD: Tensor, values_GC: Tensor) -> None:
-    target = _target(known)
+    target = known.older
     _write(target, predicted_BLHD + values_GC.flatten(-2)[..., : target.shape[-1]])
-
-
-def _target(known: Reconstructions) -> Tensor:
-    return known.last if known.before is None else known.before
 
 
 def _in_groups(x_BLHD: Tensor) -> Tensor:

@@ -10,12 +10,11 @@ from cocodiff_sycl import SyclOps
 from cocodiff_sycl.rows import Rows
 from torch import Tensor
 
-from cocodiff.kernels.dispatch import OPS
+from cocodiff.kernels.dispatch import OPS, STREAMED
 from cocodiff.kernels.lossless import CODED, Cut, least_room, room_of, stream_places
 from cocodiff.kernels.reference import TorchOps
 from cocodiff.kernels.residual import NOTES, Onward, Prediction, Reconstructions, coded_width
 
-STREAMED = ("encode_lossless", "stream_lengths", "decode_lossless")
 STEPS = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}  # relative: an ulp, and some of float32's
 B, L, H, D = 1, 70, 3, 128
 
