@@ -34,6 +34,11 @@ from cocodiff.engine.assemble import coding_name, coding_of
 from cocodiff.kernels.lossless import least_room
 from cocodiff.topology.layout import Layout
 
+# Of a whole tensor, what a call of the lossless codec sends in a run of 50 steps, where heads are so wide that rounding
+# to whole bytes does not count (docs/exchange.md).
+TYPICAL = 0.37
+LAUNCHES_TO_CHOOSE = 41  # of V-Major's kernels: scores and what is made of them, up to packing the chosen rows
+
 
 class CallKind(NamedTuple):
     """How calls of attention are made: predictions know each kind by one recording.
@@ -225,13 +230,6 @@ class VMajorCosts(Costs):
     @staticmethod
     def hold_at(coding: VMajor, kind: CallKind) -> None:
         coding.schedule = coding.schedule.held_at(None if kind.whole else kind.stable)
-
-
-# Of scores and what is made of them, up to packing the chosen rows.
-LAUNCHES_TO_CHOOSE = 41
-# Of a whole tensor, what a coded call sends in a run of 50 steps, where heads are so wide that rounding to whole bytes
-# does not count (docs/exchange.md).
-TYPICAL = 0.37
 
 
 class LosslessCosts(Costs):

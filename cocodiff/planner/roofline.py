@@ -17,13 +17,13 @@ from cocodiff.config.machine import Device, Topology
 from cocodiff.kernels import Rows
 from cocodiff.kernels.lossless import Cut
 from cocodiff.kernels.residual import Prediction, Reconstructions
+from cocodiff.planner.costs import TYPICAL
 from cocodiff.planner.memory import ModelShape
 from cocodiff.topology.layout import Layout
 
 ITEMSIZE = 2  # bf16
 DTYPES = {2: torch.bfloat16, 4: torch.float32}  # by the bytes of a number
 COPIES = frozenset(["pack", "gather_pack", "unpack", "scatter_rows"])  # what they read is what they write
-SENT_PART = 0.37  # of whole tensors, what the lossless codec writes in their place, in a typical run
 
 # Instructions of a lane for a number in bf16, counted in what GPU Max's compiler makes of them (docs/design.md).
 # A copy's are for a number that is moved; those of renewing a reference are among them.
@@ -168,7 +168,7 @@ def cost_of(op: str, moved: Sequence[Tensor], arguments: Sequence[Any]) -> tuple
         traffic = code_BLHW.nbytes + bytes_of_state(known, factor is not None) + bytes_of(onward)
     elif op == "encode_lossless":  # the numbers z are written by one launch and read by another
         x_BLHD, known, factor, _, streams, *_ = arguments
-        sent = streams.nbytes if streams.dim() == 4 else SENT_PART * x_BLHD.nbytes
+        sent = streams.nbytes if streams.dim() == 4 else TYPICAL * x_BLHD.nbytes
         traffic = 3 * x_BLHD.nbytes + sent + bytes_of_state(known, factor is not None)
     elif op == "stream_lengths":
         traffic = arguments[2].numel() // 256  # 16 bits for 512 numbers
