@@ -16,6 +16,7 @@ from typing import Any
 
 from cocodiff.config.errors import UserError
 from cocodiff.config.files import is_there, read_json
+from cocodiff.config.registry import import_late
 from cocodiff.jobs.model_checks import (
     check_folder,
     check_loaded,
@@ -30,7 +31,6 @@ from cocodiff.jobs.model_checks import (
 from cocodiff.jobs.terminal import say
 from cocodiff.models import pipelines_of
 from cocodiff.models.family import EXPERTS, GENERATE, Pipelines, Video
-from cocodiff.registry import import_late
 
 Embeddings = dict[str, Any]  # arguments of a pipeline call for one image: tensors of one row
 EMBEDDED = "embedded"
