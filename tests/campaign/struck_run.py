@@ -24,18 +24,18 @@ from cocodiff.cli.main import main as cocodiff
 # By stage the functions in which operations are counted. Results are created or published in the last ones.
 STAGES = {
     "start": [],  # before the ranks meet
-    "load": ["jobs.session.load_requested"],
-    "attend": ["engine.Engine.attend"],
+    "load": ["harness.session.load_requested"],
+    "attend": ["engine.engine.Engine.attend"],
     "write": [
-        "jobs.slices.SliceJob.write",
-        "jobs.items.Parts.keep",
-        "jobs.images.ImageJob.write",
-        "outputs.journal.Journal.add",
+        "harness.slices.SliceJob.write",
+        "harness.items.Parts.keep",
+        "harness.images.ImageJob.write",
+        "jobs.journal.Journal.add",
     ],
-    "create": ["outputs.folder.OutputFolder.open", "jobs.slices.SliceJob.begin", "jobs.sweep.SweepJob.begin"],
-    "put together": ["jobs.running.put_together"],
-    "hand over": ["jobs.slices.SliceJob.complete", "jobs.sweep.SweepJob.complete", "jobs.session.finish"],
-    "publish": ["outputs.folder.OutputFolder.publish"],
+    "create": ["jobs.folder.OutputFolder.open", "harness.slices.SliceJob.begin", "harness.sweep.SweepJob.begin"],
+    "put together": ["harness.running.put_together"],
+    "hand over": ["harness.slices.SliceJob.complete", "harness.sweep.SweepJob.complete", "harness.session.finish"],
+    "publish": ["jobs.folder.OutputFolder.publish"],
 }
 OPERATIONS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree")
 
@@ -78,7 +78,7 @@ def count(stage: str, number: int, folder: str, strike: Strike) -> None:
 def owner_of(path: str) -> tuple[Any, str]:
     """The module or class of a function, and its name there."""
     *outer, name = path.split(".")
-    owner = import_module("cocodiff")
+    owner: Any = import_module("cocodiff_eval" if outer[0] == "harness" else "cocodiff")
     for one in outer:
         owner = getattr(owner, one, None) or import_module(f"{owner.__name__}.{one}")
     return owner, name

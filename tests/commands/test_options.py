@@ -8,7 +8,7 @@ from importlib import import_module
 import pytest
 from cocodiff_bench.command import KINDS
 
-from cocodiff.cli.main import main
+from cocodiff.cli.main import MODULES, main
 from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
 from cocodiff.config.setting import settings_of
@@ -298,10 +298,10 @@ def test_help_names_every_benchmark(capsys):
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("module", ["inpaint", "generate", "sweep", "bench", "doctor.command"])
-def test_cores_are_shared_before_libraries_are_imported(module):
+@pytest.mark.parametrize("command", ["inpaint", "generate", "sweep", "bench", "doctor"])
+def test_cores_are_shared_before_libraries_are_imported(command):
     """Which count the cores when they are imported: how many ranks share them is known once the options are read."""
-    script = f"import sys, cocodiff.cli.{module}; print({{'numpy', 'scipy', 'torch'}} & {{*sys.modules}})"
+    script = f"import sys, {MODULES[command]}; print({{'numpy', 'scipy', 'torch'}} & {{*sys.modules}})"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "set()\n"), done.stderr
 
@@ -319,7 +319,8 @@ HEAVY = "{'torch', 'diffusers', 'transformers', 'scipy', 'skimage', 'matplotlib'
 def test_help_and_reading_inputs_import_neither_torch_nor_what_draws_and_judges(script):
     """Ranks import what they need when they need it, and the reports' libraries once they are written."""
     sample = str(SAMPLES / "tooth.tif")
-    script = f"import sys; from cocodiff.cli import inpaint, main; sample = {sample!r}; {script}"
+    modules = "from cocodiff.cli import main; from cocodiff_eval.cli import inpaint"
+    script = f"import sys; {modules}; sample = {sample!r}; {script}"
     done = subprocess.run(
         [sys.executable, "-c", f"{script}; print({HEAVY} & {{*sys.modules}})"], capture_output=True, text=True
     )
@@ -374,7 +375,7 @@ def test_help_is_short_and_grouped_and_a_long_one_shows_every_option(monkeypatch
         main([command, "--help-all"])
     shown = set(re.findall(r"^  --(\w+)", capsys.readouterr().out, re.MULTILINE))
     flags = {one.name for one in settings_of(Config).values() if one.given == "machine"}
-    own = {one.name for one in import_module(f"cocodiff.cli.{command}").OPTIONS}
+    own = {one.name for one in import_module(f"cocodiff_eval.cli.{command}").OPTIONS}
     assert shown >= own | flags | {"config"}
 
 

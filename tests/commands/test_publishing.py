@@ -153,8 +153,8 @@ def test_something_is_said_before_anything_is_read_or_imported(
         raise KeyboardInterrupt
 
     words = ["inpaint", "--input", str(scan), "--out", str(tmp_path / "out")]
-    for name in ("cli.inpaint.find_tasks", "jobs.session.import_before_fork", "jobs.session.load_requested"):
-        monkeypatch.setattr(f"cocodiff.{name}", stop)
+    for name in ("cli.inpaint.find_tasks", "harness.session.import_before_fork", "harness.session.load_requested"):
+        monkeypatch.setattr(f"cocodiff_eval.{name}", stop)
         assert main(words) == 130
         monkeypatch.undo()
     reading, importing, loading = said
