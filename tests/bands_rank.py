@@ -20,7 +20,7 @@ from cocodiff.comm.launch import detect
 from cocodiff.comm.transport import Transport
 from cocodiff.config.config import Config, load_machine
 from cocodiff.config.machine import Topology
-from cocodiff.jobs.model_checks import load_shape
+from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.jobs.ranks import run_ranks
 from cocodiff.models.decoding import ShardedVAE
 from cocodiff.models.family import Video

@@ -10,11 +10,12 @@ from worlds import topology_of
 from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Topology
-from cocodiff.jobs.model_checks import load_shape
+from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.models.adapter import image_and_text
+from cocodiff.planner.deals import Deal, deals_of
 from cocodiff.planner.layers import Case, plan_step
 from cocodiff.planner.memory import Load, ModelShape
-from cocodiff.planner.partition import OUTPUT_CHANNELS, Deal, Pricer, Workload, choose, deals_of
+from cocodiff.planner.partition import OUTPUT_CHANNELS, Pricer, Workload, choose
 from cocodiff.planner.traffic import Latencies
 from cocodiff.topology.axes import Axes
 

@@ -11,7 +11,7 @@ from cocodiff import models
 from cocodiff.cli.main import main
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.engine.engine import parallelize
-from cocodiff.jobs.model_checks import load_shape
+from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.planner.memory import ModelShape
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")

@@ -21,7 +21,7 @@ from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
 from cocodiff.engine.engine import parallelize
 from cocodiff.jobs.folder import OutputFolder
-from cocodiff.jobs.model_checks import load_shape
+from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.jobs.options import parse, with_settings
 from cocodiff.kernels.residual import coded_width
 from cocodiff.planner import automatic

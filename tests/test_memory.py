@@ -26,7 +26,7 @@ from cocodiff.config.machine import Topology
 from cocodiff.engine.assemble import build_strategy
 from cocodiff.engine.engine import parallelize
 from cocodiff.exchange.coding import Moment
-from cocodiff.jobs.model_checks import load_shape
+from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.kernels import Kernels
 from cocodiff.kernels.device import free_memory
 from cocodiff.models import family_of

@@ -6,7 +6,7 @@ import pytest
 from cocodiff_studies.paper.figures import Paper, Run, figure_11, fit_figure_11
 
 from cocodiff.config.config import load_machine
-from cocodiff.jobs.model_checks import load_shape
+from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.planner.calibrate import Fit
 from cocodiff.planner.memory import ModelShape
 

@@ -14,7 +14,7 @@ from cocodiff.config.machine import Device, Machine, Topology
 from cocodiff.config.registry import EXCHANGES
 from cocodiff.engine.assemble import AttentionWork, build_strategy, with_codec_chosen
 from cocodiff.exchange.coding import Moment
-from cocodiff.jobs.model_checks import load_shape
+from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.kernels import Kernels
 from cocodiff.kernels.residual import Prediction, Reconstructions
 from cocodiff.models.adapter import image_and_text

@@ -16,7 +16,7 @@ from cocodiff.jobs.pipelines import Request, has_encoders, import_pipeline, mode
 from cocodiff.jobs.terminal import say
 from cocodiff.models import families
 from cocodiff.models.family import VAE_FACTOR
-from cocodiff.planner.partition import Deal, deals_of
+from cocodiff.planner.deals import Deal, deals_of
 from cocodiff.topology.axes import Axes
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def workloads(
     values: dict[str, Any], request: Request, presets: Sequence[Config], batch: int, steps: int
 ) -> list[Workload]:
     """What one call of the pipeline is in each preset, from the model's configs alone: the prompt is the longest."""
-    from cocodiff.jobs.model_checks import shape_of_folder
+    from cocodiff.jobs.model_shapes import shape_of_folder
     from cocodiff.models.adapter import image_and_text
     from cocodiff.planner.costs import state_sizes
     from cocodiff.planner.memory import Load

@@ -30,7 +30,7 @@ from cocodiff.config.config import Config, load_machine
 from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Topology
 from cocodiff.jobs.folder import OutputFolder
-from cocodiff.jobs.model_checks import load_shape
+from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.jobs.options import Option, check_counts
 from cocodiff.planner.costs import WHOLE, CallKind
 from cocodiff.planner.decisions import decisions_of, read_decisions

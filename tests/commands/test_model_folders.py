@@ -20,7 +20,8 @@ from safetensors.torch import load_file, save_file
 
 from cocodiff.cli.main import main
 from cocodiff.config.errors import UserError
-from cocodiff.jobs.model_checks import check_sides, load_shape, variant_of
+from cocodiff.jobs.model_checks import check_sides, variant_of
+from cocodiff.jobs.model_shapes import load_shape
 
 Break = Callable[[Path], Any]
 INDEX, TRANSFORMER, VAE, SCHEDULER = (

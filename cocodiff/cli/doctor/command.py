@@ -170,7 +170,7 @@ def needed(values: dict[str, Any], topology: Topology, transport: Any) -> int | 
     if not values["model"] or transport.rank:
         return None
     from cocodiff.engine.assemble import AttentionWork
-    from cocodiff.jobs.model_checks import load_shape
+    from cocodiff.jobs.model_shapes import load_shape
     from cocodiff.planner.memory import Load, size_run
     from cocodiff.planner.placement import choose
 

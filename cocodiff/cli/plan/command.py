@@ -16,7 +16,7 @@ from cocodiff.config.errors import UserError
 from cocodiff.config.files import irregular
 from cocodiff.config.machine import Machine, Topology
 from cocodiff.jobs.folder import OutputFolder
-from cocodiff.jobs.model_checks import load_shape
+from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.jobs.options import LOG_LEVEL, Option, check_counts, engine_record, engine_settings, parse, with_settings
 from cocodiff.jobs.record import write_document
 from cocodiff.jobs.terminal import quiet_libraries, say

@@ -20,6 +20,7 @@ from cocodiff.jobs.terminal import say
 from cocodiff.models.adapter import IMAGE, TEXT
 from cocodiff.models.family import Video
 from cocodiff.planner.costs import CallKind, costs_of, state_sizes
+from cocodiff.planner.deals import Deal
 from cocodiff.planner.decisions import as_file, decisions_of
 from cocodiff.planner.layers import SITES, Case, plan_layers
 from cocodiff.planner.memory import (
@@ -36,7 +37,7 @@ from cocodiff.planner.memory import (
     size_peaks,
     size_run,
 )
-from cocodiff.planner.partition import Choice, Deal, DealStep, Part, PricedDeal, Pricer, Workload, parts_of
+from cocodiff.planner.partition import Choice, DealStep, Part, PricedDeal, Pricer, Workload, parts_of
 from cocodiff.planner.placement import table as meshes_table
 from cocodiff.planner.placement import worth_listing
 from cocodiff.planner.traffic import Latencies

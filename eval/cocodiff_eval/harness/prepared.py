@@ -11,7 +11,7 @@ from cocodiff.jobs.deal import deal_of, sequence_of, with_guidance
 from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.options import preset_configs
 from cocodiff.jobs.pipelines import Request, check_model
-from cocodiff.planner.partition import Deal
+from cocodiff.planner.deals import Deal
 from cocodiff_eval.harness.quality import Quality
 
 

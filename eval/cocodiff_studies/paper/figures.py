@@ -14,7 +14,7 @@ from typing import Any
 from cocodiff.config.config import Config, load_machine
 from cocodiff.config.machine import Machine, Topology
 from cocodiff.engine.assemble import AttentionWork
-from cocodiff.jobs.model_checks import load_shape
+from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.jobs.terminal import say
 from cocodiff.planner.calibrate import Calibration, Constants, Fit, Measured
 from cocodiff.planner.costs import state_sizes
