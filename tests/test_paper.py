@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from cocodiff_studies.paper.figures import Paper, Run, figure_11, fit_figure_11
+from cocodiff_studies.papers import Paper, Run, figure_11, fit_figure_11
 
 from cocodiff.config.config import load_machine
 from cocodiff.jobs.model_shapes import load_shape

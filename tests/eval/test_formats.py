@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import tifffile
 import zarr
-from cocodiff_eval.data.formats import FORMATS, WRITTEN, open_volume, result_format, write_volume
+from cocodiff_eval.data import WRITTEN
+from cocodiff_eval.data.formats import FORMATS, open_volume, result_format, write_volume
 from cocodiff_eval.data.masks import make_mask
 from cocodiff_eval.data.slices import open_stack, open_truth
 from cocodiff_eval.data.volume import NewVolume, Part, RawVolume, Region

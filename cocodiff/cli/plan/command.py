@@ -84,7 +84,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
         if values["calibrate"]:
             run_calibration(values, plan, folder)
         elif values["paper"]:
-            plan |= import_module("cocodiff_studies.paper.figures").run_paper(values)
+            plan |= import_module("cocodiff_studies.papers").run_paper(values)
         else:
             run_plan(values, plan, folder)
     return 0

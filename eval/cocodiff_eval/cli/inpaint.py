@@ -26,7 +26,7 @@ from cocodiff.jobs.pipelines import EMBEDDED, Request
 from cocodiff.jobs.ranks import settle
 from cocodiff.jobs.terminal import reading_bar, say
 from cocodiff.models.family import INPAINT
-from cocodiff_eval.data.formats import SAME, WRITTEN
+from cocodiff_eval.data import SAME, WRITTEN
 from cocodiff_eval.harness.prepared import Prepared
 from cocodiff_eval.harness.quality import BOUND_OPTIONS, PRESET_OPTION, Quality
 from cocodiff_eval.harness.session import DTYPES, open_session, start_job

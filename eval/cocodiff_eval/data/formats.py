@@ -13,15 +13,12 @@ import numpy as np
 
 from cocodiff.config.errors import UserError, check_choice
 from cocodiff.config.files import flush, is_there
+from cocodiff_eval.data import SAME, WRITTEN
 from cocodiff_eval.data.hdf5 import open_hdf5, write_hdf5
 from cocodiff_eval.data.ome_zarr import is_store, open_zarr, split_store
 from cocodiff_eval.data.png_npy import open_npy, open_png, write_npy
 from cocodiff_eval.data.tiff import holds_slices, is_pattern, open_sequence, open_tiff, write_sequence, write_tiff
 from cocodiff_eval.data.volume import NewVolume, RawVolume, check_file, check_memory, is_folder, writing
-
-SAME = "same"  # that of the input, TIFF for PNG
-WRITTEN = ("tiff", "sequence", "zarr", "h5", "npy")
-
 
 SUPPORTED = (
     "PNG (.png), TIFF (.tif, .tiff; a folder of them or a pattern as one stack), HDF5 (.h5, .hdf5, .hdf, .nxs, as "

@@ -1,1 +1,0 @@
-"""The CoCoDiff paper's figures beside what the plan says of the same cases."""
