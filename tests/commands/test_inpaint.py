@@ -143,7 +143,9 @@ def test_voxels_outside_the_mask_keep_bits_dtype_and_shape(
     assert all(row["psnr_db"] is row["ssim"] is row["mse"] is None for row in rows)  # no truth under a mask file
 
 
-def test_a_store_is_restored_in_a_region_under_its_own_labels(restore: Restore, tmp_path: Path) -> None:
+def test_a_store_is_restored_in_a_region_under_its_own_labels(
+    restore: Restore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     volume, labels = noise((4, 48, 64), np.uint16), np.zeros((4, 48, 64), np.uint8)
     labels[1:3, 4:20, 6:30], labels[2, 30:35, 8:20] = 4, 9
     axes = [{"name": name, "type": "space", "unit": "micrometer"} for name in "zyx"]
@@ -153,6 +155,7 @@ def test_a_store_is_restored_in_a_region_under_its_own_labels(restore: Restore, 
     store = zarr.create_group(tmp_path / "scan.zarr", zarr_format=2, attributes={"multiscales": [image]})
     store.create_array("0", data=volume, chunks=(2, 32, 32))
     store.create_group("labels").create_array("holes", data=labels, chunks=(2, 32, 32))
+    store.create_array("labels/half", data=labels[:, ::2], chunks=(2, 32, 32))
     words = ("--input", tmp_path / "scan.zarr", "--mask", "labels/holes", "--slices", "1:4", "--roi", "0:40,4:")
     out = restore(*words, "--no-exact", "--seed", 3)
     kept, hidden = volume[1:4, :40, 4:], labels[1:4, :40, 4:] > 0
@@ -162,6 +165,10 @@ def test_a_store_is_restored_in_a_region_under_its_own_labels(restore: Restore, 
     about = result.attrs["multiscales"][0]["datasets"][0]["coordinateTransformations"]
     assert about == [*scale, {"type": "translation", "translation": [2.0, 0.0, 2.0]}]
     made = result.attrs["cocodiff"]
+    assert list(result["labels"]) == ["holes"] and "labels/half of " in capsys.readouterr().out
+    label = result["labels/holes"]
+    assert np.array_equal(label["0"][:], labels[1:4, :40, 4:])
+    assert label.attrs["multiscales"][0]["datasets"][0]["coordinateTransformations"] == about
     assert (made["preset"], made["seed"], made["steps"], made["region"]["start"]) == ("tapa", 3, 2, [1, 0, 4])
     # A sequence, from the settings of that run, into a folder that is there; a result is no input of its own run.
     sequence = ("--format", "sequence", "--config", out / "run.yaml", "--overwrite")

@@ -130,6 +130,16 @@ def of_parts(file: h5py.File, source: str = "d", shape: tuple[int, ...] = (1, 20
     file.create_virtual_dataset("a", layout)
 
 
+def numbered(file: h5py.File, source: bytes = b"part%b.h5", inner: bytes = b"d") -> None:
+    """An unlimited dataset of as many files as are there."""
+    ends = (h5py.h5s.UNLIMITED, 20, 20)
+    place = h5py.h5s.create_simple((0, 20, 20), ends)
+    place.select_hyperslab((0, 0, 0), (h5py.h5s.UNLIMITED, 1, 1), (1, 1, 1), (1, 20, 20))
+    made = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    made.set_virtual(place, source, inner, h5py.h5s.create_simple((1, 20, 20)))
+    h5py.h5d.create(file.id, b"a", h5py.h5t.NATIVE_UINT16, h5py.h5s.create_simple((0, 20, 20), ends), made)
+
+
 def outer(file: h5py.File) -> None:
     """A virtual dataset of a virtual dataset."""
     with h5py.File("outer.h5", "w") as other:
@@ -139,7 +149,7 @@ def outer(file: h5py.File) -> None:
     file.create_virtual_dataset("a", layout)
 
 
-@pytest.mark.parametrize("fill", [of_parts, outer])
+@pytest.mark.parametrize("fill", [of_parts, numbered, outer])
 @pytest.mark.parametrize("gone", [0, 1])
 def test_sources_of_virtual_datasets_must_be_there(make: Callable[..., str], fill: Any, gone: int) -> None:
     parts(Path())
@@ -161,6 +171,23 @@ def test_sources_must_be_as_large_as_what_is_taken_of_them(make: Callable[..., s
         file["d"] = np.zeros((1, 9, 20), "u2")
     with pytest.raises(UserError, match=r"of d in part1\.h5, which has 1 x 9 x 20 voxels, too few"):
         open_stack(make(lambda file: of_parts(file, shape=(2, 20, 20))) + ":/a", follow_links=True)
+
+
+def test_numbers_and_signs_in_names_of_sources(make: Callable[..., str]) -> None:
+    def inside(file: h5py.File) -> None:
+        for number in range(3):
+            file[f"d{number}"] = np.full((1, 20, 20), number + 1, "u2")
+        numbered(file, b".", b"d%b")
+
+    assert open_stack(make(inside) + ":/a").read(2).max() == 3
+    with h5py.File("in.h5", "a") as file:
+        del file["d1"]
+    with pytest.raises(UserError, match=r"virtual dataset of d1 in \., which has none"):
+        open_stack("in.h5:/a")
+    with h5py.File("50%.h5", "w") as file:
+        file["data"] = IMAGE
+    stack = open_stack(make(lambda file: virtual(file, "a", "50%%.h5")) + ":/a", follow_links=True)
+    np.testing.assert_array_equal(stack.read(0), IMAGE)
 
 
 def test_external_storage_must_be_whole(make: Callable[..., str]) -> None:

@@ -252,12 +252,25 @@ def _check_storage(dataset: Any, follow_links: bool, depth: int = 0) -> None:
 
 
 def _sources(dataset: Any) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Of each source of a virtual dataset the file, the dataset and the least shape."""
+    """Of each source of a virtual dataset the file, the dataset and the least shape; of numbered ones (`part%b.h5`) up
+    to the last that is there."""
     for source in dataset.virtual_sources() if dataset.is_virtual else ():
         shape: tuple[int, ...] = ()
         with contextlib.suppress(RuntimeError, ValueError):  # all of it, whatever its shape, or without an end
             shape = tuple(end + 1 for end in source.src_space.get_select_bounds()[1])
-        yield source.file_name, source.dset_name, shape
+        own, last = source.file_name == ".", 0
+        if "%b" in (source.dset_name if own else source.file_name).replace("%%", ""):
+            for number in range(MOST_VISITED):
+                places = _places(dataset.file.filename, numbered(source.file_name, number))
+                if numbered(source.dset_name, number) in dataset.file if own else any(map(is_there, places)):
+                    last = number
+        for number in range(last + 1):
+            yield numbered(source.file_name, number), numbered(source.dset_name, number), shape
+
+
+def numbered(name: str, number: int) -> str:
+    """The name of a source of a virtual dataset as HDF5 spells it, with its number in the place of `%b`."""
+    return re.sub("%([%b])", lambda sign: "%" if sign[1] == "%" else str(number), name)
 
 
 def _places(file: str, other: str) -> list[Path]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -12,10 +11,9 @@ from zarr.codecs import BytesCodec
 
 from cocodiff_eval.data.ome_zarr import open_node, transform_of
 from cocodiff_eval.data.tiff_metadata import NOTES
-from cocodiff_eval.data.volume import NewVolume, plain, writing
+from cocodiff_eval.data.volume import NewVolume, plain
 
 SMALLEST_LEVEL = 256  # voxels on the longer side of the last level
-LABELS = "labels"  # the group of label images beside the levels
 CHUNK_SIDE = 1024  # of an input that is in no chunks
 
 
@@ -157,37 +155,6 @@ class ZarrStore:
         if any(moved) or translation is not None:
             transforms.append({"type": "translation", "translation": moved})
         return transforms
-
-
-class LabelStore(ZarrStore):
-    """A label image in a store of results. Its smaller levels hold every second voxel: a mean of labels is no label."""
-
-    def smaller(self, above: Any, shape: tuple[int, int, int], index: int) -> np.ndarray:
-        return self.get(above, self.step[0] * index)[::2, ::2]
-
-    def attributes(self) -> dict[str, Any]:
-        found = super().attributes()
-        version = {"version": "0.4"} if self.version == 2 else {}
-        about = found if self.version == 2 else found["ome"]
-        for image in about["multiscales"]:
-            if "type" in image:
-                image["type"] = "nearest"
-        about.setdefault("image-label", {**version, "source": {"image": "../../"}})
-        return found
-
-
-def write_label(result: NewVolume, name: str) -> None:
-    """Writes a label image into a store of results. result: the store, with the label's dtype, voxels, provenance."""
-    store, details = result.path, dict(result.metadata.details)
-    if details.get("image"):
-        details["image"] = {**details["image"], "name": name}
-    about = replace(result.metadata, attributes={}, description="", details=details)
-    with writing(store):
-        labels = zarr.open_group(store, mode="r+").create_group(LABELS)
-        version = labels.metadata.zarr_format
-        LabelStore(replace(result, path=store / LABELS / name, metadata=about)).write()
-        listed: dict[str, Any] = {"labels": [name]}
-        labels.attrs.put(listed if version == 2 else {"ome": {"version": "0.5", **listed}})
 
 
 LOSSLESS = ("blosc", "zlib", "gzip", "gz", "zstd", "lz4", "bz2", "lzma", "shuffle", "delta")

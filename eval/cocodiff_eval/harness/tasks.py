@@ -6,7 +6,7 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -186,13 +186,14 @@ def export(
     folder: Path,
     provenance: Mapping[str, Mapping[str, Any]],
     of_mask: Mapping[str, Any],
-) -> None:
+) -> list[str]:
     """Writes a task's results in its format, slice by slice, and beside them a mask that was made, where 255 is
-    restored; in stores of results it is a label image.
+    restored; in stores of results it is a label image, with the labels of a Zarr input.
 
-    provenance: how each preset's results are made, of_mask: how the mask was, for the files' own metadata.
+    provenance: how each preset's results are made, of_mask: how the mask was, for the files' own metadata. Returns a
+    line for each label of the input's that is not kept.
     """
-    mask, volume, byte = task.mask, task.stack.volume, np.dtype(np.uint8)
+    mask, volume, lost = task.mask, task.stack.volume, list[str]()
     made = not mask.from_file
 
     def write(name: str, dtype: np.dtype, read: Callable[[int], np.ndarray], about: Mapping[str, Any]) -> NewVolume:
@@ -201,13 +202,13 @@ def export(
 
     for name, file in files.items():
         written = write(name, file.dtype, file.read, provenance[file.preset])
-        if made and task.format == "zarr" and name == file.preset:
-            from cocodiff_eval.data.ome_zarr_file import write_label  # Zarr's library, which takes a second
+        if task.format == "zarr" and name == file.preset:
+            from cocodiff_eval.data.labels import write_labels  # Zarr's library, which takes a second
 
-            label = replace(written, dtype=byte, provenance={**of_mask, "mask": mask.name})
-            write_label(replace(label, read=lambda index: mask.read(index).astype(byte)), mask.name)
+            lost += write_labels(written, volume, mask.read if made else None, {**of_mask, "mask": mask.name})
     if made and task.format != "zarr":
-        write(MASK, byte, lambda index: mask.read(index) * np.uint8(255), of_mask)
+        write(MASK, np.dtype(np.uint8), lambda index: mask.read(index) * np.uint8(255), of_mask)
+    return lost
 
 
 def kept_samples(samples: int) -> list[str]:
