@@ -15,7 +15,7 @@ import pytest
 import tifffile
 import zarr
 from cocodiff_eval.data.formats import open_volume
-from cocodiff_eval.data.ome_zarr_file import write_labels
+from cocodiff_eval.data.labels import write_labels
 from cocodiff_eval.data.slices import open_stack
 from cocodiff_eval.data.volume import Region
 from test_formats import assert_bits, restored, slice_of, voxels, write_hdf5, write_zarr

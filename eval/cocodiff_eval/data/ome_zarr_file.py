@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 import zarr
 from zarr.codecs import BytesCodec
 
-from cocodiff.config.errors import UserError
-from cocodiff_eval.data.ome_zarr import of_ngff, open_node, open_zarr, transform_of
-from cocodiff_eval.data.slices import unique_names
+from cocodiff_eval.data.ome_zarr import open_node, transform_of
 from cocodiff_eval.data.tiff_metadata import NOTES
-from cocodiff_eval.data.volume import NewVolume, RawVolume, format_shape, matched, plain, writing
+from cocodiff_eval.data.volume import NewVolume, plain
 
 SMALLEST_LEVEL = 256  # voxels on the longer side of the last level
 CHUNK_SIDE = 1024  # of an input that is in no chunks
@@ -185,108 +180,3 @@ def halve(image_YX: np.ndarray) -> np.ndarray:
     sums_YX = np.add.reduceat(np.add.reduceat(image_YX, rows, axis=0), columns, axis=1)
     counts = [np.minimum(2, side - starts) for side, starts in zip(image_YX.shape, (rows, columns), strict=True)]
     return np.asarray(sums_YX / np.outer(*counts))
-
-
-LABELS = "labels"  # the group of label images beside the levels
-
-
-class LabelStore(ZarrStore):
-    """A label image in a store of results. Its smaller levels hold every second voxel: a mean of labels is no label."""
-
-    def smaller(self, above: Any, shape: tuple[int, int, int], index: int) -> np.ndarray:
-        return self.get(above, self.step[0] * index)[::2, ::2]
-
-    def attributes(self) -> dict[str, Any]:
-        found = super().attributes()
-        version = {"version": "0.4"} if self.version == 2 else {}
-        about = found if self.version == 2 else found["ome"]
-        for image in about["multiscales"]:
-            if "type" in image:
-                image["type"] = "nearest"
-        about.setdefault("image-label", {**version, "source": {"image": "../../"}})
-        return found
-
-
-def write_labels(
-    result: NewVolume, volume: RawVolume, mask: Callable[[int], np.ndarray] | None, provenance: Mapping[str, Any]
-) -> list[str]:
-    """Writes label images into a store of results: those of the input's own store, cut to the region, and the mask that
-    was made, boolean [Y, X] of a slice, as the label 1.
-
-    volume: the input; provenance: how the mask was made, with its name as `mask`. Returns a line for each label of the
-    input's that could not be kept.
-    """
-    kept, lost = list[str](), list[str]()
-    for name in list_labels(volume):
-        try:
-            label = _label_of(volume, name)
-            parts = label.shape, label.dtype, label.ndim, label.reader, label.metadata
-            _write_label(result.path, name, NewVolume(result.path, *parts, region=label.region))
-            kept.append(name)
-        except UserError as error:
-            shutil.rmtree(result.path / LABELS / name, ignore_errors=True)
-            lost.append(f"{LABELS}/{name} of {volume.path} is not in {result.path.name}: {error}")
-    if mask is not None:
-        *_, name = unique_names([*kept, str(provenance["mask"])])
-        details = _called(result.metadata.details, name)
-        about = replace(result.metadata, attributes={}, description="", details=details)
-        made = replace(result, dtype=np.dtype("u1"), read=lambda index: mask(index).astype("u1"), metadata=about)
-        _write_label(result.path, name, replace(made, provenance=provenance))
-        kept.append(name)
-    if kept:
-        with writing(result.path):
-            labels = zarr.open_group(result.path / LABELS, mode="r+")
-            listed: dict[str, Any] = {"labels": kept}
-            labels.attrs.put(listed if labels.metadata.zarr_format == 2 else {"ome": {"version": "0.5", **listed}})
-    return lost
-
-
-def _write_label(store: Path, name: str, label: NewVolume) -> None:
-    with writing(store):
-        group = zarr.open_group(store, mode="r+")
-        for part in (LABELS, *name.split("/")[:-1]):  # further groups that a name leads through
-            group = group.require_group(part)
-        LabelStore(replace(label, path=store / LABELS / name)).write()
-
-
-def _label_of(volume: RawVolume, name: str) -> RawVolume:
-    """A label image of a Zarr input's own store, cut to the region. Raises UserError where that cannot be."""
-    details = volume.metadata.details
-    label = matched(open_zarr(details["store"], "/".join(filter(None, [details["inner"], LABELS, name]))), volume)
-    if volume.region is not None and label.region is None:
-        raise UserError(
-            f"it has {format_shape(label.shape)} voxels and the image {format_shape(volume.whole or ())}, so it cannot "
-            "be cut to the region"
-        )
-    own = label.metadata.details
-    alike = (label.shape, label.ndim, own["lead"]) == (volume.shape, volume.ndim, details["lead"])
-    if own["image"] or not alike:
-        return label
-    of_image = {key: _called(details, name)[key] for key in ("image", "levels")}  # an array alone lies where it lies
-    return replace(label, metadata=replace(label.metadata, details={**own, **of_image}))
-
-
-def _called(details: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Details of an image for a label beside it."""
-    return {**details, "image": {**details["image"], "name": name}} if details.get("image") else dict(details)
-
-
-def list_labels(volume: RawVolume) -> list[str]:
-    """The names of the label images of a Zarr input's own store."""
-    details = volume.metadata.details
-    if volume.metadata.kind != "zarr":
-        return []
-    try:
-        group = open_node(details["store"], "/".join(filter(None, [details["inner"], LABELS])))
-    except UserError:
-        return []
-    if not isinstance(group, zarr.Group):
-        return []
-    listed = of_ngff(group.attrs.asdict()).get("labels")
-    names = [one for one in listed if _is_name(one)] if isinstance(listed, list) else []
-    more = [one for one in sorted(group.keys()) if not any(f"{name}/".startswith(f"{one}/") for name in names)]
-    return list(dict.fromkeys([*names, *more]))
-
-
-def _is_name(one: Any) -> bool:
-    return isinstance(one, str) and not any(part in ("", ".", "..") for part in one.split("/"))

@@ -203,7 +203,7 @@ def export(
     for name, file in files.items():
         written = write(name, file.dtype, file.read, provenance[file.preset])
         if task.format == "zarr" and name == file.preset:
-            from cocodiff_eval.data.ome_zarr_file import write_labels  # Zarr's library, which takes a second
+            from cocodiff_eval.data.labels import write_labels  # Zarr's library, which takes a second
 
             lost += write_labels(written, volume, mask.read if made else None, {**of_mask, "mask": mask.name})
     if made and task.format != "zarr":
