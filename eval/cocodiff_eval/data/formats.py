@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +17,88 @@ from cocodiff.config.files import flush, is_there
 from cocodiff_eval.data import SAME, WRITTEN
 from cocodiff_eval.data.hdf5 import open_hdf5, write_hdf5
 from cocodiff_eval.data.ome_zarr import is_store, open_zarr, split_store
-from cocodiff_eval.data.png_npy import open_npy, open_png, write_npy
 from cocodiff_eval.data.tiff import holds_slices, is_pattern, open_sequence, open_tiff, write_sequence, write_tiff
-from cocodiff_eval.data.volume import NewVolume, RawVolume, check_file, check_memory, is_folder, writing
+from cocodiff_eval.data.volume import (
+    Metadata,
+    NewVolume,
+    RawVolume,
+    as_volume_shape,
+    check_file,
+    check_memory,
+    is_folder,
+    one_line,
+    quiet_libraries,
+    reading,
+    same_channels,
+    writing,
+)
+
+PNG_CHANNELS = {0: 1, 2: 3, 3: 4, 4: 2, 6: 4}  # by colour type; a palette's images are read as RGBA
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
+
+def _read_png(file: str) -> np.ndarray:
+    from PIL import Image
+
+    with quiet_libraries():
+        try:
+            # Pillow silently reduces 16-bit colour to 8 bits; the header's bit depth tells before that happens.
+            with Path(file).open("rb") as stream:
+                header = stream.read(26)
+            depth = colour = 0
+            if header.startswith(PNG_SIGNATURE) and len(header) == 26:
+                width, height, depth, colour = struct.unpack(">IIBB", header[16:])
+                check_memory(file, (height, width), max(1, depth // 8) * PNG_CHANNELS.get(colour, 1))
+            with Image.open(file, formats=["PNG"]) as image:
+                if depth == 16 and colour != 0:
+                    raise UserError(f"{file}: a 16-bit colour PNG; save it as 16-bit grey")
+                if image.mode == "P":
+                    return same_channels(np.asarray(image.convert("RGBA")), file)
+                if image.mode in ("RGB", "RGBA", "LA"):
+                    return same_channels(np.asarray(image), file)
+                pixels_YX = np.asarray(image)
+        except Image.DecompressionBombError:
+            raise UserError(f"{file}: too many pixels for a PNG to be read safely; save it as TIFF or HDF5") from None
+        except (OSError, SyntaxError, ValueError, EOFError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(f"{file}: not a readable PNG ({one_line(error)}); save it again") from error
+    # Some Pillow versions hand out 16-bit grey as 32-bit integers.
+    return pixels_YX.astype(np.uint16) if pixels_YX.dtype == np.int32 else pixels_YX
+
+
+def open_png(file: str) -> RawVolume:
+    image_YX = _read_png(file)
+    shape = as_volume_shape(image_YX.shape, file)
+
+    def read(index: int) -> np.ndarray:
+        return image_YX
+
+    return RawVolume(file, Path(file).stem, shape, image_YX.dtype, 2, read, Metadata("png"))
+
+
+def open_npy(file: str) -> RawVolume:
+    """Raises UserError for files with objects in them, which would have to be unpickled, and for damaged ones."""
+    with reading(f"{file}: not a readable .npy file", "save it again with numpy.save"):
+        voxels = np.load(file, mmap_mode="r", allow_pickle=False)
+    shape = as_volume_shape(voxels.shape, file)
+    check_memory(file, shape[1:], voxels.dtype.itemsize)
+    byteorder = ">" if voxels.dtype.newbyteorder("S").isnative and voxels.dtype.itemsize > 1 else "<"
+
+    def read(index: int) -> np.ndarray:
+        return np.asarray(voxels if voxels.ndim == 2 else voxels[index])
+
+    metadata = Metadata("npy", byteorder=byteorder)
+    return RawVolume(file, Path(file).stem, shape, voxels.dtype.newbyteorder("="), voxels.ndim, read, metadata)
+
+
+def write_npy(new: NewVolume) -> None:
+    about = {"descr": new.stored.str, "fortran_order": False, "shape": new.stored_shape}
+    with new.path.open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, about)
+        for image_YX in new.slices():
+            file.write(image_YX.astype(new.stored).tobytes())
+
 
 SUPPORTED = (
     "PNG (.png), TIFF (.tif, .tiff; a folder of them or a pattern as one stack), HDF5 (.h5, .hdf5, .hdf, .nxs, as "
