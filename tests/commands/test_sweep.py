@@ -22,7 +22,7 @@ from warm import Started
 from cocodiff.cli.main import main
 from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
-from cocodiff.jobs.journal import Journals
+from cocodiff.jobs.journal import PARTIAL, Journals
 
 pytestmark = pytest.mark.processes
 
@@ -150,7 +150,7 @@ def test_a_killed_sweep_goes_on_where_it_was(folder: Path, whole: Path) -> None:
     """First in two replicas, which write journals of their own, then in one."""
     out = folder / "killed"
     process = begin(folder, out, "--replicas", "2", ranks=4)
-    journals, deadline = Journals(folder / ".killed.partial"), time.monotonic() + 180
+    journals, deadline = Journals(out / PARTIAL), time.monotonic() + 180
     while not journals.finished():
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
