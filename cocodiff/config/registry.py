@@ -40,7 +40,7 @@ EXACT_CODECS = ("none", "lossless")  # those with which tensors arrive as they w
 ARRIVALS = dict.fromkeys(("displaced", "adaptive"), "cocodiff.attention.arrival:Displaced")
 # The setting `step_cache`, which also takes "none": when a model's call is not computed in full.
 STEP_CACHES = {"first_block": "cocodiff.engine.step_cache:FirstBlockCache"}
-# What the planner knows of a coding (`planning/costs.py`), by the coding's import string; of one that is not here, that
+# What the planner knows of a coding (`planner/costs.py`), by the coding's import string; of one that is not here, that
 # it sends tensors whole and keeps nothing.
 COSTS = {
     CODINGS["v_major"]: "cocodiff.planner.costs:VMajorCosts",

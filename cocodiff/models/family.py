@@ -124,7 +124,7 @@ class Family:
     vae                what its VAE takes of memory; None where that is not known. token_vae: the same of weights that
                        take a timestep for each token
 
-    Of its models' shape, what their config does not say (`planning.memory.ModelShape` tells of each):
+    Of its models' shape, what their config does not say (`planner.memory.ModelShape` tells of each):
 
     patch              latent pixels of a token's side; None: `patch_size` of the config
     text_tokens, rows_per_image, branches, unsharded_copies, gated_mlp

@@ -345,7 +345,7 @@ def mib(count: int) -> str:
 # Text encoders and VAE ------------------------------------------------------------------------------------------------
 #
 # Rank 0 of the run alone loads the text encoders, all at once, before the transformer is on its device; they are gone
-# before the first step (`loading/pipelines.py`). Every rank holds the VAE's weights, and encodes the image that is to
+# before the first step (`jobs/pipelines.py`). Every rank holds the VAE's weights, and encodes the image that is to
 # be restored. Latents are decoded as the setting `vae` says, meanwhile the coding keeps its caches. Encoding and
 # decoding are estimates (`models.family.VaeSize`): attention in the VAE is taken to be fused, and activations of the
 # text encoders are left out as small.

@@ -193,7 +193,7 @@ class TokenMoves(NamedTuple):
     keys_s: tuple[float, ...]
 
     def seconds(self, a_block: float) -> float:
-        """Of the ring, in the order of `token_ring.py`: what comes of a step leaves with the next one and may be LAG
+        """Of the ring, in the order of `TokenRing`: what comes of a step leaves with the next one and may be LAG
         steps late."""
         at, part_s, arrivals = 0.0, 0.0, [0.0] * (LAG + 1)
         for key_s in (*self.keys_s, 0.0):
