@@ -173,8 +173,11 @@ def _order_once(transport: Transport, group: Group, busy: Callable[[], Any] | No
         read = received.clone()
     synchronise(device)
     words = [POSTED_EARLY] if not bool((earlier == OLD_RECEIVED).all()) else []
-    if not torch.equal(read, expected):
-        words.append(READ_EARLY if bool((read == OLD_RECEIVED).any()) else SENT_EARLY)
+    # What a message holds that left early can be anything: whether it is there in the end tells the two faults apart.
+    if not torch.equal(received, expected):
+        words.append(SENT_EARLY)
+    elif not torch.equal(read, expected):
+        words.append(READ_EARLY)
     return words
 
 
