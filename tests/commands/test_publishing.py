@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -39,10 +40,14 @@ def test_a_second_run_is_refused_and_the_next_start_clears_what_a_kill_left(
     run = Run(scan, tmp_path, "--ranks", "2").ready()
     words = ["inpaint", "--input", str(scan), "--steps", "1", "--quiet", "--no-exact", "--out", str(run.out)]
     ranks = run.ranks(2)
+    hidden = run.out / ".cocodiff.partial" / "images"
     try:
+        while not hidden.is_dir():  # which the run makes after it has said that it is ready
+            assert run.process.poll() is None, run.text()
+            time.sleep(0.02)
         assert main(words) == 2
         assert f"another run (pid {run.process.pid} on " in capsys.readouterr().err
-        assert (run.out / ".cocodiff.partial" / "images").is_dir()  # the first run still has its hidden folder
+        assert hidden.is_dir()
     finally:
         run.process.kill()
         run.end(10)
