@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from cocodiff.topology.axes import Axes
 if TYPE_CHECKING:
     from cocodiff.engine.assemble import AttentionWork
     from cocodiff.planner.memory import ModelShape
-    from cocodiff.planner.partition import Choice, PricedDeal, Workload
+    from cocodiff.planner.partition import Choice, Workload
 
 OWN_SIDE = 128  # latent pixels of a side, of pipelines whose transformer's config has no sample_size
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -38,14 +38,12 @@ def deal_of(
     batch: int = 1,
     steps: int | None = None,
     compares: bool = True,
-    mean: Callable[[], tuple[int, int] | None] | None = None,
 ) -> Deal:
     """The deal of a job that makes `images` in each of `presets`.
 
     values: the command's options, of them parallel, replicas, dry_run, dtype, machine, device; steps, height and width.
     batches: calls of the pipeline, by default one for each image. batch: images, or tiles of them, in one call.
-    steps: denoising steps of a call, instead of the option's. compares: whether several presets are compared. mean: of
-    a dry run, how many calls of the model a call of the pipeline really takes, and of how many images or tiles each.
+    steps: denoising steps of a call, instead of the option's. compares: whether several presets are compared.
 
     Several presets are compared on all ranks, unless replicas are given. Two ranks or more share an image where a
     preset selects or codes what it sends, which one rank has no use for. Rank 0 says what was taken and why; with
@@ -80,7 +78,7 @@ def deal_of(
         about += "; presets are compared on all ranks" if compares else ""
         say(choice.line() + about)
         if values["dry_run"]:
-            say("\n".join(dry_lines(choice, works, on_cpu(values), mean)))
+            say("\n".join(dry_lines(choice)))
     choice.check_fits()
     return choice.taken.deal
 
@@ -141,21 +139,11 @@ def workloads(
         shape = replace(shape, rows_per_image=1, branches=1)
     elif shape.rows_per_image == 1:
         shape = replace(shape, branches=2)
-    itemsize = ITEMSIZE.get(values["dtype"], 4 if on_cpu(values) else 2)
+    itemsize = ITEMSIZE.get(values["dtype"], 4 if values["device"] == "cpu" else 2)
     text = PROMPT_TOKENS if request.own is not None else shape.text_tokens
     segments = image_and_text(image_tokens(values, request, path, shape), text)
     load = Load(segments, batch * shape.rows_per_image, itemsize, shape.branches)
     return [Workload(shape, replace(load, state=state_sizes(config)), config, steps) for config in presets]
-
-
-def on_cpu(values: dict[str, Any]) -> bool:
-    """Whether the ranks compute on this host's CPU, as far as it is known before they start: a device is looked for by
-    a dry run alone, and where a machine says what its tiles hold they are accelerators."""
-    if values["device"] != "auto" or not values["dry_run"] or not load_machine(values["machine"]).missing_rates:
-        return bool(values["device"] == "cpu")
-    from cocodiff.kernels.device import rank_device
-
-    return rank_device("auto", 0).type == "cpu"
 
 
 def image_tokens(values: dict[str, Any], request: Request, path: Path, shape: ModelShape) -> int:
@@ -196,11 +184,8 @@ def vae_factor(model: str) -> int:
     return int(2 ** len(levels))
 
 
-def dry_lines(
-    choice: Choice, works: Sequence[Workload], cpu: bool, mean: Callable[[], tuple[int, int] | None] | None = None
-) -> list[str]:
-    """Memory and predicted time of the deal that was taken; where the machine file tells no rates, by some that are
-    measured here, if the ranks are on this host's CPU."""
+def dry_lines(choice: Choice) -> list[str]:
+    """Memory and predicted time of the deal that was taken."""
     from cocodiff.planner.memory import mib
 
     taken, machine = choice.taken, choice.topology.machine.name
@@ -210,51 +195,14 @@ def dry_lines(
         lines = [f"{need}; machine {machine} does not say how much memory a rank has"]
     else:
         lines = [f"{need} of {mib(taken.tile)} MiB"]
-    how = ""
     if choice.reason:
-        calls = mean() if cpu and mean is not None else None
-        if calls is not None:
-            # so many calls of the model, steps included, of so many images each
-            works = [
-                replace(work, steps=calls[0], load=replace(work.load, batch=calls[1] * work.shape.rows_per_image))
-                for work in works
-            ]
-        here = time_here(choice, works) if cpu else None
-        if here is None:
-            lines.append(choice.reason)
-        else:
-            taken, rate = here
-            how = f" from rates measured here now, {rate:.3g} GFLOP/s a rank, as machine {machine} tells none"
+        lines.append(choice.reason)
     if taken.batch_s is not None:
         lines.append(
-            f"predicted{how}, denoising alone: {span(taken.batch_s)} for each of {taken.batches} call(s) of the "
+            f"predicted, denoising alone: {span(taken.batch_s)} for each of {taken.batches} call(s) of the "
             f"pipeline, {span(taken.job_s)} for all, {taken.images_per_hour:.0f} images an hour"
         )
     return [*lines, "dry run: nothing was started or written"]
-
-
-def time_here(choice: Choice, works: Sequence[Workload]) -> tuple[PricedDeal, float] | None:
-    """The deal that was taken with its time by rates of this host, measured in two seconds, and a rank's rate in
-    GFLOP/s; None where the ranks are on several hosts."""
-    topology, taken, launch = choice.topology, choice.taken, detect()
-    if topology.nodes > 1 or (launch.kind != "alone" and launch.local_size != topology.size):
-        return None
-    from cocodiff.planner.here import handling_s, measured_here
-    from cocodiff.planner.layers import kinds_of
-    from cocodiff.planner.partition import Pricer, time_deal
-
-    def layers_of(work: Workload) -> int:
-        """Attention calls of a step on a rank."""
-        return work.load.branches * sum(kind.layers for kind in kinds_of(work.shape, work.load)) // taken.deal.guidance
-
-    sharing = taken.ulysses * taken.ring
-    here = measured_here(topology, works[0].shape, works[0].load, sharing)
-    timed = time_deal(Pricer(here), works, taken)
-    handled_s = sum(
-        work.steps * layers_of(work) * handling_s(topology, sharing, work.config, work.shape) for work in works
-    )
-    assert timed.batch_s is not None, "it was timed"
-    return replace(timed, batch_s=timed.batch_s + handled_s), here.machine.device.bf16_tflop_s * 1e3
 
 
 def span(seconds: float) -> str:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from cocodiff.comm.launch import emulated
 from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
+from cocodiff.config.machine import Device
 from cocodiff.config.registry import EXCHANGES, ORDERS
 from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.options import Option, check_counts
@@ -311,8 +312,7 @@ def with_codecs(values: Values, transport: Any) -> dict[str, Config]:
     from cocodiff.engine.assemble import AttentionWork, with_codec_chosen
     from cocodiff.models.adapter import image_and_text, image_segment
     from cocodiff.planner.calibrate import Constants
-    from cocodiff.planner.here import measure_device, rank_share
-    from cocodiff.planner.memory import Load, ModelShape
+    from cocodiff.planner.memory import Load
 
     topology, scale = common.topology_of(values, transport.size), emulated().get("scale")
     joint = MODELS[values["model"]].text_travels
@@ -320,8 +320,7 @@ def with_codecs(values: Values, transport: Any) -> dict[str, Config]:
     segments = image_and_text(tokens, values["text"]) if joint else (image_segment(tokens),)
     load = Load(segments, 1, ITEMSIZES[values["dtype"]])
     if scale:
-        shape, share = ModelShape("a layer", values["heads"], HEAD_DIM, 1, 1), rank_share(topology.size)
-        mine = None if transport.rank else measure_device(share, shape, load, topology.size)
+        mine = None if transport.rank else measured_device(topology.size, tokens, values["heads"] * HEAD_DIM)
         slowed = Constants(sibling=1 / scale, plane=1 / scale, nic=1 / scale).machine(topology.machine)
         topology = replace(topology, machine=replace(slowed, device=transport.broadcast_object(mine)))
     work = AttentionWork(values["heads"], HEAD_DIM, segments, itemsize=load.itemsize)
@@ -331,6 +330,33 @@ def with_codecs(values: Values, transport: Any) -> dict[str, Config]:
         if line and not transport.rank:
             say(f"{name}: {line}{where}")
     return {name: config for name, (config, _) in found.items()}
+
+
+def measured_device(ranks: int, tokens: int, width: int) -> Device:
+    """A rank of this CPU as if it were a tile, when all ranks compute: the rates of a linear layer on its rows and of
+    copies, a moment each."""
+    import torch
+
+    share = min(1.0, len(os.sched_getaffinity(0)) / (ranks * torch.get_num_threads()))
+    x_LW, weight_WW = torch.ones(max(1, tokens // ranks), width), torch.ones(width, width)
+    source, few = torch.zeros(2**25, dtype=torch.uint8), torch.zeros(16)
+    onto = torch.empty_like(source)
+
+    def rate(call: Callable[[], object]) -> float:
+        """Calls in a second."""
+        times = []
+        for _ in range(20):
+            started = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - started)
+        return share / statistics.median(times)
+
+    flop = 2 * len(x_LW) * width * width
+    return Device(
+        memory_gb_s=2 * len(source) * rate(lambda: onto.copy_(source)) / 1e9,
+        bf16_tflop_s=flop * rate(lambda: torch.nn.functional.linear(x_LW, weight_WW)) / 1e12,
+        launch_us=1e6 / rate(lambda: few + few),
+    )
 
 
 def late_bytes(engine: Engine) -> int:

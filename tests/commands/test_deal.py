@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +48,7 @@ def test_a_dry_run_says_deal_memory_and_time_before_any_weight_is_read(configs, 
     assert main([str(word) for word in words]) == 0
     shown = capsys.readouterr().out
     assert "ranks dealt to 3 replicas of 4 ranks, each guidance branch on 2 of them (Ulysses 2): replicas f" in shown
-    assert "machine local does not say how much memory a rank has" in shown and "no times" not in shown
-    assert re.search(
-        r"\npredicted from rates measured here now, .* GFLOP/s a rank, as machine local tells none, d", shown
-    )
-    assert " for each of 3 call(s) of the pipeline, " in shown and " images an hour" in shown
+    assert "machine local does not say how much memory a rank has" in shown and "no times" in shown
 
 
 @pytest.mark.full
@@ -68,7 +63,7 @@ def test_a_dry_run_of_slices(tmp_path, capsys):
     tifffile.imwrite(tmp_path / "scan.tif", volume, photometric="minisblack")
     tifffile.imwrite(tmp_path / "hole.tif", np.eye(40, dtype=np.uint8)[:, 17, None, None] * np.eye(96, dtype=np.uint8))
     masked = ["inpaint", "--input", str(tmp_path / "scan.tif"), "--mask", str(tmp_path / "hole.tif"), "--out", out]
-    assert main([*masked, "--dry_run"]) == 0
+    assert main([*masked, "--ranks", "12", "--machine", "aurora", "--dry_run"]) == 0
     assert " for each of 1 call(s) of the pipeline, " in capsys.readouterr().out  # slices that are copied are no calls
     assert not Path(out).exists()
 

@@ -150,11 +150,9 @@ def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:
 def deal(prepared: Prepared, tasks: list[Any], ranks: int) -> Prepared:
     """The job with its ranks dealt to replicas and guidance. Raises UserError."""
     from cocodiff_eval.harness.items import count_batches
-    from cocodiff_eval.harness.restoring import SMALL_MODEL, mean_call, slices_together, tiles_in_a_call
-    from cocodiff_eval.restore.tiling import TilingSettings
+    from cocodiff_eval.harness.restoring import SMALL_MODEL, slices_together, tiles_in_a_call
 
     values, native = prepared.values, own_pixels(prepared.request.model)
-    settings = TilingSettings(strength=values["strength"])
     tiles, samples = tiles_in_a_call(values["batch"], native), values["samples"]
     counts = [
         count_batches(task.mask.masked, slices_together(task.stack.shape[1:], native, tiles), samples) for task in tasks
@@ -166,7 +164,6 @@ def deal(prepared: Prepared, tasks: list[Any], ranks: int) -> Prepared:
         batches=sum(batches for batches, _ in counts),
         batch=tiles if native <= SMALL_MODEL else 1,
         steps=values["steps"] * groups,
-        mean=partial(mean_call, tasks, native, tiles, settings, values, groups) if values["dry_run"] else None,
     )
 
 

@@ -12,11 +12,10 @@ import numpy as np
 from cocodiff.jobs.pipelines import Model
 from cocodiff_eval.harness.items import Batch, Cost, Drawn, measured
 from cocodiff_eval.harness.judging import Seen
-from cocodiff_eval.harness.tasks import Task
 from cocodiff_eval.quality.fusing import Moments
 from cocodiff_eval.restore.pipeline_inpainter import PipelineInpainter
 from cocodiff_eval.restore.restore import plan_slice, restore_slices
-from cocodiff_eval.restore.tiling import TilingSettings, plan_restoration, steps_at
+from cocodiff_eval.restore.tiling import TilingSettings
 
 if TYPE_CHECKING:
     from cocodiff.engine.engine import Engine
@@ -36,26 +35,6 @@ def slices_together(shape: Sequence[int], native: int, batch: int) -> int:
     one."""
     tiles = math.prod(-(-side // native) for side in shape)
     return min(TOGETHER, max(1, batch // tiles)) if native <= SMALL_MODEL else 1
-
-
-def mean_call(
-    tasks: Sequence[Task], native: int, batch: int, settings: TilingSettings, values: dict[str, Any], groups: int
-) -> tuple[int, int] | None:
-    """Calls of the model, steps included, that a batch of slices takes in one mode, and tiles in a mean one: by the
-    tiles of the first slice with something to restore. None where there is none. batch: tiles in a call at most.
-    groups: of slices that share calls, in a batch."""
-    for task in tasks:
-        stack, steps = task.stack, round(values["steps"] / settings.strength)
-        masks = (task.mask.read(index) for index in range(len(stack)))
-        first = next((mask_YX for mask_YX in masks if mask_YX.any()), None)
-        if first is None:
-            continue
-        plan = plan_restoration(first, native, batch, settings)
-        slices = min(task.mask.masked * values["samples"], slices_together(stack.shape[1:], native, batch))
-        passes = [one for level in plan.levels for one in level.passes]
-        calls = sum(math.ceil(len(one.tiles) * slices / batch) * steps_at(steps, one.strength) for one in passes)
-        return groups * calls, max(1, round(plan.tile_steps(steps) * slices / calls))
-    return None
 
 
 @dataclass(frozen=True)
