@@ -12,6 +12,7 @@ import secrets
 import shutil
 import socket
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from cocodiff.jobs.journal import FOLDER, PARTIAL, Journals
 
 MANIFEST = ".cocodiff-files.json"
 LOCK = ".cocodiff.lock"
+LEAVING_S = 10.0  # for the ranks of a killed run to go
 _STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
 
 
@@ -49,6 +51,22 @@ class Manifest(NamedTuple):
     def write(self, folder: Path) -> None:
         about = "what cocodiff wrote here: --overwrite removes these files and no others"
         replace_text(folder / MANIFEST, json.dumps({"about": about, **self._asdict()}, indent=1))
+
+
+def _named(pid: int) -> str:
+    return f"pid {pid} on {socket.gethostname()}"
+
+
+def _is_gone(who: str) -> bool:
+    """Whether it names a process of this host that lives no more."""
+    pid = who.removeprefix("pid ").partition(" ")[0]
+    if not pid.isdecimal() or who != _named(int(pid)):
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except OSError as error:
+        return error.errno == errno.ESRCH
+    return False
 
 
 def shown(out: str) -> str:
@@ -247,21 +265,27 @@ class OutputFolder:
             with contextlib.suppress(FileNotFoundError):  # its last owner may have removed it before we had it
                 if os.path.samestat(os.fstat(lock), self._lock_file.stat()):
                     os.truncate(lock, 0)
-                    os.pwrite(lock, f"pid {os.getpid()} on {socket.gethostname()}".encode(), 0)
+                    os.pwrite(lock, _named(os.getpid()).encode(), 0)
                     return lock
             os.close(lock)
 
     def _lock(self, lock: int, kind: int) -> None:
-        try:
-            fcntl.flock(lock, kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            who = os.pread(lock, 200, 0).decode(errors="replace").strip() or "another process"
-            raise UserError(
-                f"--out {self.out}: another run ({who}) writes there: wait for its end, or choose another folder"
-            ) from None
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
-                raise  # some shared file systems have no locks; then nobody is kept out
+        """Raises UserError where another run has the folder. A killed one lets go of it when its last rank is gone, a
+        moment after the process that it names."""
+        until = time.monotonic() + LEAVING_S
+        while True:
+            try:
+                return fcntl.flock(lock, kind | fcntl.LOCK_NB)
+            except BlockingIOError:
+                who = os.pread(lock, 200, 0).decode(errors="replace").strip() or "another process"
+                if time.monotonic() > until or not _is_gone(who):
+                    remedy = "wait for its end, or choose another folder"
+                    raise UserError(f"--out {self.out}: another run ({who}) writes there: {remedy}") from None
+                time.sleep(0.1)
+            except OSError as error:
+                if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+                    return None  # some shared file systems have no locks; then nobody is kept out
+                raise
 
     def _clear_leftover(self) -> None:
         """Puts finished results of a killed run in place, and removes unfinished ones."""

@@ -3,6 +3,8 @@
 import errno
 import multiprocessing
 import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,22 @@ def test_a_second_run_into_the_same_folder_is_refused(tmp_path, exists):
     with OutputFolder(str(out), overwrite=True).held():
         pass
     assert (out / MARK).read_text() == "first"
+
+
+def killed_before_its_rank(out: str) -> None:
+    with OutputFolder(out, overwrite=True).held():
+        if os.fork() == 0:
+            time.sleep(0.7)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_ranks_of_a_killed_run_are_waited_for(tmp_path):
+    killed = multiprocessing.get_context("fork").Process(target=killed_before_its_rank, args=(str(tmp_path / "out"),))
+    killed.start()
+    killed.join()
+    with OutputFolder(str(tmp_path / "out"), overwrite=True).held():
+        assert (tmp_path / "out" / LOCK).read_text().startswith(f"pid {os.getpid()} on ")
 
 
 def killed_while_writing(out: str, finished: bool) -> None:
