@@ -38,6 +38,26 @@ def test_a_second_run_into_the_same_folder_is_refused(tmp_path, exists):
     assert (out / MARK).read_text() == "first"
 
 
+@pytest.mark.parametrize("function", ["_move", "OutputFolder._remove"])
+def test_what_replaces_results_and_is_killed_leaves_no_older_file(tmp_path, monkeypatch, function):
+    """Whatever it was about to do. The next run puts the results in place, and removes the older ones."""
+    out = tmp_path / "out"
+    older = OutputFolder(str(out), overwrite=False)
+    (open_with_image(older, "old") / "only of the older run").write_text("old")
+    older.publish()
+    newer = OutputFolder(str(out), overwrite=True)
+    open_with_image(newer, "new")
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(f"cocodiff.jobs.folder.{function}", killed)
+        newer.publish()
+    with OutputFolder(str(out), overwrite=True).held():
+        assert names(out) == [MANIFEST, LOCK, "images/a.png"] and (out / "images" / "a.png").read_text() == "new"
+
+
 def killed_before_its_rank(out: str) -> None:
     with OutputFolder(out, overwrite=True).held():
         if os.fork() == 0:
