@@ -1,0 +1,119 @@
+"""Every command of the pages is one that cocodiff takes, and those that can run here in a moment do what a reader would
+have them do, from a folder with the files that they name."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import tifffile
+import zarr
+from PIL import Image
+
+from cocodiff.cli import main as cli
+from cocodiff.jobs import options
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+# What a page leaves open, by the option before it: `--nodes N`.
+OPEN = {"nodes": "2", "threads": "1", "repeats": "3", "link_efficiency": "0.109", "guidance_parallel": "2"}
+AXES = [{"name": name, "type": "space"} for name in "zyx"]
+NAMED = {"machine": "aurora", "model": "flux"}
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The words behind `cocodiff` of each command in a page's blocks, an emulated one's own as well."""
+    for kind, block in re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+        for line in re.sub(r"\\\n", " ", block).splitlines() if not kind else ():
+            try:
+                words = shlex.split(line, comments=True)
+            except ValueError:
+                continue  # no command
+            while words:
+                word, *words = words
+                if Path(word).name == "cocodiff" and words and words[0] in cli.COMMANDS:
+                    end = words.index("--") if "--" in words else len(words)
+                    yield settled(words[:end])
+                    words = words[end:]
+
+
+def settled(words: list[str]) -> list[str]:
+    """With a value for each that a page leaves open."""
+    before = [word.removeprefix("--") for word in ["", *words]]
+    return [
+        (OPEN | NAMED).get(option, word) if len(word) == 1 and word.isupper() else word
+        for option, word in zip(before, words, strict=False)
+    ]
+
+
+COMMANDS = [(page.name, words) for page in PAGES for words in commands(page)]
+
+
+class Taken(Exception):
+    """A command's options were all that it takes."""
+
+
+def test_every_command_of_the_pages_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(COMMANDS) > 40
+    parse = options.parse
+
+    def parse_alone(*given: Any, **more: Any) -> Any:
+        parse(*given, **more)
+        raise Taken
+
+    names = [cli.MODULES.get(name, f"cocodiff.cli.{name}") for name in cli.COMMANDS]
+    for module in map(import_module, [*names, "cocodiff_bench.command"]):
+        if getattr(module, "parse", None) is parse:
+            monkeypatch.setattr(module, "parse", parse_alone)
+    monkeypatch.chdir(ROOT)
+    for page, words in COMMANDS:
+        with pytest.raises(Taken):
+            pytest.fail(f"{page}: cocodiff {shlex.join(words)} ended with {cli.run_command(words)}")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the commands name: a volume in each format, masks, models' configs."""
+    folder, random = tmp_path_factory.mktemp("pages"), np.random.default_rng(0)
+    volume, holes = random.random((20, 64, 64), np.float32), np.zeros((20, 64, 64), np.uint8)
+    holes[4, 10:20, 10:20] = 1
+    for name in ("scan.tif", "organ20.tif"):
+        tifffile.imwrite(folder / name, volume, photometric="minisblack")
+    tifffile.imwrite(folder / "slice.tif", volume[0])
+    tifffile.imwrite(folder / "holes.tif", holes, photometric="minisblack")
+    Image.fromarray(holes[4]).save(folder / "holes.png")
+    for name in ("volume.h5", "scan.h5"):
+        with h5py.File(folder / name, "w") as file:
+            file["exchange/data"] = volume
+    for name, array in (("", volume), ("labels/holes", holes)):
+        group = zarr.open_group(folder / "scan.zarr", path=name, mode="a", zarr_format=2)
+        group.create_array("0", data=array)
+        group.attrs["multiscales"] = [{"version": "0.4", "axes": AXES, "datasets": [{"path": "0"}]}]
+    zarr.open_group(folder / "scan.zarr", path="labels", mode="a", zarr_format=2).attrs["labels"] = ["holes"]
+    (folder / "calibrated").mkdir()
+    shutil.copy(ROOT / "configs/machines/aurora.yaml", folder / "calibrated/machine.yaml")
+    return folder
+
+
+def runs(words: Sequence[str]) -> bool:
+    """Whether it can run here in a moment: what plans, and what restores with the embedded model, as a dry run."""
+    elsewhere = {"inpaint": {"--model", "xpu"}, "plan": {"bench/bench.json"}}  # models' weights, a GPU, an earlier run
+    return words[0] in elsewhere and elsewhere[words[0]].isdisjoint(words)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("words", [words for _, words in COMMANDS if runs(words)], ids=shlex.join)
+def test_it_runs(files: Path, words: Sequence[str], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.chdir(files)
+    before = sorted(files.rglob("*"))
+    dry = ["--dry_run"] if words[0] == "inpaint" else []
+    assert cli.run_command([*words, *dry]) == 0, capsys.readouterr().err
+    assert sorted(files.rglob("*")) == before  # no plan writes without --out
