@@ -86,7 +86,7 @@ def middle_rank(size: int) -> Any:
         rank=1,
         size=size,
         arrive=lambda at: None,
-        control=SimpleNamespace(submit_inline=lambda job, *given: SimpleNamespace(wait=lambda: job(*given))),
+        control=SimpleNamespace(submit=lambda job, *given: SimpleNamespace(wait=lambda: job(*given))),
         world=SimpleNamespace(send_recv=lambda sends, recvs: done, all_gather=lambda own, parts: done),
     )
 

@@ -277,10 +277,10 @@ class DisplacedTransfer(Transfer):
     def stages_pay(self, like_BLHD: Tensor) -> bool:
         return not self.coded.displaced and super().stages_pay(like_BLHD)
 
-    def post(self, tensors_BLHD: Mapping[str, Tensor], wait_next: bool) -> dict[str, Arriving]:
+    def post(self, tensors_BLHD: Mapping[str, Tensor]) -> dict[str, Arriving]:
         displaced = self.coded.displaced
         awaited = {name: x_BLHD for name, x_BLHD in tensors_BLHD.items() if name not in displaced}
-        sent = super().post(awaited, wait_next) if awaited else {}
+        sent = super().post(awaited) if awaited else {}
         late = {name: x_BLHD for name, x_BLHD in tensors_BLHD.items() if name in displaced}
         operands = {name: self._operand(name, "".join(late)) for name in late}
         self._late |= late

@@ -299,7 +299,7 @@ class LosslessCall(SiteCall[SiteState]):
             whole_bytes = self._bytes_of_whole() * len(self.rooms) // len(TENSORS)
             self.noted_step.overflow(sum(rest.nbytes for rest in rests), whole_bytes)
             with self._trace.span("wait for rests", layer=self._layer):
-                self._coding.ranks.control.submit_inline(self._exchange_rests, sends, receives).wait()
+                self._coding.ranks.control.submit(self._exchange_rests, sends, receives).wait()
 
     def _exchange_rests(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]) -> None:
         with self._trace.span("rests", "control"):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from cocodiff.attention.local import LocalAttention, mask_in_rank_order
-from cocodiff.attention.strategy import LazyQKV, Site, nothing
+from cocodiff.attention.strategy import LazyQKV, Site
 from cocodiff.comm.trace import Trace
 from cocodiff.config.machine import Topology
 from cocodiff.exchange.coding import Coding
@@ -35,7 +35,7 @@ def joint(qkv: LazyQKV, transfer: Transfer, trace: Trace) -> dict[str, Arriving]
         q_BLHD, k_BLHD = qkv.q(), qkv.k()
     with trace.span("project v", layer=transfer.layer):
         v_BLHD = qkv.v()
-    sent = transfer.send(q=q_BLHD, k=k_BLHD, v=v_BLHD, wait_next=qkv.meanwhile is nothing)
+    sent = transfer.send(q=q_BLHD, k=k_BLHD, v=v_BLHD)
     with trace.span("meanwhile", layer=transfer.layer):
         qkv.meanwhile()
     return sent
@@ -50,7 +50,7 @@ def v_first(qkv: LazyQKV, transfer: Transfer, trace: Trace) -> dict[str, Arrivin
     v = transfer.send(v=v_BLHD)
     with trace.span("project qk", layer=transfer.layer):
         q_BLHD, k_BLHD = qkv.q(), qkv.k()
-    qk = transfer.send(q=q_BLHD, k=k_BLHD, wait_next=qkv.meanwhile is nothing)
+    qk = transfer.send(q=q_BLHD, k=k_BLHD)
     with trace.span("meanwhile", layer=transfer.layer):
         qkv.meanwhile()
     return v | qk

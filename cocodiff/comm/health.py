@@ -186,12 +186,11 @@ class Watch(Health):
             yield  # the main thread hears of the loss itself
             return
         own = self._peers.own
-        before = own.blocked_since  # a wait may run another one's job, which waits in turn
-        own.blocked_since = own.now() if before is None else before
+        own.blocked_since = own.now()
         try:
             yield
         finally:
-            own.blocked_since = before
+            own.blocked_since = None
 
     def blame(self, error: BaseException) -> BaseException:
         peers = self._peers

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from queue import SimpleQueue
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -312,13 +312,10 @@ class LaneJob(NamedTuple):
 class LanePending(Generic[T]):
     """The result of a job on a lane. `wait` raises what the job raised, or PeerLost."""
 
-    def __init__(self, future: Future[HandedOver[T]], health: Health, begin: Callable[[], None] | None = None) -> None:
-        """begin: what is to be done first when somebody waits."""
-        self._future, self._health, self._begin = future, health, begin
+    def __init__(self, future: Future[HandedOver[T]], health: Health) -> None:
+        self._future, self._health = future, health
 
     def wait(self) -> T:
-        if self._begin is not None:
-            self._begin()
         while True:
             try:
                 handed = self._future.result(timeout=CHECK_S)
@@ -348,49 +345,22 @@ class Lane:
         self.name = name
         self._device = device
         self._health = health
-        self._jobs: deque[LaneJob] = deque()
-        self._turn = threading.Lock()  # held while jobs are taken and run, by whichever thread
-        self._wake = threading.Semaphore(0)
+        self._jobs: SimpleQueue[LaneJob | None] = SimpleQueue()  # None ends the thread
         self._open = True
         self._thread = threading.Thread(target=self._work, name=f"lane-{name}", daemon=True)
         self._thread.start()
 
     def submit(self, work: Callable[..., T], *given: Any) -> LanePending[T]:
         """Runs `work(*given)` after all earlier jobs of this lane, and after what the caller's stream holds now."""
-        future = self._append(work, given)
-        self._wake.release()
-        return LanePending(future, self._health)
-
-    def submit_inline(self, work: Callable[..., T], *given: Any) -> LanePending[T]:
-        """As `submit`, for a caller that does nothing else before it waits: on CPU it runs the job itself when it does,
-        which saves waking a thread and being woken by it."""
-        if self._device.type != "cpu":
-            return self.submit(work, *given)
-        future = self._append(work, given)
-        return LanePending(future, self._health, lambda: self._run_up_to(future))
-
-    def close(self) -> None:
-        self._open = False
-        self._wake.release()
-
-    def _append(self, work: Callable[..., Any], given: tuple[Any, ...]) -> Future[Any]:
         if not self._open:
             raise RuntimeError(f"lane {self.name} is closed, and its transport with it: nobody would run this job")
         future: Future[Any] = Future()
-        self._jobs.append(LaneJob(work, HandedOver(given, self._device), future, torch.is_inference_mode_enabled()))
-        return future
+        self._jobs.put(LaneJob(work, HandedOver(given, self._device), future, torch.is_inference_mode_enabled()))
+        return LanePending(future, self._health)
 
-    def _run_up_to(self, future: Future[Any]) -> None:
-        """Runs the lane's jobs up to this one here, unless the lane's own thread is at it: then that one goes on."""
-        if not self._turn.acquire(blocking=False):
-            self._wake.release()
-            return
-        try:
-            with self._health.blocking():
-                while not future.done():
-                    self._run(self._jobs.popleft())
-        finally:
-            self._turn.release()
+    def close(self) -> None:
+        self._open = False
+        self._jobs.put(None)
 
     def _run(self, job: LaneJob) -> None:
         try:
@@ -404,10 +374,6 @@ class Lane:
 
     def _work(self) -> None:
         with lane_stream(self._device):
-            while True:
-                self._wake.acquire()
-                with self._turn:
-                    while self._jobs:
-                        self._run(self._jobs.popleft())
-                if not self._open:
-                    return
+            while (job := self._jobs.get()) is not None:
+                self._run(job)
+                del job  # what it was given is free while the lane waits

@@ -100,4 +100,4 @@ class SequenceRanks:
             return torch.cat(parts, dim=dim)
 
         with self._trace.span("wait for outputs"):
-            return self.transport.control.submit_inline(gather, x).wait()
+            return self.transport.control.submit(gather, x).wait()

@@ -81,19 +81,18 @@ class Exchange:
         """TAPA's forward phases, also those without messages for this rank."""
         return self.plans[self._name]
 
-    def submit(self, outgoing: Outgoing, wait_next: bool = False) -> LanePending[Target]:
+    def submit(self, outgoing: Outgoing) -> LanePending[Target]:
         """Sends tensors on their way: encoded, packed, sent and put in place by the lanes."""
         if not self._in_phases:
-            return self._on_lane("plane", self._all_phases, outgoing, wait_next)
+            return self._on_lane("plane", self._all_phases, outgoing)
         earlier: LanePending[BlockSet] | None = None
         *early, last = self._routes[self._name][outgoing.way]
         for phase in early:
-            earlier = self._on_lane(phase.lane, partial(self.phase, phase, earlier), outgoing, wait_next)
-        return self._on_lane(last.lane, partial(self._last_phase, last, earlier), outgoing, wait_next)
+            earlier = self._on_lane(phase.lane, partial(self.phase, phase, earlier), outgoing)
+        return self._on_lane(last.lane, partial(self._last_phase, last, earlier), outgoing)
 
-    def _on_lane(self, name: str, job: Callable[[Outgoing], T], outgoing: Outgoing, wait_next: bool) -> LanePending[T]:
-        lane, job = self.lanes[name], partial(self._in_order.run, job)
-        return lane.submit_inline(job, outgoing) if wait_next else lane.submit(job, outgoing)
+    def _on_lane(self, name: str, job: Callable[[Outgoing], T], outgoing: Outgoing) -> LanePending[T]:
+        return self.lanes[name].submit(partial(self._in_order.run, job), outgoing)
 
     def _all_phases(self, outgoing: Outgoing) -> Target:
         """All phases on one lane, together, of the plan for this size. Those of TAPA come one by one: none can overtake

@@ -38,18 +38,14 @@ class Transfer:
         self.end = CallEnd(exchange.rank, exchange.kernels, coded, layer)
         self._sent = 0
 
-    def send(self, wait_next: bool = False, **tensors_BLHD: Tensor) -> dict[str, Arriving]:
-        """Starts sending this rank's rows of some tensors, each [B, L, H, D], in one message to each peer.
-
-        wait_next: the caller waits for them next, so there is nothing to travel behind: the lane's job runs on the
-        thread that waits.
-        """
+    def send(self, **tensors_BLHD: Tensor) -> dict[str, Arriving]:
+        """Starts sending this rank's rows of some tensors, each [B, L, H, D], in one message to each peer."""
         if not self._sent:
             self.open(tensors_BLHD)
         self._sent += len(tensors_BLHD)
         if len({len(x) for x in tensors_BLHD.values()}) > 1:  # queries in groups that share keys have a larger batch
-            return self.post({"q": tensors_BLHD.pop("q")}, wait_next) | self.post(tensors_BLHD, wait_next)
-        return self.post(tensors_BLHD, wait_next)
+            return self.post({"q": tensors_BLHD.pop("q")}) | self.post(tensors_BLHD)
+        return self.post(tensors_BLHD)
 
     @property
     def all_sent(self) -> bool:
@@ -69,12 +65,12 @@ class Transfer:
         staged = self.exchange.staged
         return staged is not None and staged.pays(self.layout, self.coded.cell_bytes(like_BLHD))
 
-    def post(self, tensors_BLHD: Mapping[str, Tensor], wait_next: bool) -> dict[str, Arriving]:
+    def post(self, tensors_BLHD: Mapping[str, Tensor]) -> dict[str, Arriving]:
         """As `send`, with the coding's `encode` as the lane's first work."""
         staged = self.exchange.staged
         if staged is None or not self.in_stages:
             outgoing = TensorsToHeads(self.end, tensors_BLHD)
-            return arriving_whole(outgoing, self.exchange.submit(outgoing, wait_next))
+            return arriving_whole(outgoing, self.exchange.submit(outgoing))
         one_by_one = [TensorsToHeads(self.end, {name: x_BLHD}) for name, x_BLHD in tensors_BLHD.items()]
         return staged.send(one_by_one, self.all_sent)
 
@@ -90,7 +86,7 @@ class Transfer:
         """Sends all rows of this rank's heads of attention's output; returns what the model goes on with in the place
         of all heads of its own rows, [B, L, H, D]. Not where it goes in stages."""
         outgoing = OutputToRows(self.end, out_BSGD)
-        pending = self.exchange.submit(outgoing, wait_next=True)
+        pending = self.exchange.submit(outgoing)
         with self.exchange.trace.span(f"wait for {outgoing.label}", layer=self.layer):
             return outgoing.decode(pending.wait().tensors)[0]
 

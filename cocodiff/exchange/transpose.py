@@ -81,7 +81,6 @@ class Transpose:
         self._exchange, self._grid, self._way, self._layer = exchange, grid, way, layer
         given, taken = (side.cuts for side in (grid if way == "forward" else grid[::-1]))
         self._schedule = tuple(pieces(given, taken, math.ceil(early * taken)))
-        self._at_once = given == taken == 1
         self._pending: list[tuple[Piece, LanePending[Target]]] = []
         self._into: Tensor | None = None
 
@@ -92,7 +91,7 @@ class Transpose:
             self._into = self._memory_like(x_BRCD)
         for piece in self._schedule[number]:
             outgoing = self._outgoing(piece, x_BRCD, self._into)
-            self._pending.append((piece, self._exchange.submit(outgoing, wait_next=self._at_once)))
+            self._pending.append((piece, self._exchange.submit(outgoing)))
 
     def take(self, number: int) -> Tensor:
         """The transposed tensor, of which the slice of this number and those before are here."""
@@ -143,7 +142,7 @@ class CodedTranspose:
         if self._way == "back":
             self._here = self._transfer.back(x_BRCD)
         else:
-            (self._here,) = self._transfer.wait(self._transfer.send(wait_next=True, q=x_BRCD)).values()
+            (self._here,) = self._transfer.wait(self._transfer.send(q=x_BRCD)).values()
 
     def take(self, number: int) -> Tensor:
         return self._here

@@ -393,7 +393,7 @@ class Bands(TorchFunctionMode):
             self._transport.world.send_recv(sends, recvs).wait()
             return [tensor for tensor, _ in recvs]
 
-        return self._transport.control.submit_inline(exchange, sends, recvs).wait()
+        return self._transport.control.submit(exchange, sends, recvs).wait()
 
     def _gathered(self, own: Tensor, parts: list[Tensor]) -> list[Tensor]:
         self._transport.arrive("a gather of all bands")
@@ -402,4 +402,4 @@ class Bands(TorchFunctionMode):
             self._transport.world.all_gather(own, parts).wait()
             return parts
 
-        return self._transport.control.submit_inline(gather, own, parts).wait()
+        return self._transport.control.submit(gather, own, parts).wait()

@@ -288,7 +288,7 @@ class PlannedCall:
         yield
         self.spans.append(Moved(name, lane, began, self.at))
 
-    def send(self, wait_next: bool = False, **tensors: Tensor) -> dict[str, Any]:
+    def send(self, **tensors: Tensor) -> dict[str, Any]:
         """As of a transfer."""
         if self._sent.stages is None:
             self._travel(*tensors)

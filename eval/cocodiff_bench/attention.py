@@ -252,7 +252,7 @@ def exchange_seconds(config: Config, topology: Topology, layer: StandInLayer, tr
 
     def there_and_back() -> None:
         q, k, v = layer.qkv_BLHD
-        out_BSGD = send(exchange, layer.layout, kind, wait_next=True, q=q, k=k, v=v)[0]
+        out_BSGD = send(exchange, layer.layout, kind, q=q, k=k, v=v)[0]
         send_back(exchange, out_BSGD, layer.layout, kind)
 
     return slowest_median(calls_in_step(there_and_back, CALIBRATION_CALLS // 3, transport), transport)

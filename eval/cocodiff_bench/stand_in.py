@@ -40,11 +40,9 @@ def make_exchange(config: Config, topology: Topology, transport: Any, trace: Tra
     return Exchange(config.exchange, topology, transport, trace, table, config.nic_balance, kernels, chunked)
 
 
-def send(exchange: Exchange, layout: Layout, kind: str = "", wait_next: bool = False, **x_BLHD: Tensor) -> list[Tensor]:
-    """Sends each tensor [B, L, H, D] in one message to each peer and returns, when all has arrived, [B, S, G, D].
-
-    wait_next: on the thread that calls, as attention does where nothing is left to compute meanwhile."""
-    sent = Transfer(exchange, CodedCall(layout), kind).send(wait_next=wait_next, **x_BLHD)
+def send(exchange: Exchange, layout: Layout, kind: str = "", **x_BLHD: Tensor) -> list[Tensor]:
+    """Sends each tensor [B, L, H, D] in one message to each peer and returns, when all has arrived, [B, S, G, D]."""
+    sent = Transfer(exchange, CodedCall(layout), kind).send(**x_BLHD)
     return [arriving.wait() for arriving in sent.values()]
 
 

@@ -143,9 +143,6 @@ class DelayedLane:
     def submit(self, work: Callable[..., Any], *given: Any) -> Any:
         return self._lane.submit(lambda *given: (dawdle(), work(*given))[1], *given)
 
-    def submit_inline(self, work: Callable[..., Any], *given: Any) -> Any:
-        return self._lane.submit_inline(lambda *given: (dawdle(), work(*given))[1], *given)
-
 
 class DelayedGroup:
     def __init__(self, group: Any) -> None:

@@ -39,15 +39,9 @@ def test_a_failure_is_named_with_its_reason(watches: Watches, failing: int, mist
     assert [(type(error), str(error)) for error in errors] == [(UserError if mistake else PeerLost, said)] * 3
 
 
-@pytest.mark.parametrize("after_a_job", [False, True])
-def test_a_rank_that_no_error_can_reach_ends_with_the_loss_as_its_last_words(
-    watches: Watches, after_a_job: bool
-) -> None:
+def test_a_rank_that_no_error_can_reach_ends_with_the_loss_as_its_last_words(watches: Watches) -> None:
     ranks = watches.open(range(2), 2)
     with ranks[1].blocking():
-        if after_a_job:
-            with ranks[1].blocking():  # as a wait that runs another one's job, which waits in turn
-                pass
         ranks[0].fail("out of memory")
         awaited(lambda: watches.last_words)
     words = "cocodiff: [rank 1] rank 0 failed: out of memory; this rank was waiting for it and ends\n"

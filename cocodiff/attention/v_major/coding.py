@@ -213,9 +213,6 @@ class SelectiveTransfer(Transfer):
             raise RuntimeError("V-Major chooses tokens by v: an order has to send v before or together with q and k")
         super().open(tensors_BLHD)
 
-    def post(self, tensors_BLHD: Mapping[str, Tensor], wait_next: bool) -> dict[str, Arriving]:
-        return super().post(tensors_BLHD, wait_next and self.coded.full)
-
 
 def travelling_rows(x_BLHD: Tensor, index_N: Tensor) -> Rows:
     """The chosen rows of all batch rows in one, [1, N, H, D], gathered where they are packed."""
@@ -228,10 +225,10 @@ def travelling_rows(x_BLHD: Tensor, index_N: Tensor) -> Rows:
 class SourceTransfer(SelectiveTransfer):
     coded: SourceCall
 
-    def post(self, tensors_BLHD: Mapping[str, Tensor], wait_next: bool) -> dict[str, Arriving]:
+    def post(self, tensors_BLHD: Mapping[str, Tensor]) -> dict[str, Arriving]:
         if "v" in tensors_BLHD:
             self.coded.observe(tensors_BLHD["v"])
-        return super().post(tensors_BLHD, wait_next)
+        return super().post(tensors_BLHD)
 
 
 class SourceCall(SelectiveCall):
@@ -296,16 +293,16 @@ class CardTransfer(SelectiveTransfer):
 
     coded: CardCall
 
-    def post(self, tensors_BLHD: Mapping[str, Tensor], wait_next: bool) -> dict[str, Arriving]:
+    def post(self, tensors_BLHD: Mapping[str, Tensor]) -> dict[str, Arriving]:
         others = {name: x_BLHD for name, x_BLHD in tensors_BLHD.items() if name != "v"}
         if "v" not in tensors_BLHD:
-            return super().post(others, wait_next)
+            return super().post(others)
         outgoing, lanes = WholeFirst(self.end, {"v": tensors_BLHD["v"]}), self.exchange.lanes
         first, second = self.exchange.both_phases()
         swapped = lanes["sibling"].submit(partial(self.exchange.phase, first, None), outgoing)
         landed = lanes["plane"].submit(partial(self.coded.second_phase, second, swapped), outgoing)
         v = arriving_whole(outgoing, landed)
-        return v | super().post(others, False) if others else v
+        return v | super().post(others) if others else v
 
 
 class CardCall(SelectiveCall):

@@ -66,7 +66,7 @@ class GuidanceParts:
         own = self._message(output)
         others = [torch.empty_like(x) for x in own]
         self._begin(own)
-        self._lane.submit_inline(self._job("exchange halves"), own, others).wait()
+        self._lane.submit(self._job("exchange halves"), own, others).wait()
         self._check(others[0])
         pairs = iter([(x, y) for x, y in zip(own, others, strict=True)][1:])
         return tree_map_only(
