@@ -1,10 +1,12 @@
-"""Accelerators by stand-ins: the order between streams, which tile is taken. Nothing here ran on a GPU."""
+"""Accelerators by stand-ins: the order between streams, which tile is taken, IPEX. Nothing here ran on a GPU."""
 
 from __future__ import annotations
 
+import sys
 import threading
 from contextlib import contextmanager
-from types import SimpleNamespace
+from importlib import metadata
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from cocodiff.comm.health import Health
 from cocodiff.comm.transport import Lane
 from cocodiff.config.errors import OwnRankError
 from cocodiff.kernels import device as devices
-from cocodiff.kernels.device import HandedOver, rank_device, used_on_current_stream
+from cocodiff.kernels.device import IPEX, HandedOver, import_ipex, rank_device, used_on_current_stream
 
 XPU = torch.device("xpu", 0)
 
@@ -64,6 +66,7 @@ class FakeXpu:
 def xpu(monkeypatch: pytest.MonkeyPatch) -> FakeXpu:
     fake = FakeXpu()
     monkeypatch.setattr(torch, "get_device_module", lambda *_: fake)
+    monkeypatch.setattr(devices, "import_ipex", lambda: False)
     return fake
 
 
@@ -113,6 +116,34 @@ def test_a_rank_without_a_tile_is_told_what_hides_it(xpu, monkeypatch, environme
     with pytest.raises(OwnRankError, match=rf"local rank 3 has no xpu device: 1 found; .*{told}"):
         rank_device("xpu", 3)
     assert xpu.chosen == []
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes an IPEX of a version appear; its module says that it was imported."""
+
+    def install(version: str | None, module: Any = None) -> None:
+        def known(name: str) -> str:
+            if name == IPEX and version is not None:
+                return version
+            raise metadata.PackageNotFoundError(name)
+
+        monkeypatch.setattr(devices.metadata, "version", known)
+        monkeypatch.setitem(sys.modules, IPEX, module)
+
+    return install
+
+
+def test_ipex_is_imported_where_it_fits_and_never_required(installed, caplog):
+    ours = ".".join(torch.__version__.split(".")[:2])
+    installed(None)
+    assert not import_ipex()
+    installed(f"{ours}.10+xpu", ModuleType(IPEX))
+    assert import_ipex() and not caplog.records
+    installed("1.13.0", ModuleType(IPEX))  # importing that one would end the process
+    assert not import_ipex() and "is for another PyTorch" in caplog.text
+    installed(f"{ours}.10", None)  # a module of None cannot be imported
+    assert not import_ipex() and "could not be imported" in caplog.text
 
 
 def test_free_memory_of_a_tile_counts_what_the_allocator_keeps(xpu):

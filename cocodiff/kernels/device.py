@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import re
 from collections.abc import Iterator, Mapping
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -14,6 +17,8 @@ from torch import Tensor
 from cocodiff.config.errors import OwnRankError
 
 T = TypeVar("T")
+IPEX = "intel_extension_for_pytorch"
+log = logging.getLogger("cocodiff.kernels.device")
 
 
 def rank_device(name: str, local_rank: int, shared: bool = False) -> torch.device:
@@ -26,6 +31,8 @@ def rank_device(name: str, local_rank: int, shared: bool = False) -> torch.devic
     if name == "auto":
         found = torch.accelerator.current_accelerator(check_available=True)
         name = found.type if found is not None else "cpu"
+    if name == "xpu":
+        import_ipex()
     if name == "cpu":
         return torch.device("cpu")
     module = torch.get_device_module(name)
@@ -49,6 +56,29 @@ def _more_devices(name: str, count: int) -> str:
         f"{remedy}, or let each rank see all tiles: ZE_FLAT_DEVICE_HIERARCHY=FLAT, no ZE_AFFINITY_MASK and no "
         f"gpu_tile_compact.sh (now {', '.join(environment) or 'neither is set'})"
     )
+
+
+def import_ipex() -> bool:
+    """Imports Intel's extension of PyTorch where there is one for this PyTorch: older stacks have xpu through it alone,
+    newer ones a few more kernels. It ends the process when its version is another one's, so that is looked at first.
+    """
+    try:
+        version = metadata.version(IPEX)
+    except metadata.PackageNotFoundError:
+        return False
+    if _two_numbers(version) != _two_numbers(torch.__version__):
+        log.warning("%s %s is for another PyTorch than %s: not imported", IPEX, version, torch.__version__)
+        return False
+    try:
+        import_module(IPEX)
+    except Exception as error:
+        log.warning("%s %s could not be imported and is not used: %s", IPEX, version, error)
+        return False
+    return True
+
+
+def _two_numbers(version: str) -> tuple[str, ...]:
+    return tuple(re.findall(r"\d+", version)[:2])
 
 
 def free_memory(device: torch.device, ranks: int) -> int | None:

@@ -150,6 +150,13 @@ CASES: dict[str, tuple[Callable[[Facts], Facts], str, str, str, str]] = {
         "torch differs: .*on rank 3",
         "full path",
     ),
+    "IPEX of another": (
+        lambda j: version(j, -1, intel_extension_for_pytorch="2.8.10"),
+        WARNING,
+        "versions",
+        "IPEX 2.8.10",
+        "uninstall",
+    ),
     "foreign MPI": (lambda j: change(j, -1, world=144), FAULT, "launch", "started 144 .* found 12", "mpiexec that"),
     "uneven hosts": (lambda j: two_hosts(j, lambda r: r < 11), FAULT, "launch", "x1 has 11 ranks", "--ppn"),
     "round-robin": (lambda j: two_hosts(j, lambda r: r % 2 == 0), FAULT, "launch", "belong to 2 nodes", "node by node"),

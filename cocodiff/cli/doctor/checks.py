@@ -53,6 +53,10 @@ def check_versions(facts: Facts) -> Findings:
         if len(set(values)) > 1:
             remedy = "start every rank with the same Python: give mpiexec the environment's full path"
             found.fault(f"{package} differs: {by_value(facts.ranks, values)}", remedy)
+    ipex, torch = first.get("intel_extension_for_pytorch"), first.get("torch") or ""
+    if ipex is not None and numbers(ipex)[:2] != numbers(torch)[:2]:
+        remedy = "uninstall it, or install the one of the same major and minor version"
+        found.warning(f"IPEX {ipex} is not for torch {torch}: it is not imported", remedy)
     if not found:
         shown = ("cocodiff", "python", "torch", "diffusers", "transformers", "mpi", "xpu runtime")
         found.good(", ".join(f"{name} {first[name]}" for name in shown if first.get(name)))
