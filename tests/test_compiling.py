@@ -149,7 +149,7 @@ def test_taken_apart_a_model_has_the_same_bits_and_sends_nothing_from_inside_a_g
         monkeypatch.setattr(kind, name, call)
 
     monkeypatch.setattr(compiling, "BACKEND", backend)
-    watched(Lane, "_append")  # where every message comes by
+    watched(Lane, "submit")  # where every message comes by
     watched(SequenceRanks, "cut")
     model = FAMILIES[family][0](6, **LAYERS.get(family, {}))
     calls = four_steps(family, 1 + ("guidance_parallel" in settings))
