@@ -55,7 +55,7 @@ def test_a_killed_job_goes_on_with_other_replicas_to_the_same_bits(scan: Path, t
     os.killpg(run.process.pid, signal.SIGKILL)
     run.end()
     kept = run.journals.kept()
-    assert kept is not None and 2 <= kept.done < SLICES
+    assert kept is not None and 2 <= kept.done <= SLICES  # a batch and more: two kills may leave none to be made
     with next(run.journals.folder.glob("*.jsonl")).open("ab") as journal:
         journal.write(b'{"number": 0, "si')  # as a kill in the middle of a write leaves it
     refused = forked(*words(scan, tmp_path / "out", "--ranks", 1, "--resume"), folder=tmp_path)
