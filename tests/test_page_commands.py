@@ -25,8 +25,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 # What a page leaves open, by the option before it: `--nodes N`.
 OPEN = {"nodes": "2", "threads": "1", "repeats": "3", "link_efficiency": "0.109", "guidance_parallel": "2"}
-AXES = [{"name": name, "type": "space"} for name in "zyx"]
 NAMED = {"machine": "aurora", "model": "flux"}
+AXES = [{"name": name, "type": "space"} for name in "zyx"]
 
 
 def commands(page: Path) -> Iterator[list[str]]:
@@ -81,7 +81,7 @@ def test_every_command_of_the_pages_is_taken(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the commands name: a volume in each format, masks, models' configs."""
+    """What the commands name: a volume in each format, masks, a machine file."""
     folder, random = tmp_path_factory.mktemp("pages"), np.random.default_rng(0)
     volume, holes = random.random((20, 64, 64), np.float32), np.zeros((20, 64, 64), np.uint8)
     holes[4, 10:20, 10:20] = 1

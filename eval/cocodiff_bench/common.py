@@ -176,6 +176,16 @@ def measure_in_turns(
         return interleave(variants, values["repeats"], units, together, bar.update, prepare=prepare)
 
 
+def seconds_of(call: Callable[[], object]) -> float:
+    """Of one call, roughly: the least of a few."""
+    found = []
+    for _ in range(5):
+        started = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - started)
+    return min(found)
+
+
 def of_slowest_rank(seconds: Mapping[str, list[float]], transport: Any) -> dict[str, list[float]]:
     """Each measurement as that of the rank for which it took longest. All ranks call it; rank 0's answer is whole."""
     of_ranks = transport.gather_object(seconds) or [seconds]

@@ -123,7 +123,7 @@ def case_rows(op: str, size_mb: int, values: Values) -> list[Row]:
     }
     if case.diffusers is not None:
         calls["diffusers"] = case.diffusers
-    fastest = min(seconds_of(calls["sycl"]), seconds_of(calls["torch"]))
+    fastest = min(common.seconds_of(calls["sycl"]), common.seconds_of(calls["torch"]))
     units = max(math.ceil(MEASURED_S / fastest), BATCH_MB // size_mb if size_mb else LAUNCH_CALLS)
 
     def repeated(call: Callable[[], object]) -> Callable[[], None]:
@@ -143,16 +143,6 @@ def case_rows(op: str, size_mb: int, values: Values) -> list[Row]:
 
 def nothing(*_: object) -> None:
     return
-
-
-def seconds_of(call: Callable[[], object]) -> float:
-    """Of one call, roughly: the least of a few."""
-    found = []
-    for _ in range(5):
-        started = time.perf_counter()
-        call()
-        found.append(time.perf_counter() - started)
-    return min(found)
 
 
 def check_same(op: str, case: Case, ours: Any, reference: Any) -> None:

@@ -344,12 +344,7 @@ def measured_device(ranks: int, tokens: int, width: int) -> Device:
 
     def rate(call: Callable[[], object]) -> float:
         """Calls in a second."""
-        times = []
-        for _ in range(20):
-            started = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - started)
-        return share / statistics.median(times)
+        return share / common.seconds_of(call)
 
     flop = 2 * len(x_LW) * width * width
     return Device(
