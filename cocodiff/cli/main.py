@@ -10,6 +10,7 @@ from importlib import import_module
 
 from cocodiff import __version__
 from cocodiff.comm.launch import Launch, detect
+from cocodiff.comm.presence import Presence
 from cocodiff.config.errors import OwnRankError, UserError, check_choice
 from cocodiff.jobs.terminal import stop_writing
 
@@ -60,6 +61,9 @@ def run_command(words: Sequence[str], launch: Launch | None = None) -> int:
         return 0
     try:
         launch = launch or detect()
+        presence = Presence.of_job(launch)
+        if presence is not None:
+            presence.announce()  # before anything is imported: a rank that dies meanwhile is noticed by the others
         check_choice("subcommand", words[0], COMMANDS)
         command = import_module(MODULES.get(words[0], f"cocodiff.cli.{words[0]}"))
         return int(command.start(words[1:], launch))

@@ -237,8 +237,9 @@ def _meet_at_store(launch: Launch, rank: int, size: int, store: Any, limits: Lim
 def _meet_over_mpi(launch: Launch, limits: Limits) -> _Meeting:
     """MPI tells rank 0's word, and where the ranks will find torch.distributed's store."""
     from cocodiff.comm.mpi import broadcast_over_mpi, initialised_mpi
+    from cocodiff.comm.presence import Presence, limited_start
 
-    with limited_start(limits.start_s):
+    with limited_start(limits, launch.rank, Presence.of_job(launch), "MPI_Init"):
         mpi = initialised_mpi()
         world = mpi.COMM_WORLD
         rank, size = world.Get_rank(), world.Get_size()
@@ -246,17 +247,6 @@ def _meet_over_mpi(launch: Launch, limits: Limits) -> _Meeting:
         listener = _listen(one_host, size) if rank == 0 else None
         word = broadcast_over_mpi(world, _invitation(listener, one_host) if listener is not None else None)
     return _accepted(rank, size, word, listener, None)
-
-
-@contextmanager
-def limited_start(limit_s: float) -> Iterator[None]:
-    """For a library's call in which all ranks meet before the watch is open. MPI_Init lets no Python thread run, so
-    that a thread in C ends this process, with a traceback, where the call takes longer."""
-    faulthandler.dump_traceback_later(limit_s, exit=True, file=2)
-    try:
-        yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()
 
 
 def _on_one_host(launch: Launch, size: int) -> bool:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,15 +18,22 @@ import pytest
 
 from cocodiff.comm import connect, mpi
 from cocodiff.comm.launch import Launch
+from cocodiff.comm.presence import Presence
 from cocodiff.config.errors import UserError
 
 pytestmark = pytest.mark.processes
 
 WAITS = """
-    import time
-    from cocodiff.comm.connect import limited_start
+    import sys, time
+    from pathlib import Path
+    from cocodiff.comm.health import Limits
+    from cocodiff.comm.presence import Presence, limited_start
 
-    with limited_start(1.0):
+    folder, ranks, start_s, rank = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
+    presence = Presence(folder, rank, ranks)
+    presence.announce()
+    with limited_start(Limits(timeout_s=1.0, start_s=start_s), rank, presence, "MPI_Init"):
+        print("waits", flush=True)
         time.sleep(60)
 """
 JOINS = """
@@ -42,6 +51,10 @@ JOINS = """
 """
 
 
+def waiting_rank(folder: Path, ranks: int, start_s: float, rank: int = 0) -> subprocess.Popen[str]:
+    return started(WAITS, folder, ranks, start_s, rank)
+
+
 def started(program: str, *words: object, **environment: object) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(program), *map(str, words)],
@@ -52,14 +65,90 @@ def started(program: str, *words: object, **environment: object) -> subprocess.P
     )
 
 
+@pytest.fixture
+def sibling() -> Iterator[subprocess.Popen[bytes]]:
+    """Another rank's process."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A job's folder, in one that is this user's alone."""
+    tmp_path.chmod(0o700)
+    (tmp_path / "job").mkdir()
+    return tmp_path / "job"
+
+
 def end_of(process: subprocess.Popen[str]) -> tuple[int, str]:
     _, errors = process.communicate(timeout=30)
     return process.returncode, errors
 
 
-def test_a_meeting_that_takes_too_long_is_ended() -> None:
-    code, said = end_of(started(WAITS))
-    assert code == 1 and said.startswith("Timeout (0:00:01)!")
+def test_ranks_of_this_host_that_never_came_are_named(folder: Path) -> None:
+    code, said = end_of(waiting_rank(folder, 3, 1.0))
+    assert code == -signal.SIGKILL
+    assert "[rank 0] the ranks did not meet within 1 s in MPI_Init; of this host's 3 ranks there are 0" in said
+
+
+def test_a_rank_that_hangs_in_the_meeting_is_ended(folder: Path, sibling: subprocess.Popen[bytes]) -> None:
+    (folder / "1").write_text(str(sibling.pid))
+    code, said = end_of(waiting_rank(folder, 2, 1.0))
+    assert code == -signal.SIGKILL and "all 2 ranks of this host are there: one of them hangs" in said
+
+
+def test_a_stopped_rank_is_named_before_the_limit(folder: Path, sibling: subprocess.Popen[bytes]) -> None:
+    (folder / "1").write_text(str(sibling.pid))
+    sibling.send_signal(signal.SIGSTOP)
+    code, said = end_of(waiting_rank(folder, 2, 60.0))
+    assert code == -signal.SIGKILL and "[rank 0] rank 1 has been stopped for 1 s" in said
+
+
+def test_a_rank_that_died_is_named_at_once(folder: Path, sibling: subprocess.Popen[bytes]) -> None:
+    (folder / "1").write_text(str(sibling.pid))
+    waiting = waiting_rank(folder, 2, 60.0)
+    assert waiting.stdout is not None and waiting.stdout.readline() == "waits\n"
+    sibling.kill()
+    sibling.wait()
+    code, said = end_of(waiting)
+    assert code == -signal.SIGKILL and "[rank 0] rank 1 died before the ranks had met" in said
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [(signal.SIGKILL, "rank 1 died before the ranks had met"), (signal.SIGSTOP, "rank 1 has been stopped for 1 s")],
+)
+def test_a_late_rank_names_the_one_that_others_were_ended_for(
+    folder: Path, sibling: subprocess.Popen[bytes], fault: signal.Signals, said: str
+) -> None:
+    (folder / "1").write_text(str(sibling.pid))
+    sibling.send_signal(fault)
+    if fault == signal.SIGKILL:
+        sibling.wait()
+    for rank in (0, 2):  # each begins when the one before it is dead
+        assert end_of(waiting_rank(folder, 3, 60.0, rank)) == (-signal.SIGKILL, f"cocodiff: [rank {rank}] {said}\n")
+
+
+def test_what_killed_jobs_left_is_cleared_and_others_folders_are_not_used(folder: Path, tmp_path: Path) -> None:
+    (folder / "1").write_text("999999999")
+    Presence(tmp_path / "new", 0, 1).announce()
+    assert not folder.exists() and (tmp_path / "new/0").read_text() == str(os.getpid())
+    Presence(tmp_path / "new", 0, 1).withdraw()
+    assert not (tmp_path / "new").exists()
+    tmp_path.chmod(0o777)
+    Presence(tmp_path / "new", 0, 1).announce()
+    assert not (tmp_path / "new").exists()
+    tmp_path.chmod(0o700)
+
+
+def test_a_job_is_known_by_what_its_launcher_says() -> None:
+    launch = Launch("mpi", 3, 24, 3, 12)
+    names = {Presence.of_job(launch, {"PALS_APID": word}).folder for word in ("a", "b", "a")}  # type: ignore[union-attr]
+    assert len(names) == 2
+    assert Presence.of_job(Launch("torchrun", 0, 2), {}) is None
+    assert Presence.of_job(Launch("mpi", 0, None), {}) is None
 
 
 def environment_of(rank: int) -> dict[str, object]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from cocodiff.comm import connect
 from cocodiff.comm.launch import detect
+from cocodiff.comm.presence import Presence
 from cocodiff.config.config import Config
 from cocodiff.jobs import ranks
 from cocodiff.jobs.ranks import run_ranks
@@ -92,6 +93,11 @@ def main() -> int:
     fault, transport, forked = sys.argv[1], sys.argv[2], len(sys.argv) > 3
     quiet_libraries("error")
     launch = detect()
+    presence = Presence.of_job(launch)
+    if presence is not None:
+        presence.announce()  # as the command line does
+    if fault == "killed at the start" and launch.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
     if fault == "unmet":
         connect._initialise = not_met
     settings = {"steps": "20" if fault != "settings" or launch.rank == 0 else "50"}

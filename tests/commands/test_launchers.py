@@ -123,6 +123,14 @@ def test_a_script_that_ends_on_one_rank_ends_on_all(tmp_path: Path, fault: str, 
 
 
 @pytest.mark.full
+def test_a_rank_that_dies_before_the_ranks_have_met_is_named() -> None:
+    done = mpiexec(RANKS, FAULTY, "killed at the start", "mpi", timeout_s=60)
+    assert done.returncode != 0
+    for survivor in (0, 2):
+        assert done.stderr.count(f"[rank {survivor}] rank 1 died before the ranks had met") == 1, done.stderr
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("transport", ["mpi", "mpi-rma"])
 def test_a_rank_whose_main_thread_hangs_is_given_up_and_ends(transport: str) -> None:
     done = warm_mpiexec(RANKS, FAULTY, "sleeps", transport, timeout_s=60)
