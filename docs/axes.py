@@ -1,4 +1,4 @@
-"""Draws axes.svg, the picture of parallel.md, from the axes that the engine deals ranks to:
+"""Draws axes.svg, the picture of parallel.md, from the axes that the engine divides ranks into:
 
 python docs/axes.py > docs/axes.svg
 """
@@ -73,7 +73,7 @@ def picture() -> str:
     )
     lines = [
         '<svg xmlns="http://www.w3.org/2000/svg" width="1020" height="716" viewBox="0 0 1020 716" role="img">',
-        "<title>How the tiles of Aurora nodes are dealt to replicas and to branches of guidance</title>",
+        "<title>How the tiles of Aurora nodes go to replicas and to branches of guidance</title>",
         f"<style>{style}</style>",
         '<rect width="1020" height="716" fill="#ffffff"/>',
     ]

@@ -178,7 +178,7 @@ def in_library(path: Path) -> bool:
 
 
 def test_a_class_of_the_library_has_a_name_of_its_own():
-    """Two codecs keep the same of a site, each in its own way."""
+    """Two codecs keep the same of a layer, each in its own way."""
     bodies = [syntax(path).body for path in SOURCES if in_library(path)]
     classes = [node.name for body in bodies for node in body if isinstance(node, ast.ClassDef)]
     assert {name for name in classes if classes.count(name) > 1} == {"SiteState"}

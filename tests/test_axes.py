@@ -1,4 +1,4 @@
-"""Ranks dealt to replicas, guidance branches, rings and Ulysses groups."""
+"""Ranks divided among replicas, guidance branches, rings and Ulysses groups."""
 
 from __future__ import annotations
 

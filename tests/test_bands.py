@@ -43,7 +43,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "wan2.1": ("AutoencoderKLWan", VIDEO),
     "wan2.2": ("AutoencoderKLWan", VIDEO | RESIDUAL),
 }
-# Latent frames, rows and columns: rows that are dealt evenly and unevenly, columns, fewer rows than ranks, one row
+# Latent frames, rows and columns: rows that are divided evenly and unevenly, columns, fewer rows than ranks, one row
 SHAPES = ((1, 8, 5), (2, 7, 3), (3, 5, 6), (4, 3, 2), (5, 1, 1))
 
 

@@ -14,7 +14,7 @@ from cocodiff.comm.loopback import run_ranks
 from cocodiff.config.errors import UserError
 from cocodiff.demo_model.vae import LappedTransformVAE
 from cocodiff.engine.engine import parallelize
-from cocodiff.models.decoding import TiledVAE, deal_tiles, share_vae
+from cocodiff.models.decoding import TiledVAE, share_tiles, share_vae
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 
@@ -82,8 +82,8 @@ def test_tiles_of_all_ranks_are_one_process_with_tiling(name, size):
 
 
 def test_tiles_are_dealt_evenly():
-    assert deal_tiles([64, 64, 32, 64, 64, 32, 32, 32, 16], 3) == [[0, 4, 8], [1, 2, 6], [3, 5, 7]]
-    assert deal_tiles([5], 3) == [[0], [], []]
+    assert share_tiles([64, 64, 32, 64, 64, 32, 32, 32, 16], 3) == [[0, 4, 8], [1, 2, 6], [3, 5, 7]]
+    assert share_tiles([5], 3) == [[0], [], []]
 
 
 def test_a_pipeline_is_restored_in_tiles():

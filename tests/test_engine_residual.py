@@ -30,7 +30,7 @@ def test_every_family_is_coded_and_displaced(family):
                 with parallelize(own, "split", transport=transport, **settings) as engine:
                     outputs.append(denoise(own, inputs))
                     lossy = (codec, arrival) != ("none", "now") and transport.size > 1
-                    assert (engine.sequence.strategy.coding.bytes_held() > 0) == lossy
+                    assert (engine.sequence.strategy.codec.bytes_held() > 0) == lossy
                 profile = engine.drift_profile()
                 shares = [(row["coded_fraction"], row["linear_fraction"]) for row in profile]
                 if codec != "none":

@@ -86,12 +86,12 @@ def test_an_image_leaves_no_ghost(preset):
         own.set_progress_bar_config(disable=True)
         with torch.no_grad(), parallelize(own, preset, transport=transport) as engine:
             first = pipeline_call(own, 0)
-            held = engine.sequence.strategy.coding.bytes_held()
+            held = engine.sequence.strategy.codec.bytes_held()
             pipeline_call(own, 1, steps=3, side=96, prompt_tokens=7)
             again = pipeline_call(own, 0)
             assert torch.equal(first, again)
-            assert engine.sequence.strategy.coding.bytes_held() == held > 0
-        assert engine.sequence.strategy.coding.bytes_held() == 0
+            assert engine.sequence.strategy.codec.bytes_held() == held > 0
+        assert engine.sequence.strategy.codec.bytes_held() == 0
 
     run_ranks(3, work)
 
@@ -125,7 +125,7 @@ def test_an_interrupted_image_leaves_nothing_behind(preset):
         run_ranks(3, partial(restore, interrupted))
     for hook in hooks:
         hook.remove()
-    assert [engine.sequence.strategy.coding.bytes_held() for engine in engines] == [0] * 6
+    assert [engine.sequence.strategy.codec.bytes_held() for engine in engines] == [0] * 6
     for one, other in zip(run_ranks(3, partial(restore, interrupted)), expected, strict=True):
         assert torch.equal(one, other)
 

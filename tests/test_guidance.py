@@ -211,7 +211,7 @@ def test_a_coding_keeps_each_branch_where_it_is_computed(family, settings):
     def run(own: Any, transport: Any, branch: int | None, parts: int) -> list[torch.Tensor]:
         with torch.no_grad(), parallelize(own, transport=transport, guidance_parallel=parts, **lossy) as engine:
             outputs = [[own(**call)[0] * 1 for call in step_calls(step, branch)] for step in range(4)]
-            held = engine.sequence.strategy.coding.bytes_held()
+            held = engine.sequence.strategy.codec.bytes_held()
         assert held > 0 and (sum(engine.bytes("late").values()) > 0) == ("arrival" in settings)
         return [torch.cat(of_step) for of_step in outputs]
 

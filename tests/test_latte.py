@@ -25,7 +25,7 @@ from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.jobs.options import parse, with_settings
 from cocodiff.kernels.residual import coded_width
 from cocodiff.planner import automatic
-from cocodiff.topology.layout import DealtSegment, Layout, Segment
+from cocodiff.topology.layout import Layout, Segment, ShardedSegment
 from cocodiff.topology.routes.chunks import Piece, Side, pieces
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
@@ -120,8 +120,8 @@ def test_equals_one_process_with_every_exchange_and_slicing(size, dtype):
     check_equals_one_process(size, (13, 12), dtype, 2, *product(EXCHANGES, (1, 2, 4, "auto")))
 
 
-def dealt(name: str, shares: tuple[int, ...]) -> DealtSegment:
-    return DealtSegment(Segment(name, sum(shares)), shares)
+def divided(name: str, shares: tuple[int, ...]) -> ShardedSegment:
+    return ShardedSegment(Segment(name, sum(shares)), shares)
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
@@ -130,8 +130,8 @@ def test_bytes_are_those_of_the_closed_formula(exchange, machine, size, frames, 
     """Each pair of blocks sends hidden states from frames to places and back, in slices or not."""
     topology, layers, batch = topology_of(machine, size), 2, 2
     shares = Segment("frames", frames).shares(topology)
-    places = Segment("places", (side // 2) ** 2, dealt_from="back").shares(topology)
-    formulas = Formulas(topology, Layout((dealt("frames", shares),), places))
+    places = Segment("places", (side // 2) ** 2, extras_from="back").shares(topology)
+    formulas = Formulas(topology, Layout((divided("frames", shares),), places))
     expected: Counter[str] = Counter()
     for rank, way in product(range(size), ("forward", "back")):
         expected.update(formulas.sent(exchange, way, rank, layers * batch * WIDTH * 4))
@@ -267,7 +267,7 @@ def test_the_residual_codec_sends_transposes_in_the_bytes_of_its_codes(codec, fi
     """first: bits of the first call, None where that is whole."""
     size, shape, layers, batch = 3, (9, 8), 2, 2
     topology, bits = topology_of("local", size), int(codec.removeprefix("int"))
-    layout = Layout((dealt("frames", (3, 3, 3)),), Segment("places", 16, dealt_from="back").shares(topology))
+    layout = Layout((divided("frames", (3, 3, 3)),), Segment("places", 16, extras_from="back").shares(topology))
     formulas, expected = Formulas(topology, layout), Counter()
     widths = [4 * WIDTH if first is None else coded_width(WIDTH, first), *[coded_width(WIDTH, bits)] * 2]
     for rank, way, width in product(range(size), ("forward", "back"), widths):
@@ -294,7 +294,7 @@ def test_what_coded_transposes_keep_is_what_room_is_looked_for(codec, monkeypatc
         with parallelize(own, "flat", transport=transport, codec=codec, steps=3) as engine:
             for call in calls:
                 output_of(own, call)
-            return engine.sequence.strategy.coding.bytes_held()
+            return engine.sequence.strategy.codec.bytes_held()
 
     held = run_ranks(2, work)
     assert sorted(needs) == sorted(held) and min(held) > 0

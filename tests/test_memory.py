@@ -17,7 +17,7 @@ from tiny_models import FAMILIES, sd3_transformer
 from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import topology_of
 
-from cocodiff.attention.strategy import LazyQKV, Site
+from cocodiff.attention.strategy import LayerKey, LazyQKV
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.comm.trace import Trace
 from cocodiff.config.config import Config
@@ -25,7 +25,7 @@ from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Topology
 from cocodiff.engine.assemble import build_strategy
 from cocodiff.engine.engine import parallelize
-from cocodiff.exchange.coding import Moment
+from cocodiff.exchange.codec import StepInfo
 from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.kernels import Kernels
 from cocodiff.kernels.device import free_memory
@@ -82,10 +82,10 @@ def test_qwen_image_on_one_node(branches, expected, scoring):
 
 
 def held(topology: Topology, shape: ModelShape, load: Load, dtype: torch.dtype) -> list[int]:
-    """What Coding.bytes_held() says on every rank after a whole and two selective, coded or displaced steps of every
-    site."""
-    sites = [(f"layer.{n}", load.segments) for n in range(shape.joint_layers + shape.parallel_layers)]
-    sites += [(f"image.{n}", load.segments[:1]) for n in range(shape.image_layers)]
+    """What Codec.bytes_held() says on every rank after a whole and two selective, coded or displaced steps of every
+    layer."""
+    layers = [(f"layer.{n}", load.segments) for n in range(shape.joint_layers + shape.parallel_layers)]
+    layers += [(f"image.{n}", load.segments[:1]) for n in range(shape.image_layers)]
 
     def work(transport: Any) -> int:
         trace, chosen = (
@@ -94,10 +94,10 @@ def held(topology: Topology, shape: ModelShape, load: Load, dtype: torch.dtype) 
         )
         config = load.state.settings.with_(**chosen)
         strategy = build_strategy(config, Mesh.build(topology), transport, trace, Kernels("torch"))
-        coding = strategy.coding
+        codec = strategy.codec
         for step in range(3):
-            coding.begin_step(Moment(0, step, 3))
-            for layer, segments in sites:
+            codec.begin_step(StepInfo(0, step, 3))
+            for layer, segments in layers:
                 for branch in range(load.branches):
                     counts = (segments, shape.heads)
                     some = LazyQKV(torch.empty, torch.empty, torch.empty, *counts)
@@ -106,9 +106,9 @@ def held(topology: Topology, shape: ModelShape, load: Load, dtype: torch.dtype) 
                     def project(rows: int = rows) -> torch.Tensor:
                         return torch.randn(load.batch, rows, shape.heads, shape.head_dim).to(dtype)
 
-                    strategy.attend(LazyQKV(project, project, project, *counts), Site(layer, branch))
-        found = coding.bytes_held()
-        coding.end()
+                    strategy.attend(LazyQKV(project, project, project, *counts), LayerKey(layer, branch))
+        found = codec.bytes_held()
+        codec.end()
         return found
 
     return run_ranks(topology.size, work)
@@ -154,7 +154,7 @@ def test_caches_are_as_those_of_whole_models(family, kept, size, ring):
             load = Load(image_and_text(42, 5), 2, 4, 1, state(kept))
             shape = shape_of_config(family_of(own), own.config, parameters)
             expected = run_cache(shape, engine.topology, load, engine.sequence.mesh)[transport.rank].cache
-            return engine.sequence.strategy.coding.bytes_held(), expected
+            return engine.sequence.strategy.codec.bytes_held(), expected
 
     assert all(real == expected > 0 for real, expected in run_ranks(size, work))
 
@@ -365,7 +365,7 @@ def test_what_a_model_by_a_plan_keeps_has_to_be_free(name, settings, monkeypatch
         with torch.no_grad(), parallelize(own, transport=transport, steps=4, **settings) as engine:
             for call in calls:
                 own(**call)
-            return engine.sequence.strategy.coding.bytes_held()
+            return engine.sequence.strategy.codec.bytes_held()
 
     of_branch = max(run_ranks(3, run)) // 2
     for free in (of_branch, of_branch - 1):

@@ -6,14 +6,14 @@ import pytest
 import torch
 from worlds import topology_of
 
-from cocodiff.attention.strategy import LazyQKV, Site
+from cocodiff.attention.strategy import LayerKey, LazyQKV
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.comm.trace import LINK_CLASSES, Trace
 from cocodiff.config.config import Config
 from cocodiff.config.machine import Device, Machine, Topology
 from cocodiff.config.registry import EXCHANGES
 from cocodiff.engine.assemble import AttentionWork, build_strategy, with_codec_chosen
-from cocodiff.exchange.coding import Moment
+from cocodiff.exchange.codec import StepInfo
 from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.kernels import Kernels
 from cocodiff.kernels.residual import Prediction, Reconstructions
@@ -174,8 +174,8 @@ def test_planned_bytes_are_those_that_strategies_send(nodes, settings):
         strategy = build_strategy(config, of.mesh, transport, trace, Kernels("torch"))
         rows = of.mesh.layouts(load.segments, SMALL.heads)[group].rows[slot]
         x_BLHD = torch.ones(load.batch, rows, SMALL.heads, SMALL.head_dim, dtype=torch.bfloat16)
-        strategy.coding.begin_step(Moment(0, 0, of.steps))
-        strategy.attend(LazyQKV(*[lambda: x_BLHD] * 3, load.segments, SMALL.heads), Site("layer"))
+        strategy.codec.begin_step(StepInfo(0, 0, of.steps))
+        strategy.attend(LazyQKV(*[lambda: x_BLHD] * 3, load.segments, SMALL.heads), LayerKey("layer"))
         return trace.bytes()
 
     sent = run_ranks(topology.size, work, timeout_s=60.0)
@@ -197,8 +197,8 @@ def test_planned_bytes_of_v_major_are_those_that_it_sends(settings):
         for step in range(2):
             trace.clear()
             x_BLHD = torch.rand(load.batch, rows, SMALL.heads, SMALL.head_dim)
-            strategy.coding.begin_step(Moment(0, step, of.steps))
-            strategy.attend(LazyQKV(*[lambda x=x_BLHD: x] * 3, load.segments, SMALL.heads), Site("layer"))
+            strategy.codec.begin_step(StepInfo(0, step, of.steps))
+            strategy.attend(LazyQKV(*[lambda x=x_BLHD: x] * 3, load.segments, SMALL.heads), LayerKey("layer"))
         return trace.bytes()
 
     sent = run_ranks(topology.size, work, timeout_s=60.0)
@@ -265,7 +265,7 @@ def test_recorded_decisions_are_stretched_over_other_runs_and_seldom_ones_wait_f
     ("nodes", "efficiency", "arrival", "codec"),
     [
         (1, 1.0, "adaptive", "none"),  # a layer's bytes are sent while it computes
-        (1, 1.0, "now", "none"),  # and coding would take as long as it saves
+        (1, 1.0, "now", "none"),  # and codec would take as long as it saves
         (1, 0.109, "adaptive", "int2"),
         (2, 0.109, "displaced", "int2"),
         (2, 1.0, "adaptive", "none"),

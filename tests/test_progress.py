@@ -126,8 +126,8 @@ def test_schedulers_of_second_order(make, evaluations):
         own, held, sigmas = copy.deepcopy(pipe), [], []
         with torch.no_grad(), parallelize(own, "cocodiff", transport=transport, sync_interval=0) as engine:
             seen = watched(engine)
-            engine.model.register_forward_hook(lambda *_: held.append(engine.sequence.strategy.coding.bytes_held()))
-            engine.model.register_forward_hook(lambda *_: sigmas.append(engine.sequence.strategy.coding.moment.sigma))
+            engine.model.register_forward_hook(lambda *_: held.append(engine.sequence.strategy.codec.bytes_held()))
+            engine.model.register_forward_hook(lambda *_: sigmas.append(engine.sequence.strategy.codec.moment.sigma))
             pipeline_call(own, 0, steps=6)
         assert sigmas == own.scheduler.sigmas[:evaluations].tolist()
         return seen, held, engine.drift_profile()

@@ -1,4 +1,4 @@
-"""Whole models on simulated devices: every exchange, order, coding, arrival, ring, chunks and guidance gives the CPU's
+"""Whole models on simulated devices: every exchange, order, codec, arrival, ring, chunks and guidance gives the CPU's
 bits there, and every access to memory is ordered."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cocodiff.engine.engine import parallelize
 
 STEPS = 3
 HALF: dict[str, Any] = {"schedule": "fixed", "ratio": 0.5, "warmup": 1, "steps": STEPS}
-CODINGS: dict[str, dict[str, Any]] = {
+SELECTIONS: dict[str, dict[str, Any]] = {
     "whole": {},
     "v_major": {"selection": "v_major", "scoring": "source", **HALF},
     "by card": {"selection": "v_major", "scoring": "card", "reference": "prev", **HALF},
@@ -37,7 +37,7 @@ AXES = (
     (4, 3, 2),
     ("tapa", "split", "flat"),
     ("v_first", "joint"),
-    tuple(CODINGS),
+    tuple(SELECTIONS),
     ("now", "displaced", "adaptive"),
     (1, 2),  # chunks
     (1, 2),  # ranks of a ring, and its kind where it is not of keys
@@ -47,15 +47,15 @@ AXES = (
 
 
 def fits(
-    size: int, exchange: str, _: str, coding: str, arrival: str, chunks: int, ring: int, calls: str, node: Any
+    size: int, exchange: str, _: str, codec: str, arrival: str, chunks: int, ring: int, calls: str, node: Any
 ) -> bool:
     """Whether the settings go together, and leave something to be sent."""
     parts = ring * CALLS[calls][2]
     if size % parts or size // CALLS[calls][2] < 2 or (node is not None and size < 4) or (chunks > 1 and size < 3):
         return False
-    if CODINGS[coding].get("selection") == "v_major" and arrival != "now":
+    if SELECTIONS[codec].get("selection") == "v_major" and arrival != "now":
         return False
-    return coding != "by card" or exchange == "tapa"
+    return codec != "by card" or exchange == "tapa"
 
 
 # What comes in chunks has a lane and groups of its own for each part of its way. On three ranks a tile has no sibling.
@@ -107,7 +107,7 @@ def placed(x: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.T
 @contextlib.contextmanager
 def at_case(case: tuple[Any, ...]) -> Iterator[tuple[int, dict[str, Any], str, int]]:
     """The ranks, settings, family and calls of a step, for so long as the world is the case's."""
-    size, exchange, order, coding, arrival, chunks, ring, kind, node = case
+    size, exchange, order, codec, arrival, chunks, ring, kind, node = case
     family, calls, parts = CALLS[kind]
     settings = {"exchange": exchange, "order": order, "arrival": arrival, "chunks": chunks}
     settings["ring"], settings["ring_kind"] = ring if isinstance(ring, tuple) else (ring, "keys")
@@ -115,7 +115,7 @@ def at_case(case: tuple[Any, ...]) -> Iterator[tuple[int, dict[str, Any], str, i
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "detect", lambda: Launch(local_size=node))
         patch.setitem(local._KERNELS, "sim", local._KERNELS["cpu"])
-        yield size, settings | {"guidance_parallel": parts, **CODINGS[coding]}, family, calls
+        yield size, settings | {"guidance_parallel": parts, **SELECTIONS[codec]}, family, calls
 
 
 def check(simulated: Any, case: tuple[Any, ...], **devices: Any) -> None:

@@ -50,13 +50,13 @@ def test_two_nodes_of_six_two_tile_cards():
 
 
 def test_extras_are_dealt_over_nodes_then_cards_then_planes():
-    assert Topology.build(load_machine("local"), 5).deal_order == (0, 2, 4, 1, 3)
-    order = Topology.build(load_machine("local-6x2"), 24).deal_order
+    assert Topology.build(load_machine("local"), 5).shard_order == (0, 2, 4, 1, 3)
+    order = Topology.build(load_machine("local-6x2"), 24).shard_order
     assert order[:6] == (0, 12, 2, 14, 4, 16)
     assert order[12:16] == (1, 13, 3, 15)
     assert sorted(order) == list(range(24))
     aurora = Topology.build(load_machine("aurora"), 12)
-    assert aurora.deal_order == (0, 3, 4, 6, 8, 11, 1, 2, 5, 7, 9, 10)
+    assert aurora.shard_order == (0, 3, 4, 6, 8, 11, 1, 2, 5, 7, 9, 10)
 
 
 def test_a_machine_of_no_fixed_size_takes_the_launchers_word_on_nodes():

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from cocodiff_eval.harness.bound import Bound
-from cocodiff_eval.harness.job import Done
+from cocodiff_eval.harness.job import JobResult
 from cocodiff_eval.harness.quality import Quality
 from cocodiff_eval.harness.running import Presets, run_batches
 from cocodiff_eval.harness.trials import Trials
@@ -45,12 +45,12 @@ class Counted(Squares):
 
 def run(
     out: Path, bound: bool = False, ranks: int = 4, replicas: int = 2, most: int = 99, seed: int = 0
-) -> tuple[Done, list[tuple[str, int]]]:
+) -> tuple[JobResult, list[tuple[str, int]]]:
     """What rank 0 found, and the settings and numbers that were made."""
     output, made = OutputFolder(str(out), overwrite=False, resume=True), []
     output.open()
 
-    def work(transport: Any) -> Done:
+    def work(transport: Any) -> JobResult:
         replica = Replica(transport, "local", replicas)
         job = Counted(output.partial, replica.leads, made, most)
         presets = Presets({name: Config() for name in ("fine", "rough")}, "exact")

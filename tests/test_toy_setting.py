@@ -15,7 +15,7 @@ from toys.setting import ToyConfig
 from cocodiff.cli.main import main
 from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
-from cocodiff.config.registry import CODINGS, EXCHANGES, ORDERS, RECORDS, load
+from cocodiff.config.registry import EXCHANGES, ORDERS, RECORDS, SELECTIONS, load
 from cocodiff.jobs.options import parse, preset_configs, with_settings
 
 
@@ -77,7 +77,7 @@ def test_a_run_records_it(tmp_path: Path) -> None:
     assert yaml.safe_load((tmp_path / "out" / "run.yaml").read_text())["zeal"] == 3
 
 
-@pytest.mark.parametrize(("name", "table"), [("exchange", EXCHANGES), ("order", ORDERS), ("selection", CODINGS)])
+@pytest.mark.parametrize(("name", "table"), [("exchange", EXCHANGES), ("order", ORDERS), ("selection", SELECTIONS)])
 def test_an_entry_of_a_table_is_a_choice(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, table: dict[str, str]
 ) -> None:
@@ -93,6 +93,6 @@ def test_an_entry_of_a_table_is_a_choice(
         grid(grid={name: ["toy"]})
 
 
-@pytest.mark.parametrize("table", [EXCHANGES, ORDERS, CODINGS, RECORDS])
+@pytest.mark.parametrize("table", [EXCHANGES, ORDERS, SELECTIONS, RECORDS])
 def test_every_entry_of_a_table_stands_for_something(table: dict[str, str]) -> None:
     assert all(callable(load(table, name)) for name in table)

@@ -1,4 +1,4 @@
-"""A strategy and a coding of the tests' own go wherever ours do: every exchange, chunks, ring, plan, command line."""
+"""A strategy and a codec of the tests' own go wherever ours do: every exchange, chunks, ring, plan, command line."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import tifffile
 import torch
 from worlds import topology_of
 
-from cocodiff.attention.strategy import LazyQKV, Site
+from cocodiff.attention.strategy import LayerKey, LazyQKV
 from cocodiff.cli.main import main
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.comm.trace import Trace
 from cocodiff.config.config import Config
-from cocodiff.config.registry import CODINGS, COSTS, ORDERS
+from cocodiff.config.registry import COSTS, ORDERS, SELECTIONS
 from cocodiff.engine.assemble import AttentionWork, build_strategy, mesh_of
-from cocodiff.exchange.coding import Moment
+from cocodiff.exchange.codec import StepInfo
 from cocodiff.kernels import Kernels
 from cocodiff.models.adapter import image_and_text
 from cocodiff.planner import automatic
@@ -41,8 +41,8 @@ WAYS = {
 @pytest.fixture(autouse=True)
 def toys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ORDERS, "toy", "toys.order:one_by_one")
-    monkeypatch.setitem(CODINGS, "half", "toys.coding:Half")
-    monkeypatch.setitem(COSTS, "toys.coding:Half", "toys.coding:HalfCosts")
+    monkeypatch.setitem(SELECTIONS, "half", "toys.codec:Half")
+    monkeypatch.setitem(COSTS, "toys.codec:Half", "toys.codec:HalfCosts")
 
 
 def tensors() -> list[torch.Tensor]:
@@ -52,7 +52,7 @@ def tensors() -> list[torch.Tensor]:
 
 
 def attend(**settings: object) -> list[tuple[torch.Tensor, dict[str, int]]]:
-    """Every rank's output and bytes of a second call, with rows as they are dealt to all ranks."""
+    """Every rank's output and bytes of a second call, with rows as they are divided among all ranks."""
     config, topology = Config(steps=3, **settings), topology_of("local", SIZE, 3)
     rows = Layout.build(topology, SEGMENTS, HEADS).row_slices
     mesh = mesh_of(config, topology, AttentionWork(HEADS))
@@ -63,8 +63,8 @@ def attend(**settings: object) -> list[tuple[torch.Tensor, dict[str, int]]]:
         q, k, v = (lambda x=x: x for x in own)
         for step in range(2):
             trace.clear()
-            strategy.coding.begin_step(Moment(0, step, 3))
-            out_BLHD = strategy.attend(LazyQKV(q, k, v, SEGMENTS, HEADS), Site("layer"))
+            strategy.codec.begin_step(StepInfo(0, step, 3))
+            out_BLHD = strategy.attend(LazyQKV(q, k, v, SEGMENTS, HEADS), LayerKey("layer"))
         return out_BLHD, trace.bytes()
 
     return run_ranks(SIZE, work, timeout_s=60.0)
@@ -113,7 +113,7 @@ def test_a_coding_travels_everywhere_at_half_the_bytes(way: str, order: str) -> 
 
 
 def test_both_are_planned(tmp_path: Path) -> None:
-    """In fp32, of which the coding sends half."""
+    """In fp32, of which the codec sends half."""
 
     def planned(*words: str) -> dict:
         out = tmp_path / "-".join(words or ("plain",)).replace("--", "")

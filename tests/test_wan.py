@@ -142,14 +142,14 @@ def test_each_expert_begins_anew(settings, guidance):
 
             def note(model: Any, _: Any, call: dict[str, Any], output: Any) -> None:
                 if engine.counter.branch == 0:
-                    held.append(engine.sequence.strategy.coding.bytes_held())
+                    held.append(engine.sequence.strategy.codec.bytes_held())
                     if transport.rank == 0:
                         calls.append((experts_of(own).index(model), copy.deepcopy(call), output[0] + 0))
 
             for model in experts_of(own):
                 model.register_forward_hook(note, with_kwargs=True)
             found = latents_of(own)
-            assert engine.sequence.strategy.coding.moment[1:3] == (STEPS - 1, STEPS)
+            assert engine.sequence.strategy.codec.moment[1:3] == (STEPS - 1, STEPS)
         return found, held, {of: sum(engine.bytes(of).values()) for of in ("attention", "whole", "late")}
 
     of_ranks = run_ranks(4, work)

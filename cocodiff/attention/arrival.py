@@ -1,8 +1,8 @@
-"""Which tensors attention waits for: displaced ones are replaced by what the last call of the site left.
+"""Which tensors attention waits for: displaced ones are replaced by what the last call of the layer left.
 
-`Displaced` goes around any coding: it keeps the newest value of every tensor, and receives before a site's next call
+`Displaced` goes around any codec: it keeps the newest value of every tensor, and receives before a layer's next call
 what the last one has sent and did not wait for. So what stands for a displaced tensor is the state of exactly one call
-before, and results depend on no timing. A coding may have a better operand to offer, see `ResidualCall`.
+before, and results depend on no timing. A codec may have a better operand to offer, see `ResidualCall`.
 
 With `arrival: adaptive` a tensor is displaced at a call if it is expected to change by less than tau: as at the call
 before, which all its senders saw, times how much farther the noise level moves now, and LAG times that where it is
@@ -19,14 +19,22 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from cocodiff.attention.sites import TENSORS, Noted, SiteCall, SiteCalls, SiteCoding, is_fine
-from cocodiff.attention.strategy import Site
+from cocodiff.attention.stateful import TENSORS, LayerState, Noted, StatefulCall, StatefulCodec, is_fine
+from cocodiff.attention.strategy import LayerKey
 from cocodiff.config.machine import Topology
-from cocodiff.config.registry import CODECS, CODINGS, load
-from cocodiff.exchange.coding import AllRanks, Coding, Moment, StepNotes
+from cocodiff.config.registry import CODECS, SELECTIONS, load
+from cocodiff.exchange.codec import AllRanks, Codec, StepInfo, StepNotes
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.messages import EncodedBlocks
-from cocodiff.exchange.outgoing import OUTPUT, Arriving, CodedCall, Encoded, Outgoing, OutputToRows, TensorsToHeads
+from cocodiff.exchange.outgoing import (
+    OUTPUT,
+    Encoded,
+    EncodedCall,
+    Outgoing,
+    OutputToRows,
+    TensorFuture,
+    TensorsToHeads,
+)
 from cocodiff.exchange.transfer import Transfer
 from cocodiff.topology.layout import Layout
 
@@ -44,7 +52,7 @@ class DisplacedKind(NamedTuple):
 
 
 @dataclass
-class SiteArrivals(SiteCalls):
+class LayerArrivals(LayerState):
     """changes: of the tensors that were measured at the last call, by how much they had changed since the one before,
     relatively. late: what receives the tensors of the last call that it did not wait for; in_flight: their bytes until
     then, at most, sent and received ones. last: of every tensor what was received last. sampled: of tensors that travel
@@ -79,7 +87,7 @@ class SiteArrivals(SiteCalls):
 @dataclass
 class DisplacedStep:
     """Of one step: the calls of attention by the tensors that were displaced, as "qkv". awaited: the tensors' sizes on
-    the wire that attention waited for, a whole one being 1. inner: what the coding notes of the step, if anything."""
+    the wire that attention waited for, a whole one being 1. inner: what the codec notes of the step, if anything."""
 
     sets: Counter[str] = field(default_factory=Counter)
     awaited: float = 0.0
@@ -95,7 +103,7 @@ class DisplacedStep:
 
     @classmethod
     def merged(cls, parts: Sequence[DisplacedStep]) -> dict[str, Any]:
-        """Over ranks, besides what the coding notes: "displaced_fraction" of all tensors, "displaced_sets": the
+        """Over ranks, besides what the codec notes: "displaced_fraction" of all tensors, "displaced_sets": the
         fraction of calls by the tensors that were displaced together, as {"qkv": 0.25, "": 0.75}; of the bytes that
         whole tensors of 16 bits take, with heads of whole groups, "sent_fraction" and "exposed_fraction", which
         attention waited for."""
@@ -112,15 +120,15 @@ class DisplacedStep:
         }
 
 
-class Displaced(SiteCoding[SiteArrivals, DisplacedStep]):
-    """Has calls go on without some of what they send, by another coding."""
+class Displaced(StatefulCodec[LayerArrivals, DisplacedStep]):
+    """Has calls go on without some of what they send, by another codec."""
 
     fixed_kind: DisplacedKind | None = None  # every call is of this kind, in recordings
 
-    def __init__(self, inner: Coding, exchange: Exchange | None, everyone: AllRanks, settings: Any) -> None:
+    def __init__(self, inner: Codec, exchange: Exchange | None, everyone: AllRanks, settings: Any) -> None:
         """inner: what travels. everyone: the ranks that share the sequence, who decide together. settings: arrival, tau
         and fine_steps, see `Config`."""
-        super().__init__(exchange, everyone, SiteArrivals, DisplacedStep, getattr(inner, "notes", None))
+        super().__init__(exchange, everyone, LayerArrivals, DisplacedStep, getattr(inner, "notes", None))
         self.inner, self._settings = inner, settings
 
     @classmethod
@@ -128,27 +136,27 @@ class Displaced(SiteCoding[SiteArrivals, DisplacedStep]):
         cls, settings: Any, topology: Topology, exchange: Exchange | None, transport: Any, everyone: AllRanks
     ) -> Displaced:
         codes = settings.codec != "none"
-        inner: type[Coding] = load(CODECS, settings.codec) if codes else load(CODINGS, settings.selection)
+        inner: type[Codec] = load(CODECS, settings.codec) if codes else load(SELECTIONS, settings.selection)
         return cls(inner.of(settings, topology, exchange, transport, everyone), exchange, everyone, settings)
 
-    def open(self, exchange: Exchange, layout: Layout, site: Site) -> Transfer:
-        call = DisplacedCall(self, exchange, layout, site, self.inner.call(exchange, layout, site))
-        return DisplacedTransfer(exchange, call, site.kind)
+    def open(self, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> Transfer:
+        call = DisplacedCall(self, exchange, layout, layer_key, self.inner.call(exchange, layout, layer_key))
+        return DisplacedTransfer(exchange, call, layer_key.kind)
 
     # Lifecycle --------------------------------------------------------------------------------------------------------
 
-    def begin_step(self, moment: Moment) -> None:
+    def begin_step(self, moment: StepInfo) -> None:
         super().begin_step(moment)
         self.inner.begin_step(moment)
 
     def catch_up(self) -> None:
-        for site in self._sites.values():
-            site.catch_up()
+        for layer_key in self._layers.values():
+            layer_key.catch_up()
 
-    def forget(self, site: Site) -> None:
-        if site in self._sites:
-            self._sites.pop(site).catch_up()
-        self.inner.forget(site)
+    def forget(self, layer_key: LayerKey) -> None:
+        if layer_key in self._layers:
+            self._layers.pop(layer_key).catch_up()
+        self.inner.forget(layer_key)
 
     def end(self, drain: bool = True) -> None:
         if drain and self.notes is not None:
@@ -158,9 +166,9 @@ class Displaced(SiteCoding[SiteArrivals, DisplacedStep]):
         self.inner.end(drain)
 
     def bytes_held(self) -> int:
-        """Received values are the coding's own where that keeps something, and counted there."""
+        """Received values are the codec's own where that keeps something, and counted there."""
         own = not self.inner.keeps_state
-        return self.inner.bytes_held() + sum(site.bytes_held(own) for site in self._sites.values())
+        return self.inner.bytes_held() + sum(layer_key.bytes_held(own) for layer_key in self._layers.values())
 
     def report(self) -> dict[int, StepNotes]:
         of_inner = self.inner.report()
@@ -190,7 +198,7 @@ class Displaced(SiteCoding[SiteArrivals, DisplacedStep]):
             noted.takers.append(state.take_notes)
         self._report[self.moment.step].add(call.displaced, inner.share)
 
-    def displaced(self, state: SiteArrivals, inner: CodedCall) -> frozenset[str]:
+    def displaced(self, state: LayerArrivals, inner: EncodedCall) -> frozenset[str]:
         """The tensors that this call does not wait for: attention takes what the last call left."""
         held, fine = self.fixed_kind, is_fine(self.moment, self._settings.fine_steps)
         if not state.follows or (fine and held is None):
@@ -204,16 +212,18 @@ class Displaced(SiteCoding[SiteArrivals, DisplacedStep]):
         return frozenset(name for name in TENSORS if state.changes.get(name, math.inf) < limits[name])
 
 
-class DisplacedCall(SiteCall[SiteArrivals]):
+class DisplacedCall(StatefulCall[LayerArrivals]):
     """displaced: the tensors in whose place operands are taken, once the call has begun. measured: where it is noted
-    how tensors change, if the coding does not do that itself."""
+    how tensors change, if the codec does not do that itself."""
 
-    _coding: Displaced
+    _codec: Displaced
     displaced: frozenset[str]
     measured: Noted | None = None
 
-    def __init__(self, coding: Displaced, exchange: Exchange, layout: Layout, site: Site, inner: CodedCall) -> None:
-        super().__init__(coding, exchange, layout, site)
+    def __init__(
+        self, codec: Displaced, exchange: Exchange, layout: Layout, layer_key: LayerKey, inner: EncodedCall
+    ) -> None:
+        super().__init__(codec, exchange, layout, layer_key)
         self.inner = inner
 
     def comes_in_stages(self) -> None:
@@ -246,7 +256,7 @@ class DisplacedCall(SiteCall[SiteArrivals]):
 
     def _measure(self, name: str, x_BTHD: Tensor, rows: slice, length: int) -> None:
         """Notes by some of a tensor's `length` rows how it has changed since the last call; `rows` of them are here."""
-        if not self._coding.measures or self.inner.measures:
+        if not self._codec.measures or self.inner.measures:
             return
         sampled = self.state.sampled
         first = -rows.start % SAMPLING  # every so many of all rows, however many of them are here
@@ -277,7 +287,7 @@ class DisplacedTransfer(Transfer):
     def stages_pay(self, like_BLHD: Tensor) -> bool:
         return not self.coded.displaced and super().stages_pay(like_BLHD)
 
-    def post(self, tensors_BLHD: Mapping[str, Tensor]) -> dict[str, Arriving]:
+    def post(self, tensors_BLHD: Mapping[str, Tensor]) -> dict[str, TensorFuture]:
         displaced = self.coded.displaced
         awaited = {name: x_BLHD for name, x_BLHD in tensors_BLHD.items() if name not in displaced}
         sent = super().post(awaited) if awaited else {}
@@ -294,13 +304,13 @@ class DisplacedTransfer(Transfer):
         self._send_late(OutputToRows(self.end, out_BSGD, purpose=LATE), [out_BSGD])
         return self.coded.stand_in(OUTPUT)
 
-    def _operand(self, name: str, together: str) -> Arriving:
+    def _operand(self, name: str, together: str) -> TensorFuture:
         """The operand for a tensor: it is here, and so never comes in chunks."""
         x_BSGD = self.coded.stand_in(name)
-        return Arriving(together, lambda _chunk: x_BSGD)
+        return TensorFuture(together, lambda _chunk: x_BSGD)
 
     def _send_late(self, outgoing: Outgoing, tensors: Iterable[Tensor]) -> None:
-        """Sends tensors that the next call of the site receives. Its wait has a span of its own, without decoding."""
+        """Sends tensors that the next call of the layer receives. Its wait has a span of its own, without decoding."""
         trace, state = self.exchange.trace, self.coded.state
         state.in_flight += sum(map(self._in_flight, tensors))
         outgoing.encode_now()

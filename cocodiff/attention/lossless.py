@@ -1,13 +1,13 @@
 """The lossless codec: what travels is what a tensor differs by from its prediction, in units of the last place.
 
-Both ends of a tensor of 16 bits hold what it was at the last calls of its site, exactly, and so its prediction. The
+Both ends of a tensor of 16 bits hold what it was at the last calls of its layer, exactly, and so its prediction. The
 difference takes few bits, but how many depends on the data, and whoever receives or passes on a message has to know
 its size before. So a block's stream (`cocodiff.kernels.lossless` defines it) goes in two parts. The first is as long
-as all ranks have agreed, by the longest stream of the site's last call; it goes along the routes of the exchange,
+as all ranks have agreed, by the longest stream of the layer's last call; it goes along the routes of the exchange,
 which carry it unopened. What does not fit, the rest, goes straight to the rank that decodes, which reads in the first
 part how long it is: nobody else need know that there is one. Where all fits, no message is added.
 
-A site's first call travels whole. docs/exchange.md has the figures.
+A layer's first call travels whole. docs/exchange.md has the figures.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cocodiff.attention.sites import TENSORS, CodedStep, End, Noted, SiteCall, SiteCoding, SiteEnds
-from cocodiff.attention.strategy import Site
+from cocodiff.attention.stateful import TENSORS, CodedStep, End, LayerEnds, Noted, StatefulCall, StatefulCodec
+from cocodiff.attention.strategy import LayerKey
 from cocodiff.comm.transport import Ranks
 from cocodiff.config.machine import Topology
-from cocodiff.exchange.coding import AllRanks
+from cocodiff.exchange.codec import AllRanks
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.messages import EncodedBlocks
-from cocodiff.exchange.outgoing import CodedCall, Encoded
+from cocodiff.exchange.outgoing import Encoded, EncodedCall
 from cocodiff.exchange.staged import StagedExchange
 from cocodiff.kernels import Kernels
 from cocodiff.kernels.lossless import CODED, PARTS, Cut, least_room, room_of, stream_places
@@ -50,7 +50,7 @@ class LosslessKind(NamedTuple):
 
 
 @dataclass
-class SiteState(SiteEnds):
+class SiteState(LayerEnds):
     """needed: of each tensor the room for a token and head in which every stream of the last call would have fit, in
     sixteenths of a byte, 0 where that is not known."""
 
@@ -82,7 +82,7 @@ class LosslessStep(CodedStep):
         return super().merged(parts) | {"linear_fraction": None, "overflows": overflows}
 
 
-class Lossless(SiteCoding[SiteState, LosslessStep]):
+class Lossless(StatefulCodec[SiteState, LosslessStep]):
     """Sends streams."""
 
     fixed_kind: LosslessKind | None = None
@@ -98,8 +98,8 @@ class Lossless(SiteCoding[SiteState, LosslessStep]):
     ) -> Lossless:
         return cls(exchange, transport, everyone, settings)
 
-    def call(self, exchange: Exchange, layout: Layout, site: Site) -> CodedCall:
-        return LosslessCall(self, exchange, layout, site)
+    def call(self, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> EncodedCall:
+        return LosslessCall(self, exchange, layout, layer_key)
 
     def begin_call(self, call: LosslessCall, like_BLHD: Tensor) -> None:
         notes, state, head_dim = self.begun(call, like_BLHD), call.state, like_BLHD.shape[-1]
@@ -139,7 +139,7 @@ class Sent(NamedTuple):
     room: int
 
 
-class LosslessCall(SiteCall[SiteState]):
+class LosslessCall(StatefulCall[SiteState]):
     """What follows is known once the call has begun.
 
     codes: whether tensors are of a type that is coded. factor: of the continuation, None where the last values are the
@@ -147,15 +147,15 @@ class LosslessCall(SiteCall[SiteState]):
     travel whole.
     """
 
-    _coding: Lossless
+    _codec: Lossless
     codes: bool
     factor: float | None
     noted_step: LosslessStep
     rooms: Mapping[str, int]
     noted: Noted | None = None
 
-    def __init__(self, coding: Lossless, exchange: Exchange, layout: Layout, site: Site) -> None:
-        super().__init__(coding, exchange, layout, site)
+    def __init__(self, codec: Lossless, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> None:
+        super().__init__(codec, exchange, layout, layer_key)
         self.rooms = {}
         self._sent: defaultdict[str, dict[int, Sent]] = defaultdict(dict)
         self._staged: StagedExchange | None = None
@@ -203,7 +203,7 @@ class LosslessCall(SiteCall[SiteState]):
         ends = self.state.sent
         if name not in ends:
             B, _, H, D = x_BTHD.shape
-            ends[name] = End([x_BTHD.new_empty(B, length, H, D) for _ in range(self._coding.kept)])
+            ends[name] = End([x_BTHD.new_empty(B, length, H, D) for _ in range(self._codec.kept)])
         if not self.rooms:
             ends[name].written(self.number)[:, rows] = x_BTHD
             return x_BTHD
@@ -248,7 +248,7 @@ class LosslessCall(SiteCall[SiteState]):
         if not self.rooms:
             for name, x_BSGD in received_BTHW.items():
                 if self.codes and name not in ends:  # else these are more rows of the same memory
-                    ends[name] = End.beginning_with(x_BSGD, self._coding.kept)
+                    ends[name] = End.beginning_with(x_BSGD, self._codec.kept)
             return list(received_BTHW.values())
         arrived = [
             Arrived(name, _rows_in_turn(x_BTHW, rows), cut, ends[name].known(self.number, rows))
@@ -299,11 +299,11 @@ class LosslessCall(SiteCall[SiteState]):
             whole_bytes = self._bytes_of_whole() * len(self.rooms) // len(TENSORS)
             self.noted_step.overflow(sum(rest.nbytes for rest in rests), whole_bytes)
             with self._trace.span("wait for rests", layer=self._layer):
-                self._coding.ranks.control.submit(self._exchange_rests, sends, receives).wait()
+                self._codec.ranks.control.submit(self._exchange_rests, sends, receives).wait()
 
     def _exchange_rests(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]) -> None:
         with self._trace.span("rests", "control"):
-            self._coding.ranks.world.send_recv(sends, receives).wait()
+            self._codec.ranks.world.send_recv(sends, receives).wait()
 
     def _bytes_of_whole(self) -> int:
         """Of one tensor of this rank, all heads of its rows."""

@@ -1,6 +1,6 @@
 """The residual codec: a tensor travels as its difference from a prediction, in 2, 4 or 8 bits a channel.
 
-Sender and receiver keep the same reconstruction of q, k, v and the output of every site, and both add to it what was
+Sender and receiver keep the same reconstruction of q, k, v and the output of every layer, and both add to it what was
 sent, so errors do not add up: the next residual contains them. A code is a tensor of bytes of the same rows and heads,
 which every exchange carries unopened. The rank's own block is coded like all others, so that results do not depend on
 the number of ranks. `cocodiff.kernels.residual` defines the arithmetic, docs/exchange.md when tensors travel whole.
@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cocodiff.attention.sites import TENSORS, CodedStep, End, Noted, SiteCall, SiteCoding, SiteEnds, is_fine
-from cocodiff.attention.strategy import Site
+from cocodiff.attention.stateful import TENSORS, CodedStep, End, LayerEnds, Noted, StatefulCall, StatefulCodec, is_fine
+from cocodiff.attention.strategy import LayerKey
 from cocodiff.config.machine import Topology
-from cocodiff.exchange.coding import AllRanks
+from cocodiff.exchange.codec import AllRanks
 from cocodiff.exchange.exchange import Exchange
-from cocodiff.exchange.outgoing import CodedCall, Encoded
+from cocodiff.exchange.outgoing import Encoded, EncodedCall
 from cocodiff.kernels.residual import GROUP, Onward, Prediction, coded_width
 from cocodiff.topology.layout import Layout
 
@@ -41,7 +41,7 @@ class ResidualKind(NamedTuple):
 
 
 @dataclass
-class SiteState(SiteEnds):
+class SiteState(LayerEnds):
     """linear: with predictor auto, the tensors that the linear continuation predicted better at the last call.
     plain: whether tensors travel as they are in a call that follows no other, as a code has failed before it.
     wanted: by name, the continuations that are to be written while the last call's tensors are decoded."""
@@ -60,7 +60,7 @@ class SiteState(SiteEnds):
         self.linear = frozenset(name for name, better in compared.items() if better < 0)
 
 
-class Residual(SiteCoding[SiteState, CodedStep]):
+class Residual(StatefulCodec[SiteState, CodedStep]):
     """Sends residuals."""
 
     fixed_kind: ResidualKind | None = None  # every call is of this kind, in recordings
@@ -77,8 +77,8 @@ class Residual(SiteCoding[SiteState, CodedStep]):
     ) -> Residual:
         return cls(exchange, everyone, settings)
 
-    def call(self, exchange: Exchange, layout: Layout, site: Site) -> CodedCall:
-        return ResidualCall(self, exchange, layout, site)
+    def call(self, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> EncodedCall:
+        return ResidualCall(self, exchange, layout, layer_key)
 
     # Deciding ---------------------------------------------------------------------------------------------------------
 
@@ -98,7 +98,7 @@ class Residual(SiteCoding[SiteState, CodedStep]):
         self._report[self.moment.step].add(bool(call.predictions), call.share, linear)
 
     def bits(self, state: SiteState) -> int | None:
-        """Of a channel in a site's call; None where tensors travel as they are."""
+        """Of a channel in a layer's call; None where tensors travel as they are."""
         bits = BITS[self._settings.codec]
         if bits is None:
             return None
@@ -117,12 +117,12 @@ class Residual(SiteCoding[SiteState, CodedStep]):
         return Prediction(factor, linear, factor > 0 and predictor == "auto", self.measures and state.follows > 0)
 
 
-class ResidualCall(SiteCall[SiteState]):
+class ResidualCall(StatefulCall[SiteState]):
     """bits and predictions are known once the call has begun. bits: of a channel; None where tensors travel as they
     are. predictions: by name, none in a call that is not coded. noted: where its encoding notes how it went, if it is
     coded. displaced: the tensors that no call waits for."""
 
-    _coding: Residual
+    _codec: Residual
     bits: int | None
     predictions: Mapping[str, Prediction]
     noted: Noted | None = None
@@ -210,7 +210,7 @@ class ResidualCall(SiteCall[SiteState]):
         B, _, H, _ = like_BTHW.shape
         new = like_BTHW.new_zeros if self.coded else like_BTHW.new_empty
         last_BTHD = new(B, length, H, self._head_dim, dtype=self._dtype)
-        return End([*(torch.empty_like(last_BTHD) for _ in range(self._coding.kept - 1)), last_BTHD])
+        return End([*(torch.empty_like(last_BTHD) for _ in range(self._codec.kept - 1)), last_BTHD])
 
     def _span(self, work: str, name: str) -> AbstractContextManager[None]:
         """Of a pass over a tensor. Those of displaced ones are the main thread's work: nobody waits for a lane's."""
@@ -221,7 +221,7 @@ class ResidualCall(SiteCall[SiteState]):
         ends = self.state.received
         if self.bits is None:
             if name not in ends:  # else these are more rows of the same memory
-                ends[name] = End.beginning_with(x_BSGW, self._coding.kept)
+                ends[name] = End.beginning_with(x_BSGW, self._codec.kept)
             return x_BSGW
         if name not in ends:
             ends[name] = self._end(x_BSGW, x_BSGW.shape[1])

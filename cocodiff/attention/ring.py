@@ -27,7 +27,7 @@ from torch import Tensor
 from cocodiff.attention.local import Keys, LocalAttention, Partial, mask_in_rank_order, no_keys
 from cocodiff.attention.strategy import LazyQKV
 from cocodiff.comm.trace import Trace
-from cocodiff.comm.transport import Group, LanePending, Pending, Ranks
+from cocodiff.comm.transport import Group, LaneFuture, Pending, Ranks
 from cocodiff.kernels import Kernels, views
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.layout import Layout
@@ -89,7 +89,7 @@ class Ring:
         it is asked for."""
         here, buffers = KeysValues(k_BSGD.contiguous(), v_BSGD.contiguous()), self._two_buffers(k_BSGD, layouts)
         for number, visit in enumerate(self._visits):
-            coming: LanePending[KeysValues] | None = None
+            coming: LaneFuture[KeysValues] | None = None
             if visit.onward is not None:
                 rows = sum(layouts[visit.onward.brings].rows)
                 coming = self._pass_on(here, visit.onward, buffers[number % 2], rows, layer)
@@ -104,9 +104,7 @@ class Ring:
         others = [sum(layouts[visit.member].rows) for visit in self._visits[1:]]
         return [like_BSGD.new_empty(2 * B * max(others) * G * D) for _ in others[:2]]
 
-    def _pass_on(
-        self, here: KeysValues, onward: Move, buffer: Tensor, rows: int, layer: str
-    ) -> LanePending[KeysValues]:
+    def _pass_on(self, here: KeysValues, onward: Move, buffer: Tensor, rows: int, layer: str) -> LaneFuture[KeysValues]:
         """Starts sending a block on and receiving one of `rows` rows."""
         B, _, G, D = here.k_BSGD.shape
         shape = (B, rows, G, D)
@@ -165,7 +163,7 @@ class TokenRing(Ring):
     """One rank's place in its ring. Its messages are whole, whatever the Ulysses part sends.
 
     positions: of every group's rows in the sequence; given, a query attends to no key behind its own position (causal
-    attention, without masks of keys). All ranks compute alike if tokens are dealt as `zigzag` does."""
+    attention, without masks of keys). All ranks compute alike if tokens are divided as `zigzag` does."""
 
     positions: Sequence[Tensor] | None = None
 

@@ -1,4 +1,4 @@
-"""The interface between a model's attention and the engine: `attend(qkv, site) -> out_BLHD`. A strategy owns the order
+"""The interface between a model's attention and the engine: `attend(qkv, layer) -> out_BLHD`. A strategy owns the order
 of one call.
 
 Shapes are in names:
@@ -47,7 +47,7 @@ class LazyQKV(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Site:
+class LayerKey:
     """One attention layer of one model for one guidance branch: the key of whatever is kept between steps."""
 
     layer: str
@@ -60,6 +60,6 @@ class Site:
 
 
 class Strategy(Protocol):
-    def attend(self, qkv: LazyQKV, site: Site) -> Tensor:
+    def attend(self, qkv: LazyQKV, layer_key: LayerKey) -> Tensor:
         """Attention of this rank's rows to all rows: [B, L, H, D]."""
         ...

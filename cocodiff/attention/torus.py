@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cocodiff.attention.local import Keys, LocalAttention, Partial, mask_in_rank_order
 from cocodiff.attention.strategy import LazyQKV
-from cocodiff.exchange.outgoing import Arriving
+from cocodiff.exchange.outgoing import TensorFuture
 from cocodiff.exchange.transfer import Transfer
 from cocodiff.topology.layout import Layout
 
@@ -31,7 +31,7 @@ class Torus:
     def __init__(
         self,
         transfer: Transfer,
-        sent: Mapping[str, Arriving],
+        sent: Mapping[str, TensorFuture],
         local: LocalAttention,
         ring: Ring | None,
         layouts: Sequence[Layout],

@@ -2,7 +2,7 @@
 heads, exchange the output back.
 
 An *order* says what is projected and sent before what; it is the strategy's part that differs. Which way messages take
-is the exchange's business, what travels in a tensor's place the coding's.
+is the exchange's business, what travels in a tensor's place the codec's.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from cocodiff.attention.local import LocalAttention, mask_in_rank_order
-from cocodiff.attention.strategy import LazyQKV, Site
+from cocodiff.attention.strategy import LayerKey, LazyQKV
 from cocodiff.comm.trace import Trace
 from cocodiff.config.machine import Topology
-from cocodiff.exchange.coding import Coding
+from cocodiff.exchange.codec import Codec
 from cocodiff.exchange.exchange import Exchange
-from cocodiff.exchange.outgoing import Arriving
+from cocodiff.exchange.outgoing import TensorFuture
 from cocodiff.exchange.transfer import Transfer
 from cocodiff.topology.layout import Layout, Segments
 
 if TYPE_CHECKING:
     from cocodiff.attention.ring import Ring
 
-Order = Callable[[LazyQKV, Transfer, Trace], dict[str, Arriving]]
+Order = Callable[[LazyQKV, Transfer, Trace], dict[str, TensorFuture]]
 
 
-def joint(qkv: LazyQKV, transfer: Transfer, trace: Trace) -> dict[str, Arriving]:
+def joint(qkv: LazyQKV, transfer: Transfer, trace: Trace) -> dict[str, TensorFuture]:
     """Projects everything, then sends q, k and v in one message to each peer."""
     with trace.span("project qk", layer=transfer.layer):
         q_BLHD, k_BLHD = qkv.q(), qkv.k()
@@ -41,7 +41,7 @@ def joint(qkv: LazyQKV, transfer: Transfer, trace: Trace) -> dict[str, Arriving]
     return sent
 
 
-def v_first(qkv: LazyQKV, transfer: Transfer, trace: Trace) -> dict[str, Arriving]:
+def v_first(qkv: LazyQKV, transfer: Transfer, trace: Trace) -> dict[str, TensorFuture]:
     """V-First (CoCoDiff section III-C): v needs neither normalisation nor rotation, so it is projected first and
     travels while q and k are still being made. Packing is the lanes' work as well, so v costs this thread its
     projection alone."""
@@ -57,7 +57,7 @@ def v_first(qkv: LazyQKV, transfer: Transfer, trace: Trace) -> dict[str, Arrivin
 
 
 class Ulysses:
-    """Attention of one rank among the ranks of a Ulysses group. With a coding that sends tensors whole it is exact:
+    """Attention of one rank among the ranks of a Ulysses group. With a codec that sends tensors whole it is exact:
     with every exchange and order the result equals one process's up to the rounding of another summation order."""
 
     def __init__(
@@ -66,32 +66,32 @@ class Ulysses:
         exchange: Exchange | None,
         trace: Trace,
         order: Order = joint,
-        coding: Coding | None = None,
+        codec: Codec | None = None,
         local: LocalAttention | None = None,
         ring: Ring | None = None,
     ) -> None:
-        """exchange: None when there is one rank, which has nothing to exchange. coding: what travels, by default all
+        """exchange: None when there is one rank, which has nothing to exchange. codec: what travels, by default all
         tokens whole. local: what computes. ring: brings the keys and values of other Ulysses groups; `topology` and
         `exchange` are those of this rank's group then."""
-        self.coding, self._topology, self.exchange = coding or Coding(), topology, exchange
+        self.codec, self._topology, self.exchange = codec or Codec(), topology, exchange
         self._trace, self._order, self._ring = trace, order, ring
         self._local = local or LocalAttention()
         self._layouts: dict[tuple[Segments, int], list[Layout]] = {}
 
-    def attend(self, qkv: LazyQKV, site: Site) -> Tensor:
+    def attend(self, qkv: LazyQKV, layer_key: LayerKey) -> Tensor:
         layout = self.layout(qkv)
         if self.exchange is None:
-            out_BLHD = self._attend_here(qkv.q(), qkv.k(), qkv.v(), qkv, site.kind)
+            out_BLHD = self._attend_here(qkv.q(), qkv.k(), qkv.v(), qkv, layer_key.kind)
             qkv.meanwhile()
             return out_BLHD
-        transfer = self.coding.open(self.exchange, layout, site)
+        transfer = self.codec.open(self.exchange, layout, layer_key)
         sent = self._order(qkv, transfer, self._trace)
         if transfer.in_stages:
             from cocodiff.attention.torus import Torus
 
             return Torus(transfer, sent, self._local, self._ring, self._layouts_of_groups(qkv)).attend(qkv)
         here = transfer.wait(sent)
-        return transfer.back(self._attend_here(here["q"], here["k"], here["v"], qkv, site.kind))
+        return transfer.back(self._attend_here(here["q"], here["k"], here["v"], qkv, layer_key.kind))
 
     def _attend_here(self, q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, qkv: LazyQKV, layer: str) -> Tensor:
         """Attention of the queries that are here to all keys, with the heads that are here."""

@@ -309,7 +309,7 @@ class LaneJob(NamedTuple):
     inference: bool  # whether its submitter is in torch's inference mode, which is a mode of each thread
 
 
-class LanePending(Generic[T]):
+class LaneFuture(Generic[T]):
     """The result of a job on a lane. `wait` raises what the job raised, or PeerLost."""
 
     def __init__(self, future: Future[HandedOver[T]], health: Health) -> None:
@@ -321,7 +321,7 @@ class LanePending(Generic[T]):
                 handed = self._future.result(timeout=CHECK_S)
                 break
             except FutureTimeout as late:
-                # Done by now does not say whose this is: the job may have ended just after this wait gave up.
+                # JobResult by now does not say whose this is: the job may have ended just after this wait gave up.
                 if self._future.done() and self._future.exception() is late:
                     raise
                 self._health.still_waiting()
@@ -350,13 +350,13 @@ class Lane:
         self._thread = threading.Thread(target=self._work, name=f"lane-{name}", daemon=True)
         self._thread.start()
 
-    def submit(self, work: Callable[..., T], *given: Any) -> LanePending[T]:
+    def submit(self, work: Callable[..., T], *given: Any) -> LaneFuture[T]:
         """Runs `work(*given)` after all earlier jobs of this lane, and after what the caller's stream holds now."""
         if not self._open:
             raise RuntimeError(f"lane {self.name} is closed, and its transport with it: nobody would run this job")
         future: Future[Any] = Future()
         self._jobs.put(LaneJob(work, HandedOver(given, self._device), future, torch.is_inference_mode_enabled()))
-        return LanePending(future, self._health)
+        return LaneFuture(future, self._health)
 
     def close(self) -> None:
         self._open = False

@@ -15,7 +15,7 @@ import yaml
 from cocodiff.config.errors import UserError, check_choice, check_keys
 from cocodiff.config.files import read_text
 from cocodiff.config.machine import Device, Links, Machine
-from cocodiff.config.registry import ARRIVALS, CODECS, CODINGS, EXACT_CODECS, EXCHANGES, ORDERS, RINGS, STEP_CACHES
+from cocodiff.config.registry import ARRIVALS, CODECS, EXACT_CODECS, EXCHANGES, ORDERS, RINGS, SELECTIONS, STEP_CACHES
 from cocodiff.config.setting import described, setting, settings_of
 
 T = TypeVar("T")
@@ -93,7 +93,7 @@ class Config:
         wanted="a whole number of at least 1 (1: off) or auto",
     )
     selection: str = setting(
-        "full", "full (all tokens are sent: exact) or v_major (only tokens whose v changed)", choices=CODINGS
+        "full", "full (all tokens are sent: exact) or v_major (only tokens whose v changed)", choices=SELECTIONS
     )
     codec: str = setting(
         "none",

@@ -239,8 +239,9 @@ class Topology:
         return "plane" if a.plane == b.plane else "cross_plane"
 
     @cached_property
-    def deal_order(self) -> tuple[int, ...]:
-        """The order in which what does not divide evenly is dealt: round-robin over nodes, then cards, then planes."""
+    def shard_order(self) -> tuple[int, ...]:
+        """Who gets what is left where a number does not divide evenly: round-robin over nodes, then cards, then
+        planes."""
         first_card = {node: min(p.card for p in self.places if p.node == node) for node in range(self.nodes)}
         return tuple(
             place.rank

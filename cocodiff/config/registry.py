@@ -1,6 +1,6 @@
 """Tables of the names that settings take, each with the import string of what it stands for.
 
-One entry adds an exchange, an order or a coding: Config, the command line, settings files and sweeps take the name from
+One entry adds an exchange, an order or a codec: Config, the command line, settings files and sweeps take the name from
 then on, as they look a table up whenever they need it. Nothing is imported before it is used.
 """
 
@@ -28,7 +28,7 @@ RINGS = {
     "streaming": "cocodiff.attention.streaming:Streaming",
 }
 # The setting `selection`: what is sent in place of whole tensors.
-CODINGS = {"full": "cocodiff.exchange.coding:Coding", "v_major": "cocodiff.attention.v_major.coding:VMajor"}
+SELECTIONS = {"full": "cocodiff.exchange.codec:Codec", "v_major": "cocodiff.attention.v_major.codec:VMajor"}
 # The setting `codec`, which also takes "none": by what whole tensors are coded before they are sent. `auto` becomes one
 # of the others, or none, before a run starts.
 CODECS = {
@@ -36,14 +36,14 @@ CODECS = {
     **dict.fromkeys(("int8", "int4", "int2", "auto"), "cocodiff.attention.residual:Residual"),
 }
 EXACT_CODECS = ("none", "lossless")  # those with which tensors arrive as they were
-# The setting `arrival`, which also takes "now": how a call comes to do without what it sends, by whatever coding.
+# The setting `arrival`, which also takes "now": how a call comes to do without what it sends, by whatever codec.
 ARRIVALS = dict.fromkeys(("displaced", "adaptive"), "cocodiff.attention.arrival:Displaced")
 # The setting `step_cache`, which also takes "none": when a model's call is not computed in full.
 STEP_CACHES = {"first_block": "cocodiff.engine.step_cache:FirstBlockCache"}
-# What the planner knows of a coding (`planner/costs.py`), by the coding's import string; of one that is not here, that
+# What the planner knows of a codec (`planner/costs.py`), by the codec's import string; of one that is not here, that
 # it sends tensors whole and keeps nothing.
 COSTS = {
-    CODINGS["v_major"]: "cocodiff.planner.costs:VMajorCosts",
+    SELECTIONS["v_major"]: "cocodiff.planner.costs:VMajorCosts",
     CODECS["auto"]: "cocodiff.planner.costs:ResidualCosts",
     CODECS["lossless"]: "cocodiff.planner.costs:LosslessCosts",
     ARRIVALS["displaced"]: "cocodiff.planner.costs:ResidualCosts",

@@ -11,8 +11,8 @@ from cocodiff.comm.trace import Trace
 from cocodiff.comm.transport import Part, Transport
 from cocodiff.config.config import Config, load_chunk_table, load_exchange_table
 from cocodiff.config.machine import Machine, Topology
-from cocodiff.config.registry import ARRIVALS, CODECS, CODINGS, ORDERS, PLANNER, RINGS, imported, load
-from cocodiff.exchange.coding import AllRanks, Coding
+from cocodiff.config.registry import ARRIVALS, CODECS, ORDERS, PLANNER, RINGS, SELECTIONS, imported, load
+from cocodiff.exchange.codec import AllRanks, Codec
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.kernels import Kernels
 from cocodiff.models.adapter import image_and_text
@@ -79,21 +79,21 @@ def build_strategy(
     if mesh.ulysses > 1:
         table = exchange_table(config, mesh.topology)
         exchange = Exchange(config.exchange, topology, members, trace, table, config.nic_balance, kernels, chunked)
-    coding = coding_of(config).of(config, topology, exchange, members, AllRanks(mesh.topology, transport))
-    return Ulysses(topology, exchange, trace, load(ORDERS, config.order), coding, local, ring)
+    codec = codec_class(config).of(config, topology, exchange, members, AllRanks(mesh.topology, transport))
+    return Ulysses(topology, exchange, trace, load(ORDERS, config.order), codec, local, ring)
 
 
-def coding_name(config: Config) -> str:
+def codec_name(config: Config) -> str:
     """The import string of what travels in tensors' places, by the settings `codec`, `arrival` and `selection`."""
     if config.arrival != "now":
         return ARRIVALS[config.arrival]
-    return CODECS[config.codec] if config.codec != "none" else CODINGS[config.selection]
+    return CODECS[config.codec] if config.codec != "none" else SELECTIONS[config.selection]
 
 
-def coding_of(config: Config) -> type[Coding]:
-    """The class of the coding that the settings ask for."""
-    coding: type[Coding] = imported(coding_name(config))
-    return coding
+def codec_class(config: Config) -> type[Codec]:
+    """The class of the codec that the settings ask for."""
+    codec: type[Codec] = imported(codec_name(config))
+    return codec
 
 
 def with_codec_chosen(config: Config, topology: Topology, work: AttentionWork) -> tuple[Config, str | None]:
@@ -109,7 +109,7 @@ def mesh_of(config: Config, topology: Topology, work: AttentionWork) -> Mesh:
     """The mesh of Ulysses and Ring that the settings ask for, for a transformer's heads.
 
     Raises UserError for a ring that ranks and heads do not allow."""
-    prefers_ulysses = coding_of(config).prefers_ulysses
+    prefers_ulysses = codec_class(config).prefers_ulysses
     plain = mesh_without_ring(topology, work.heads, config.ring, prefers_ulysses, config.ring_kind)
     chosen: Mesh = plain or load(PLANNER, "mesh")(config, topology, work)
     return chosen

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from cocodiff.attention.strategy import LazyQKV, Site
+from cocodiff.attention.strategy import LayerKey, LazyQKV
 from cocodiff.comm.connect import connect, place_rank
 from cocodiff.comm.health import Limits, OnLoss
 from cocodiff.comm.launch import Launch, detect
@@ -31,7 +31,7 @@ from cocodiff.engine.assemble import AttentionWork
 from cocodiff.engine.guidance.ranks import GuidanceRule, GuidedRanks, parts_fit
 from cocodiff.engine.progress import StepCounter
 from cocodiff.engine.sequence import SequenceRanks
-from cocodiff.exchange.coding import Moment, merge_notes
+from cocodiff.exchange.codec import StepInfo, merge_notes
 from cocodiff.kernels import Kernels
 from cocodiff.models import checks, experts_of, family_of
 from cocodiff.models.adapter import Arguments
@@ -103,7 +103,7 @@ class Results:
 class Engine:
     """A parallel transformer, or a pipeline's several. Use as a context manager; see `parallelize`.
 
-    model: of the current call. A run's part in which one model is called is a run of that model: codings begin anew
+    model: of the current call. A run's part in which one model is called is a run of that model: codecs begin anew
     with it, and keep nothing of the models before it."""
 
     def __init__(self, target: Any, config: Config, transport: Transport | None = None, plan: Any = None) -> None:
@@ -267,7 +267,7 @@ class Engine:
         return {link: sent[purpose][link] + also.get(link, 0) for link in LINK_CLASSES}
 
     def drift_profile(self) -> list[dict[str, Any]]:
-        """Of every step so far, over all sites, runs and ranks: with V-Major the mean relative change of v against its
+        """Of every step so far, over all layers, runs and ranks: with V-Major the mean relative change of v against its
         reference and the fraction of image tokens that stayed; with a codec or displacement `CodedStep.merged`; with a
         step cache the fraction of calls that were cached. Empty where everything is computed, travels as it is and is
         waited for. Every rank calls it inside the block, as `bytes`."""
@@ -283,7 +283,7 @@ class Engine:
     @property
     def _reporting(self) -> list[Any]:
         """What notes something of every step, by `report` and `forget_report`."""
-        return [*(ranks.strategy.coding for ranks in self._guided.sequences), *self._caches]
+        return [*(ranks.strategy.codec for ranks in self._guided.sequences), *self._caches]
 
     def _own_results(self) -> OwnResults:
         return {purpose: self.trace.bytes(purpose) for purpose in PURPOSES}, [one.report() for one in self._reporting]
@@ -357,8 +357,8 @@ class Engine:
     def _begin_step(self, arguments: Arguments) -> None:
         counter, number = self.counter, self._models.index(self.model)
         run = counter.run * len(self._models) + number  # of this model
-        moment = Moment(run, counter.step, self._steps(), counter.sigma)
-        self.sequence.strategy.coding.begin_step(moment)
+        moment = StepInfo(run, counter.step, self._steps(), counter.sigma)
+        self.sequence.strategy.codec.begin_step(moment)
         if self._caches:
             self._caches[number].begin_call(moment, counter.branch, self.sequence, arguments)
 
@@ -367,20 +367,20 @@ class Engine:
         far ahead of another then: the first exchange needs them all. Where the family's shape is not planned, its
         adapter has `check_room` do it."""
         ranks = self.sequence
-        coding = ranks.strategy.coding
-        if self.size == 1 or not (coding.keeps_state or self._caches) or not (ranks.segments and self.family.planned):
+        codec = ranks.strategy.codec
+        if self.size == 1 or not (codec.keeps_state or self._caches) or not (ranks.segments and self.family.planned):
             return
         call = len(hidden), hidden.element_size(), self._guided.branches_kept(self.counter.branch + 1)
         if (ranks, ranks.segments, call) not in self._sized:
             self._sized.add((ranks, ranks.segments, call))
-            held = coding.bytes_held() + sum(cache.bytes_held() for cache in self._caches)
+            held = codec.bytes_held() + sum(cache.bytes_held() for cache in self._caches)
             load(PLANNER, "room")(self.model, self.family, ranks, call, hidden.device, self._ranks_on_node, held)
 
     def check_room(self, kind: str, layers: int, qkv: LazyQKV) -> None:
         """As `_check_memory`, for a model of which no more is known than its current call: before the first one of so
         many layers of a kind that keep something for a branch. qkv: of the first of them."""
         key = self.sequence, qkv.segments, kind, self.counter.branch
-        if self.sequence.strategy.coding.keeps_state and key not in self._sized:
+        if self.sequence.strategy.codec.keeps_state and key not in self._sized:
             self._sized.add(key)
             load(PLANNER, "room for layers")(layers, qkv, self.sequence, self._ranks_on_node)
 
@@ -399,10 +399,10 @@ class Engine:
         the name of the module that attends."""
         if self.model is not self._models[0]:
             layer = f"{EXPERTS[1]}.{layer}"
-        site = Site(layer, self.counter.branch)
+        layer_key = LayerKey(layer, self.counter.branch)
         ranks = self.sequence
         ranks.transport.arrive(f"attention {layer}")
-        out_BLHD = ranks.strategy.attend(qkv, site)
+        out_BLHD = ranks.strategy.attend(qkv, layer_key)
         if not self._guided.call.own:
-            ranks.strategy.coding.forget(site)
+            ranks.strategy.codec.forget(layer_key)
         return out_BLHD

@@ -78,8 +78,8 @@ class SequenceRanks:
         from cocodiff.exchange.transpose import Transposes
 
         assert self.strategy.exchange is not None, "one rank has nothing to transpose"
-        coding = None if self.config.codec == "none" else self.strategy.coding
-        return Transposes(self.strategy.exchange, self.shares(rows), self.shares(columns), slices, early, coding)
+        codec = None if self.config.codec == "none" else self.strategy.codec
+        return Transposes(self.strategy.exchange, self.shares(rows), self.shares(columns), slices, early, codec)
 
     def gather(self, x: Tensor, segment: str, dim: int = 1) -> Tensor:
         """All ranks' tokens of a segment on every rank, so that all go on with the same bits. dim: of the tokens."""

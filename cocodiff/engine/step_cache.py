@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from cocodiff.config.errors import UserError
 from cocodiff.engine.sequence import SequenceRanks
-from cocodiff.exchange.coding import Moment, StepNotes
+from cocodiff.exchange.codec import StepInfo, StepNotes
 from cocodiff.models.adapter import Forward, form_of
 from cocodiff.models.checks import replace_forward, signature_of
 
@@ -115,7 +115,7 @@ class FirstBlockCache:
         undo.callback(replace_forward(last, self._compute_last))
         return undo.close
 
-    def begin_call(self, moment: Moment, branch: int, ranks: SequenceRanks, arguments: Mapping[str, Any]) -> None:
+    def begin_call(self, moment: StepInfo, branch: int, ranks: SequenceRanks, arguments: Mapping[str, Any]) -> None:
         """The model is called. ranks: that share its sequence, who decide together. A branch that these ranks did not
         compute in the step before begins anew."""
         if moment.run != self._run:
@@ -129,7 +129,7 @@ class FirstBlockCache:
         return sum(x.nbytes for kept in self._kept.values() for x in (kept.first_BLC, *kept.rest) if x is not None)
 
     def report(self) -> dict[int, StepNotes]:
-        """Notes of every step so far, as a coding's."""
+        """Notes of every step so far, as a codec's."""
         return {**self._report}
 
     def forget_report(self) -> None:

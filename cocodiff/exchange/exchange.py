@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from cocodiff.comm.trace import Trace
-from cocodiff.comm.transport import Group, Lane, LanePending, Ranks
+from cocodiff.comm.transport import Group, Lane, LaneFuture, Ranks
 from cocodiff.config.machine import Topology
 from cocodiff.config.registry import EXCHANGES, load
 from cocodiff.exchange.messages import BlockSet, InOrder, Port, Target, run_phase, run_pipelined
@@ -81,17 +81,17 @@ class Exchange:
         """TAPA's forward phases, also those without messages for this rank."""
         return self.plans[self._name]
 
-    def submit(self, outgoing: Outgoing) -> LanePending[Target]:
+    def submit(self, outgoing: Outgoing) -> LaneFuture[Target]:
         """Sends tensors on their way: encoded, packed, sent and put in place by the lanes."""
         if not self._in_phases:
             return self._on_lane("plane", self._all_phases, outgoing)
-        earlier: LanePending[BlockSet] | None = None
+        earlier: LaneFuture[BlockSet] | None = None
         *early, last = self._routes[self._name][outgoing.way]
         for phase in early:
             earlier = self._on_lane(phase.lane, partial(self.phase, phase, earlier), outgoing)
         return self._on_lane(last.lane, partial(self._last_phase, last, earlier), outgoing)
 
-    def _on_lane(self, name: str, job: Callable[[Outgoing], T], outgoing: Outgoing) -> LanePending[T]:
+    def _on_lane(self, name: str, job: Callable[[Outgoing], T], outgoing: Outgoing) -> LaneFuture[T]:
         return self.lanes[name].submit(partial(self._in_order.run, job), outgoing)
 
     def _all_phases(self, outgoing: Outgoing) -> Target:
@@ -111,7 +111,7 @@ class Exchange:
             run_pipelined(self.port, plan, blocks, self.groups, target)
             return target
 
-    def phase(self, phase: Phase, earlier: LanePending[BlockSet] | None, outgoing: Outgoing) -> BlockSet:
+    def phase(self, phase: Phase, earlier: LaneFuture[BlockSet] | None, outgoing: Outgoing) -> BlockSet:
         """One phase on its own lane, after the one before it, or of tensors that have not been encoded. Returns the
         blocks that are here then."""
         blocks = outgoing.blocks() if earlier is None else earlier.wait()
@@ -123,7 +123,7 @@ class Exchange:
         self._run_phase(phase, outgoing, blocks)
         return _placed(outgoing, blocks)
 
-    def _last_phase(self, phase: Phase, earlier: LanePending[BlockSet] | None, outgoing: Outgoing) -> Target:
+    def _last_phase(self, phase: Phase, earlier: LaneFuture[BlockSet] | None, outgoing: Outgoing) -> Target:
         return self.last_phase(phase, outgoing, outgoing.blocks() if earlier is None else earlier.wait())
 
     def _run_phase(self, phase: Phase, outgoing: Outgoing, blocks: BlockSet) -> None:

@@ -1,6 +1,6 @@
 """The messages of a plan, and the blocks in them: sized, packed, sent, received, passed on and put in place.
 
-The only module that sizes what travels. A payload, what a coding sends in the place of a tensor, is [B, rows, heads, W]
+The only module that sizes what travels. A payload, what a codec sends in the place of a tensor, is [B, rows, heads, W]
 of any dtype, so all sizes follow from one payload block and the layout of the call.
 
 `run_phase` runs one phase and returns when its messages are here: TAPA, phase by phase. `run_pipelined` runs all phases

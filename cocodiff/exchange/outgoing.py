@@ -1,7 +1,7 @@
 """Tensors that an exchange sends: to the ranks of their heads, or attention's output to the ranks of its rows.
 
-Either is encoded (`CodedCall`) and cut into blocks by the lane that sends it first, and tells where blocks go that are
-here. A tensor on its way is an `Arriving` for whoever waits for it.
+Either is encoded (`EncodedCall`) and cut into blocks by the lane that sends it first, and tells where blocks go that
+are here. a tensor on its way is a `TensorFuture` for whoever waits for it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Encoded(NamedTuple):
     layout: Layout
 
 
-class CodedCall:
+class EncodedCall:
     """One attention call's tensors as they travel: what is sent in their place, and what the receiver makes of it.
 
     This one sends tensors as they are. Subclasses change what they need; routes, chunks and sizes follow from what
@@ -90,7 +90,7 @@ class CallEnd(NamedTuple):
 
     rank: int
     kernels: Kernels
-    coded: CodedCall
+    coded: EncodedCall
     layer: str
 
 
@@ -199,7 +199,7 @@ class OutputToRows(Outgoing):
         return [self.coded.decode_output(*received_BLHW)]
 
 
-class Arriving:
+class TensorFuture:
     """One tensor on its way to this rank's heads. together: the names of those that it travels with."""
 
     def __init__(

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from cocodiff.comm.trace import Trace
-from cocodiff.comm.transport import Group, LanePending, Pending, Ranks
+from cocodiff.comm.transport import Group, LaneFuture, Pending, Ranks
 from cocodiff.config.machine import Topology
 from cocodiff.exchange.messages import BlockSet, Groups, InFlight, Port, Sent, Target
-from cocodiff.exchange.outgoing import Arriving, CallEnd, Outgoing, OutputToRows, TensorsToHeads
+from cocodiff.exchange.outgoing import CallEnd, Outgoing, OutputToRows, TensorFuture, TensorsToHeads
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.routes.chunks import Chunking, StageParts, Stages, megabytes_per_rank
 from cocodiff.topology.routes.plans import Block, Plan
@@ -73,7 +73,7 @@ class StagedExchange:
         where, ranks = layout.row_slices, self.chunks[number]
         return slice(where[ranks[0]].start, where[ranks[-1]].stop)
 
-    def send(self, tensors: Sequence[TensorsToHeads], all_sent: bool) -> dict[str, Arriving]:
+    def send(self, tensors: Sequence[TensorsToHeads], all_sent: bool) -> dict[str, TensorFuture]:
         """Starts sending some tensors, each on its own. all_sent: whether the last of them is the last one of the call:
         its chunks come one by one over the links that they share."""
         sent = {}
@@ -85,13 +85,13 @@ class StagedExchange:
             arriving.expect(0)
         return sent
 
-    def _arriving(self, outgoing: TensorsToHeads, stages: Sequence[Stage]) -> Arriving:
+    def _arriving(self, outgoing: TensorsToHeads, stages: Sequence[Stage]) -> TensorFuture:
         landed = cache(lambda number: self.land(stages[number]))
 
         def wait_for_chunk(number: int) -> Tensor:
             return outgoing.decode([landed(number).wait()], self.rows(outgoing.layout, number))[0]
 
-        return Arriving(outgoing.label, wait_for_chunk, len(stages), landed)
+        return TensorFuture(outgoing.label, wait_for_chunk, len(stages), landed)
 
     def output_sender(self, end: CallEnd) -> OutputSender:
         return OutputSender(self, end)
@@ -109,7 +109,7 @@ class StagedExchange:
             ],
         )
 
-    def land(self, stage: Stage) -> LanePending[Tensor]:
+    def land(self, stage: Stage) -> LaneFuture[Tensor]:
         """Has a stage's messages put in place as they come."""
         return self._landing.submit(partial(self._land, stage))
 
@@ -134,7 +134,7 @@ class StagedExchange:
             started.leaving = [pending for peers, pending in sent if any(node[peer] != here for peer in peers)]
             return started, flight
 
-    def _pass_on(self, posted: LanePending[tuple[Started, InFlight]], number: int, part: int) -> None:
+    def _pass_on(self, posted: LaneFuture[tuple[Started, InFlight]], number: int, part: int) -> None:
         """Sends what other ranks' messages of this stage bring."""
         started, flight = posted.wait()
         parts = started.begin()[number]
@@ -184,8 +184,8 @@ class Stage(NamedTuple):
     """One stage of a tensor, posted."""
 
     number: int
-    posted: LanePending[tuple[Started, InFlight]]
-    passed_on: list[LanePending[None]]
+    posted: LaneFuture[tuple[Started, InFlight]]
+    passed_on: list[LaneFuture[None]]
 
 
 class OutputSender:
@@ -194,7 +194,7 @@ class OutputSender:
     def __init__(self, staged: StagedExchange, end: CallEnd) -> None:
         self._staged, self._end = staged, end
         self._first: Started | None = None
-        self._landed: list[LanePending[Tensor]] = []
+        self._landed: list[LaneFuture[Tensor]] = []
 
     def push(self, number: int, out_BTGD: Tensor) -> None:
         """Sends a finished chunk's rows [B, T, G, D]."""

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from cocodiff.comm.transport import LanePending
+from cocodiff.comm.transport import LaneFuture
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.messages import Target
-from cocodiff.exchange.outgoing import Arriving, CallEnd, CodedCall, Outgoing, OutputToRows, TensorsToHeads
+from cocodiff.exchange.outgoing import CallEnd, EncodedCall, Outgoing, OutputToRows, TensorFuture, TensorsToHeads
 
 if TYPE_CHECKING:
     from cocodiff.exchange.staged import OutputSender
@@ -32,13 +32,13 @@ class Transfer:
 
     in_stages = False
 
-    def __init__(self, exchange: Exchange, coded: CodedCall, layer: str = "") -> None:
+    def __init__(self, exchange: Exchange, coded: EncodedCall, layer: str = "") -> None:
         """coded: what travels in tensors' place. layer: the kind of layer, for the trace."""
         self.exchange, self.coded, self.layer, self.layout = exchange, coded, layer, coded.layout
         self.end = CallEnd(exchange.rank, exchange.kernels, coded, layer)
         self._sent = 0
 
-    def send(self, **tensors_BLHD: Tensor) -> dict[str, Arriving]:
+    def send(self, **tensors_BLHD: Tensor) -> dict[str, TensorFuture]:
         """Starts sending this rank's rows of some tensors, each [B, L, H, D], in one message to each peer."""
         if not self._sent:
             self.open(tensors_BLHD)
@@ -65,8 +65,8 @@ class Transfer:
         staged = self.exchange.staged
         return staged is not None and staged.pays(self.layout, self.coded.cell_bytes(like_BLHD))
 
-    def post(self, tensors_BLHD: Mapping[str, Tensor]) -> dict[str, Arriving]:
-        """As `send`, with the coding's `encode` as the lane's first work."""
+    def post(self, tensors_BLHD: Mapping[str, Tensor]) -> dict[str, TensorFuture]:
+        """As `send`, with the codec's `encode` as the lane's first work."""
         staged = self.exchange.staged
         if staged is None or not self.in_stages:
             outgoing = TensorsToHeads(self.end, tensors_BLHD)
@@ -74,7 +74,7 @@ class Transfer:
         one_by_one = [TensorsToHeads(self.end, {name: x_BLHD}) for name, x_BLHD in tensors_BLHD.items()]
         return staged.send(one_by_one, self.all_sent)
 
-    def wait(self, sent: Mapping[str, Arriving]) -> dict[str, Tensor]:
+    def wait(self, sent: Mapping[str, TensorFuture]) -> dict[str, Tensor]:
         """By name all rows of this rank's heads of what was sent, [B, S, G, D] each."""
         here: dict[str, Tensor] = {}
         for together, tensors in groupby(sent.items(), key=lambda item: item[1].together):
@@ -96,14 +96,14 @@ class Transfer:
         return self.exchange.staged.output_sender(self.end)
 
 
-def arriving_whole(outgoing: Outgoing, pending: LanePending[Target]) -> dict[str, Arriving]:
+def arriving_whole(outgoing: Outgoing, pending: LaneFuture[Target]) -> dict[str, TensorFuture]:
     """By name tensors that travel together, each whole; they are decoded once, together."""
 
     @cache
     def decoded() -> Sequence[Tensor]:
         return outgoing.decode(pending.wait().tensors)
 
-    def arriving(index: int) -> Arriving:
-        return Arriving("".join(outgoing.names), lambda _chunk: decoded()[index])
+    def arriving(index: int) -> TensorFuture:
+        return TensorFuture("".join(outgoing.names), lambda _chunk: decoded()[index])
 
     return {name: arriving(index) for index, name in enumerate(outgoing.names)}

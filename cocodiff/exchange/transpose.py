@@ -5,7 +5,7 @@ rows for the heads; so every plan serves, and bytes follow from the same formula
 The two halves of a rank's memory are [B, R, C, D]: `rows` with its own rows R and all columns C, `columns` the other
 way round. They may lie in memory in any order but for D.
 
-With a coding a transpose is not cut into pieces: codings know the rows and heads of a call of attention. A transpose
+With a codec a transpose is not cut into pieces: codecs know the rows and heads of a call of attention. A transpose
 forward and the one back behind it are to them such a call, whose queries go there and whose output comes back.
 """
 
@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from cocodiff.comm.transport import LanePending
-from cocodiff.exchange.coding import Coding
+from cocodiff.comm.transport import LaneFuture
+from cocodiff.exchange.codec import Codec
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.messages import Blocks, BlockSet, EncodedBlocks, Payload, Target
-from cocodiff.exchange.outgoing import CallEnd, CodedCall, Encoded, Outgoing
+from cocodiff.exchange.outgoing import CallEnd, Encoded, EncodedCall, Outgoing
 from cocodiff.exchange.transfer import Transfer
-from cocodiff.topology.layout import DealtSegment, Layout, Segment
+from cocodiff.topology.layout import Layout, Segment, ShardedSegment
 from cocodiff.topology.routes.chunks import Piece, Side, pieces
 from cocodiff.topology.routes.plans import Block
 
@@ -44,7 +44,7 @@ class SharedGrid(NamedTuple):
     def layout(self, rows: range, columns: range) -> Layout:
         """Of some slices of each."""
         sizes = self.rows.sizes(rows)
-        return Layout((DealtSegment(Segment("rows", sum(sizes)), sizes),), self.columns.sizes(columns))
+        return Layout((ShardedSegment(Segment("rows", sum(sizes)), sizes),), self.columns.sizes(columns))
 
 
 class TransposedPiece(Outgoing):
@@ -81,7 +81,7 @@ class Transpose:
         self._exchange, self._grid, self._way, self._layer = exchange, grid, way, layer
         given, taken = (side.cuts for side in (grid if way == "forward" else grid[::-1]))
         self._schedule = tuple(pieces(given, taken, math.ceil(early * taken)))
-        self._pending: list[tuple[Piece, LanePending[Target]]] = []
+        self._pending: list[tuple[Piece, LaneFuture[Target]]] = []
         self._into: Tensor | None = None
 
     def give(self, x_BRCD: Tensor, number: int) -> None:
@@ -113,7 +113,7 @@ class Transpose:
     def _outgoing(self, piece: Piece, x_BRCD: Tensor, into_BRCD: Tensor) -> TransposedPiece:
         exchange, forward = self._exchange, self._way == "forward"
         rows, columns = piece if forward else piece[::-1]
-        end = CallEnd(exchange.rank, exchange.kernels, CodedCall(self._grid.layout(rows, columns)), self._layer)
+        end = CallEnd(exchange.rank, exchange.kernels, EncodedCall(self._grid.layout(rows, columns)), self._layer)
         of_rows = self._of_rows(x_BRCD if forward else into_BRCD, rows, columns)
         of_columns = self._of_columns(into_BRCD if forward else x_BRCD, rows, columns)
         given, taken = (of_rows, of_columns) if forward else (of_columns, of_rows)
@@ -133,7 +133,7 @@ class Transpose:
 
 
 class CodedTranspose:
-    """As a `Transpose` of one slice, for the messages of a coding's call."""
+    """As a `Transpose` of one slice, for the messages of a codec's call."""
 
     def __init__(self, transfer: Transfer, way: str) -> None:
         self._transfer, self._way = transfer, way
@@ -158,20 +158,20 @@ class Transposes:
         columns: Sequence[int],
         slices: int,
         early: float,
-        coding: Coding | None = None,
+        codec: Codec | None = None,
     ) -> None:
         """rows, columns: of every rank. slices: wanted of each, see `SharedGrid.cut`. early: of the slices that are to
         come, the fraction for which every slice is sent as soon as it was computed; for the others all is sent
-        behind the last one. coding: of what travels; None for tensors as they are."""
-        self._exchange, self._early, self._coding = exchange, early, coding
-        self.grid = SharedGrid.cut(rows, columns, slices if coding is None else 1)
+        behind the last one. codec: of what travels; None for tensors as they are."""
+        self._exchange, self._early, self._codec = exchange, early, codec
+        self.grid = SharedGrid.cut(rows, columns, slices if codec is None else 1)
 
-    def transpose(self, way: str, site: Any) -> Transpose | CodedTranspose:
-        """Every rank makes the same ones in the same order; see `Transpose`. site: which layer and guidance branch,
-        see `Coding.open`; of coded ones the way back belongs to the site of the way there."""
-        if self._coding is None:
-            return Transpose(self._exchange, self.grid, way, site.kind, self._early)
+    def transpose(self, way: str, layer_key: Any) -> Transpose | CodedTranspose:
+        """Every rank makes the same ones in the same order; see `Transpose`. layer_key: which layer and guidance
+        branch, see `Codec.open`; of coded ones the way back belongs to the layer of the way there."""
+        if self._codec is None:
+            return Transpose(self._exchange, self.grid, way, layer_key.kind, self._early)
         if way == "forward":
             whole = self.grid.layout(range(1), range(1))
-            self._transfer = self._coding.open(self._exchange, whole, site)
+            self._transfer = self._codec.open(self._exchange, whole, layer_key)
         return CodedTranspose(self._transfer, way)

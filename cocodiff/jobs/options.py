@@ -22,11 +22,11 @@ CONFIG = Option("config", "YAML file with any of the options")
 RANKS = Option("ranks", "local ranks to start; leave away under mpiexec or torchrun", type=int)
 LOG_LEVEL = Option("log_level", "library messages to show", "error", choices=("debug", "info", "warning", "error"))
 RUN_OPTIONS = (RANKS, Option("quiet", "no progress bars", False, type=bool), LOG_LEVEL)
-DEAL_OPTIONS = (
+PARTITION_OPTIONS = (
     Option(
         "parallel",
-        "how ranks are dealt (to replicas and guidance branches): auto (memory first, then the least predicted time of "
-        "the whole job) or off (one replica, guidance as given or 1)",
+        "how ranks are divided (to replicas and guidance branches): auto (memory first, then the least predicted time "
+        "of the whole job) or off (one replica, guidance as given or 1)",
         "auto",
         choices=("auto", "off"),
     ),
@@ -39,7 +39,7 @@ DEAL_OPTIONS = (
         least=1,
         wanted="a number that divides the ranks, or auto",
     ),
-    Option("dry_run", "say deal, memory and predicted time; start nothing", False, type=bool),
+    Option("dry_run", "say partition, memory and predicted time; start nothing", False, type=bool),
 )
 RESUME = Option("resume", "go on with a run into the same folder that did not end; else start one", False, type=bool)
 # What --help shows of a job's options, after those under the job's own headings; --help-all shows the others too.

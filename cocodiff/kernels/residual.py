@@ -53,7 +53,7 @@ import torch
 from torch import Tensor
 
 GROUP = 32
-NOTES = 4  # of the coding of a tensor: see encode_residual
+NOTES = 4  # of the codec of a tensor: see encode_residual
 LOWEST = -20  # exponent of the smallest step
 BAD, LARGEST = 255, 254
 LIMIT = 2.0**102  # of a prediction: any finite float32 less that is finite

@@ -28,7 +28,7 @@ def image_segment(tokens: int) -> Segment:
 
 def text_segment(tokens: int) -> Segment:
     """A text's tokens: few, and some ranks may have none."""
-    return Segment(TEXT, tokens, dealt_from="back")
+    return Segment(TEXT, tokens, extras_from="back")
 
 
 def image_and_text(image_tokens: int, text_tokens: int, text_first: bool = False) -> tuple[Segment, Segment]:

@@ -22,9 +22,9 @@ from cocodiff.models.family import Family
 from cocodiff.models.plan import Cut, Gather, Plan, ShardedModel, as_given
 from cocodiff.models.planned_attention import (
     Followed,
+    LayerName,
     Marks,
     PlannedAttention,
-    Site,
     TorchFunctions,
     kind_of,
     segments_of,
@@ -107,7 +107,7 @@ class PlannedModel(ShardedModel):
         self._attention = PlannedAttention(host, (name for name, _ in self._attending))
         self._signature = signature_of(model)
         # By the form of a call: how each attention goes on, and what is gathered where.
-        self._known: dict[Any, tuple[dict[Site, Followed], dict[str, Segment]]] = {}
+        self._known: dict[Any, tuple[dict[LayerName, Followed], dict[str, Segment]]] = {}
         self._marks: Marks | None = None  # while a call is followed
         self._within: AbstractContextManager[Any]  # entered in modules that attend
         self._begin(None)
@@ -140,7 +140,7 @@ class PlannedModel(ShardedModel):
         args, kwargs = as_given(bound, args, kwargs)
         functions = TorchFunctions(self._attend, self._marks)
         # Where every attention is known to be a module's, functions need be seen in these modules alone.
-        whole = self._marks is not None or any(site.startswith(OUTSIDE) for site in self._sites)
+        whole = self._marks is not None or any(name.startswith(OUTSIDE) for name in self._followed)
         self._within = nullcontext() if whole else functions
         if self._host.compiler is not None:
             self._host.compiler.paused = whole  # torch's functions are not seen in compiled blocks
@@ -154,18 +154,18 @@ class PlannedModel(ShardedModel):
             output = self._cut_output(step, output)
         if self._marks is not None:
             self._check_followed()
-            self._known[form], self._marks = (self._sites, self._leaving), None
+            self._known[form], self._marks = (self._followed, self._leaving), None
         return output
 
     def _begin(self, form: Any) -> None:
-        self._sites, self._leaving = self._known.get(form, ({}, {}))
+        self._followed, self._leaving = self._known.get(form, ({}, {}))
         self._marks = Marks() if form not in self._known else None
         self._of_length: dict[int, Segment] = {}
         self._named: dict[str, int] = {}
         self._inside: list[str] = []
         self._called: dict[str, str] = {}  # kinds of attention that got own tokens, and what they are
         self._within = nullcontext()
-        self._attention.begin(self._sites, self._marks)
+        self._attention.begin(self._followed, self._marks)
 
     def _enter(self, name: str, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if not self._inside:  # entered twice, it would see what it calls itself
@@ -183,7 +183,7 @@ class PlannedModel(ShardedModel):
     def _check_followed(self) -> None:
         """Raises UserError for attention of a shard that torch's function did not compute. Some blocks may skip theirs
         (LTX-2's guidance by perturbed attention), but not all of a kind."""
-        for kind in self._called.keys() - {kind_of(site) for site in self._sites}:
+        for kind in self._called.keys() - {kind_of(name) for name in self._followed}:
             raise UserError(
                 f"{kind}, {self._called[kind]}, attends to a shard by other means than torch's "
                 f"scaled_dot_product_attention, where alone it can be exchanged: use the native attention backend"
@@ -229,7 +229,7 @@ class PlannedModel(ShardedModel):
         return own
 
     def _segment(self, tokens: int, name: str) -> Segment:
-        """Tokens that are equally many are taken for the same: they are dealt alike in any case."""
+        """Tokens that are equally many are taken for the same: they are divided alike in any case."""
         if tokens not in self._of_length:
             taken = {one.name for one in self._of_length.values()}
             new = Segment(name if name not in taken else f"{name} ({tokens})", tokens, on_every_rank=True)

@@ -119,10 +119,10 @@ class TiledVAE(SharedVAE):
             return torch.empty_like(tile, device="meta")  # without numbers, which costs nothing to blend
 
         self._decode_with(note, z, **options)
-        dealt = deal_tiles(sizes, self._transport.size)
-        own = [calls[number]() for number in dealt[self._transport.rank]]
+        divided = share_tiles(sizes, self._transport.size)
+        own = [calls[number]() for number in divided[self._transport.rank]]
         of_ranks = tensors_of_all(own, self._transport, z, "the exchange of decoded tiles")
-        tiles = dict(zip(itertools.chain(*dealt), itertools.chain(*of_ranks), strict=True))
+        tiles = dict(zip(itertools.chain(*divided), itertools.chain(*of_ranks), strict=True))
         in_order = iter([tiles[number] for number in sorted(tiles)])
         return self._decode_with(lambda *_, **__: next(in_order), z, return_dict=return_dict, **options)
 
@@ -221,15 +221,15 @@ def tensors_of_all(own: list[Tensor], transport: Transport, like: Tensor, at: st
     ]
 
 
-def deal_tiles(sizes: list[int], ranks: int) -> list[list[int]]:
+def share_tiles(sizes: list[int], ranks: int) -> list[list[int]]:
     """Numbers of tiles for each rank: the largest first, each to the rank that has least to decode so far."""
-    dealt: list[list[int]] = [[] for _ in range(ranks)]
+    divided: list[list[int]] = [[] for _ in range(ranks)]
     load = [(0, rank) for rank in range(ranks)]
     for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
         size, rank = heapq.heappop(load)
-        dealt[rank].append(number)
+        divided[rank].append(number)
         heapq.heappush(load, (size + sizes[number], rank))
-    return dealt
+    return divided
 
 
 # A VAE's layers on a band of the picture each: what reaches over a band's edges comes from the other ranks.

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from cocodiff.attention.strategy import LazyQKV, Site
+from cocodiff.attention.strategy import LayerKey, LazyQKV
 from cocodiff.config.errors import UserError
 from cocodiff.kernels import Kernels
 from cocodiff.models.adapter import Adapter, Arguments, Forward
@@ -55,7 +55,7 @@ class LatteAdapter(Adapter):
         return settings.with_(ring=1, chunks=1)
 
     def heads(self, model: Any) -> tuple[int, int]:
-        """Places, which are dealt to ranks as heads are elsewhere, and their channels."""
+        """Places, which are divided among ranks as heads are elsewhere, and their channels."""
         config = model.config
         return (config.sample_size // config.patch_size) ** 2, config.num_attention_heads * config.attention_head_dim
 
@@ -63,7 +63,7 @@ class LatteAdapter(Adapter):
         frames, height, width = arguments["hidden_states"].shape[2:]
         patch = model.config.patch_size
         places = (height // patch) * (width // patch)
-        return Segment(FRAMES, frames), Segment(PLACES, places, dealt_from="back")
+        return Segment(FRAMES, frames), Segment(PLACES, places, extras_from="back")
 
     def attach(self, model: nn.Module, host: Any, kernels: Kernels) -> Callable[[], None]:
         if host.size == 1:
@@ -118,7 +118,7 @@ class LatteModel:
             self._call = None
 
     def _check_room(self, latents_BCFHW: Tensor) -> None:
-        """For what codings keep: of the two transposes of a pair of blocks half of what they keep of the four tensors
+        """For what codecs keep: of the two transposes of a pair of blocks half of what they keep of the four tensors
         of an attention call with frames as tokens and places as heads."""
         frames, places = self._ranks.segments
         shape = len(latents_BCFHW), frames.shares(self._ranks.topology)[self._ranks.rank], places.tokens
@@ -168,8 +168,8 @@ class LatteCall:
         rank, (own, other) = self._ranks.rank, self._transposes.grid[:: -1 if temporal else 1]
         layer = "temporal_transformer_blocks" if temporal else "transformer_blocks"
         self._ranks.transport.arrive(f"the transpose of {layer}")
-        way, site = "back" if temporal else "forward", Site(f"{layer}.{block}", self._branch)
-        coming, leaving = self._coming, self._transposes.transpose(way, site)
+        way, layer_key = "back" if temporal else "forward", LayerKey(f"{layer}.{block}", self._branch)
+        coming, leaving = self._coming, self._transposes.transpose(way, layer_key)
         hidden, whole = given.pop("hidden_states"), None
         conditions = {name: self._split(x) for name, x in given.items() if isinstance(x, Tensor)}
         for number in range(own.cuts):

@@ -28,7 +28,7 @@ from cocodiff.attention.strategy import LazyQKV
 from cocodiff.config.errors import UserError
 from cocodiff.topology.layout import Segments
 
-Site = str  # an attention layer, or the n-th attention that it computes in a call
+LayerName = str  # an attention layer, or the n-th attention that it computes in a call
 COUNTED = ("attention", "whole")  # what messages of attention are counted for
 
 
@@ -96,16 +96,17 @@ class Followed(NamedTuple):
 
 
 class PlannedAttention:
-    """sites: what is known of the layers in calls of the current form. marks: while a call is followed, else None."""
+    """followed: what is known of the layers in calls of the current form. marks: while a call is followed, else
+    None."""
 
     def __init__(self, host: Any, layers: Iterable[str]) -> None:
         """host: the engine. layers: names of all modules that attend."""
         self._host, self._layers = host, Counter(map(kind_of, layers))
         self.begin({}, None)
 
-    def begin(self, sites: dict[Site, Followed], marks: Marks | None) -> None:
+    def begin(self, followed: dict[LayerName, Followed], marks: Marks | None) -> None:
         """The model is called."""
-        self.sites, self.marks = sites, marks
+        self.followed, self.marks = followed, marks
         self._attended: Counter[str] = Counter()
         self._mask: tuple[Any, Tensor, Tensor] | None = None  # the last one: what tells it, itself, that of all ranks
 
@@ -113,21 +114,21 @@ class PlannedAttention:
         """In the place of torch's scaled_dot_product_attention: [B, H, L, D]. layer: the module that attends."""
         number = self._attended[layer]
         self._attended[layer] += 1
-        site = f"{layer} {number}" if number else layer
+        name = f"{layer} {number}" if number else layer
         call = dict(zip(("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"), more, strict=False)) | named
         rows = query.shape[-2], key.shape[-2]
         marks = self.marks
         if marks is not None:
-            self.sites[site] = self._follow(site, query, key, value, marks)
-        if site not in self.sites:
-            raise UserError(f"{site} attends in this call and did not in the first one like it: run it on one rank")
-        found = self.sites[site]
+            self.followed[name] = self._follow(name, query, key, value, marks)
+        if name not in self.followed:
+            raise UserError(f"{name} attends in this call and did not in the first one like it: run it on one rank")
+        found = self.followed[name]
         if found.rows != rows:
-            raise UserError(f"{site} has {rows[0]} queries and {rows[1]} keys here, {found.rows} were awaited")
+            raise UserError(f"{name} has {rows[0]} queries and {rows[1]} keys here, {found.rows} were awaited")
         if call.get("is_causal") and not (found.how == "here" and (marks is None or query not in marks)):
-            raise UserError(f"{site} attends causally, which has no parallel form here")
+            raise UserError(f"{name} attends causally, which has no parallel form here")
         if found.how == "exchanged":
-            out = self._exchanged(site, query, key, value, call, found)
+            out = self._exchanged(name, query, key, value, call, found)
         else:
             if found.how == "gathered":
                 key, value, call = self._gathered(key, value, call, found)
@@ -136,17 +137,17 @@ class PlannedAttention:
             marks.add(out)
         return out
 
-    def _follow(self, site: Site, query: Tensor, key: Tensor, value: Tensor, marks: Marks) -> Followed:
+    def _follow(self, name: LayerName, query: Tensor, key: Tensor, value: Tensor, marks: Marks) -> Followed:
         """How a layer attends, alike on all ranks, which all come here."""
         own_keys = key in marks or value in marks
         # Keys that no rank cut are the same bits on all: what they were computed of may have escaped the marks.
         bits = "" if own_keys else repr((key.double().sum().item(), value.double().sum().item()))
         of_ranks = told_by_all(
-            self._host.sequence, [site, query in marks, own_keys, bits, query.shape[-2], key.shape[-2]]
+            self._host.sequence, [name, query in marks, own_keys, bits, query.shape[-2], key.shape[-2]]
         )
         if len({tuple(facts[:4]) for facts in of_ranks}) > 1:
             raise UserError(
-                f"{site} attends to other keys on some ranks, though the plan does not cut them: correct it"
+                f"{name} attends to other keys on some ranks, though the plan does not cut them: correct it"
             )
         rows = query.shape[-2], key.shape[-2]
         if not own_keys:
@@ -156,28 +157,28 @@ class PlannedAttention:
         if not segments:
             told = ", ".join(f"{one.tokens} {one.name}" for one in self._host.sequence.segments)
             raise UserError(
-                f"{site} attends to {sum(keys)} keys on all ranks together, which are not tokens that the plan cuts "
+                f"{name} attends to {sum(keys)} keys on all ranks together, which are not tokens that the plan cuts "
                 f"({told}): cut everything that attends jointly, a text too"
             )
         return Followed("exchanged" if query in marks and queries == keys else "gathered", rows, segments)
 
     def _exchanged(
-        self, site: Site, q_BHLD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, call: Mapping[str, Any], found: Followed
+        self, name: LayerName, q_BHLD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, call: Mapping[str, Any], found: Followed
     ) -> Tensor:
         if q_BHLD.ndim != 4 or q_BHLD.shape[-1] != v_BHLD.shape[-1] or call.get("dropout_p"):
-            raise UserError(f"{site} attends with dropout, or to values of another width than keys: run it on one rank")
+            raise UserError(f"{name} attends with dropout, or to values of another width than keys: run it on one rank")
         scale, usual = call.get("scale"), q_BHLD.shape[-1] ** -0.5
         if scale is not None and abs(scale - usual) > 1e-6 * usual:
             q_BHLD = q_BHLD * (scale / usual)
-        masks, attending_BL = self._masks_of(site, call.get("attn_mask"), len(q_BHLD), found)
+        masks, attending_BL = self._masks_of(name, call.get("attn_mask"), len(q_BHLD), found)
         groups = q_BHLD.shape[1] // k_BHLD.shape[1]
         if groups > 1 and not self._sends_groups(k_BHLD.shape[1]):
             k_BHLD, v_BHLD = (x.repeat_interleave(groups, dim=1) for x in (k_BHLD, v_BHLD))
             groups = 1
         q, k, v = _in_groups(q_BHLD, groups), k_BHLD.transpose(1, 2), v_BHLD.transpose(1, 2)
         qkv = LazyQKV(lambda: q, lambda: k, lambda: v, found.segments, k.shape[2], masks)
-        self._host.check_room(kind_of(site), self._layers[kind_of(site)], qkv)
-        out_BHLD = _out_of_groups(self._host.attend(qkv, site), groups)
+        self._host.check_room(kind_of(name), self._layers[kind_of(name)], qkv)
+        out_BHLD = _out_of_groups(self._host.attend(qkv, name), groups)
         # Queries that attend to nothing, as torch has them.
         return out_BHLD if attending_BL is None else out_BHLD * attending_BL[:, None, :, None]
 
@@ -199,12 +200,12 @@ class PlannedAttention:
         return k_BHSD, v_BHSD, call | {"attn_mask": mask}
 
     def _masks_of(
-        self, site: Site, mask: Tensor | None, batch: int, found: Followed
+        self, name: LayerName, mask: Tensor | None, batch: int, found: Followed
     ) -> tuple[dict[str, Tensor], Tensor | None]:
         """The masks of all ranks' keys by segment, and which of the own queries attend to anything; None for all."""
         if mask is None:
             return {}, None
-        keys_BL, queries_BL = _of_keys_and_queries(site, mask, batch, found.rows)
+        keys_BL, queries_BL = _of_keys_and_queries(name, mask, batch, found.rows)
         sequence = self._host.sequence
         of_segments = [sequence.shares(one.name) for one in found.segments]
         # Layers often share one mask. It is kept, so that no other one can have its memory meanwhile.
@@ -217,9 +218,9 @@ class PlannedAttention:
         return {one.name: torch.cat(pieces[n::number], dim=1) for n, one in enumerate(found.segments)}, queries_BL
 
 
-def kind_of(site: Site) -> str:
+def kind_of(name: LayerName) -> str:
     """A layer's name without its numbers."""
-    return ".".join(part for part in site.partition(" ")[0].split(".") if not part.isdigit())
+    return ".".join(part for part in name.partition(" ")[0].split(".") if not part.isdigit())
 
 
 def _in_groups(x_BHLD: Tensor, groups: int) -> Tensor:
@@ -249,27 +250,29 @@ def segments_of(sequence: Any, rows: Sequence[int]) -> Segments:
     return ()
 
 
-def _of_keys_and_queries(site: Site, mask: Tensor, batch: int, rows: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
+def _of_keys_and_queries(
+    name: LayerName, mask: Tensor, batch: int, rows: tuple[int, int]
+) -> tuple[Tensor, Tensor | None]:
     """Of a mask of torch's attention: which keys are attended to, [B, keys], and which queries attend to anything,
     [B, queries]; None for all. Raises UserError for masks that are more than these two."""
     queries, keys = rows
     if mask.dtype != torch.bool:
         raise UserError(
-            f"{site} has a mask of {mask.dtype}, which adds to scores: only true and false have a parallel form"
+            f"{name} has a mask of {mask.dtype}, which adds to scores: only true and false have a parallel form"
         )
     if mask.shape[-1] != keys:
-        raise UserError(f"{site} has a mask of {mask.shape[-1]} keys and {keys} keys on this rank: cut it in the plan")
+        raise UserError(f"{name} has a mask of {mask.shape[-1]} keys and {keys} keys on this rank: cut it in the plan")
     mask_BHLK = mask[(None,) * (4 - mask.ndim)]
     alike = mask_BHLK[:, :1]
     if mask_BHLK.shape[1] > 1 and not torch.equal(mask_BHLK, alike.expand_as(mask_BHLK)):
-        raise UserError(f"{site} has a mask that differs between heads, which has no parallel form here")
+        raise UserError(f"{name} has a mask that differs between heads, which has no parallel form here")
     mask_BLK = alike[:, 0].expand(batch, -1, -1)
     if mask_BLK.shape[1] == 1 != queries:
         return mask_BLK[:, 0], None
     keys_BK, queries_BL = mask_BLK.any(1), mask_BLK.any(2)
     known = bool(queries_BL.any(1).all())
     if not known or not torch.equal(mask_BLK, queries_BL[:, :, None] & keys_BK[:, None]):
-        raise UserError(f"{site} has a mask that differs between queries, which has no parallel form here")
+        raise UserError(f"{name} has a mask that differs between queries, which has no parallel form here")
     return keys_BK, queries_BL
 
 

@@ -15,13 +15,13 @@ from typing import Any
 
 from torch import nn
 
-from cocodiff.attention.sites import TENSORS
+from cocodiff.attention.stateful import TENSORS
 from cocodiff.attention.strategy import LazyQKV
 from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Machine, Topology
 from cocodiff.config.registry import EXACT_CODECS
-from cocodiff.engine.assemble import AttentionWork, chunking_on, coding_of
+from cocodiff.engine.assemble import AttentionWork, chunking_on, codec_class
 from cocodiff.engine.sequence import SequenceRanks
 from cocodiff.kernels.device import free_memory
 from cocodiff.models.family import Family
@@ -45,7 +45,7 @@ def mesh_of(config: Config, topology: Topology, work: AttentionWork) -> Mesh:
     heads do not allow."""
     head_bytes = costs_of(config).head_bytes(config, work.head_dim, work.itemsize)
     work = replace(work, chunking=predicted_chunking(config), head_bytes=head_bytes)
-    prefer_ulysses = coding_of(config).prefers_ulysses
+    prefer_ulysses = codec_class(config).prefers_ulysses
     return choose(topology, work, config.ring, config.placement, prefer_ulysses, config.ring_kind)
 
 

@@ -1,6 +1,6 @@
-"""What each coding costs: bytes on the wire, calls of which kinds in every step, memory kept between calls.
+"""What each codec costs: bytes on the wire, calls of which kinds in every step, memory kept between calls.
 
-The planner's side of a coding. `Costs` tells of those that send tensors whole and keep nothing; the table `COSTS` of
+The planner's side of a codec. `Costs` tells of those that send tensors whole and keep nothing; the table `COSTS` of
 the registry names the class of any other.
 """
 
@@ -24,13 +24,13 @@ from cocodiff.attention.residual import (
     reconstructions,
     width_of,
 )
-from cocodiff.attention.sites import TENSORS
-from cocodiff.attention.v_major.coding import VMajor
+from cocodiff.attention.stateful import TENSORS
+from cocodiff.attention.v_major.codec import VMajor
 from cocodiff.attention.v_major.selection import Schedule, scored_blocks
 from cocodiff.config.config import Config
 from cocodiff.config.machine import Topology
 from cocodiff.config.registry import COSTS, load
-from cocodiff.engine.assemble import coding_name, coding_of
+from cocodiff.engine.assemble import codec_class, codec_name
 from cocodiff.kernels.lossless import least_room
 from cocodiff.topology.layout import Layout
 
@@ -79,7 +79,7 @@ class Cell(NamedTuple):
 
 
 class Costs:
-    """Of one coding, by the engine's settings. The functions that take a `coding` (one rank's) are for benchmarks."""
+    """Of one codec, by the engine's settings. The functions that take a `codec` (one rank's) are for benchmarks."""
 
     steps_to_settle = 0  # coded calls after a whole one, before those that all others are like
 
@@ -120,33 +120,33 @@ class Costs:
 
     @classmethod
     def state_bytes(cls, settings: Any, topology: Topology, layout: Layout, cell: Cell) -> list[Mapping[str, int]]:
-        """What one site keeps on every rank of a group, what is in flight between its calls as well, in bytes by what
+        """What one layer keeps on every rank of a group, what is in flight between its calls as well, in bytes by what
         it is (fields of `RankMemory`). cell: of one tensor."""
         return [{} for _ in range(topology.size)]
 
     @staticmethod
-    def hold_at(coding: Any, kind: CallKind) -> None:
+    def hold_at(codec: Any, kind: CallKind) -> None:
         """Makes every call as one of this kind, as far as it can: one that follows no other is whole."""
 
     @staticmethod
-    def agree(coding: Any) -> None:
+    def agree(codec: Any) -> None:
         """Returns when what `begin_step` has the ranks agree on is there, for which the next call waits anyway."""
 
     @staticmethod
-    def catch_up(coding: Any) -> None:
+    def catch_up(codec: Any) -> None:
         """Receives what calls have sent and did not wait for."""
 
 
 def costs_of(config: Config) -> type[Costs]:
-    """Of the coding that the settings name."""
-    name = coding_name(config)
+    """Of the codec that the settings name."""
+    name = codec_name(config)
     found: type[Costs] = load(COSTS, name) if name in COSTS else Costs
     return found
 
 
 @dataclass(frozen=True)
 class StateSizes:
-    """How much is kept between calls by the engine's settings, which say whether there is a step cache; by a coding."""
+    """How much is kept between calls by the engine's settings, which say whether there is a step cache; by a codec."""
 
     costs: type[Costs]
     settings: Any
@@ -157,8 +157,8 @@ class StateSizes:
 
 
 def state_sizes(config: Config) -> StateSizes | None:
-    """How much the coding and the step cache keep between calls; None where that is nothing."""
-    keeps = coding_of(config).keeps_state or config.step_cache != "none"
+    """How much the codec and the step cache keep between calls; None where that is nothing."""
+    keeps = codec_class(config).keeps_state or config.step_cache != "none"
     return StateSizes(costs_of(config), config) if keeps else None
 
 
@@ -228,8 +228,8 @@ class VMajorCosts(Costs):
         return found
 
     @staticmethod
-    def hold_at(coding: VMajor, kind: CallKind) -> None:
-        coding.schedule = coding.schedule.held_at(None if kind.whole else kind.stable)
+    def hold_at(codec: VMajor, kind: CallKind) -> None:
+        codec.schedule = codec.schedule.held_at(None if kind.whole else kind.stable)
 
 
 class LosslessCosts(Costs):
@@ -266,13 +266,13 @@ class LosslessCosts(Costs):
         return [{"reconstructions": of_cell * (L * H + S * G)} for L, G in zip(layout.rows, layout.heads, strict=True)]
 
     @staticmethod
-    def hold_at(coding: Lossless, kind: CallKind) -> None:
-        coding.fixed_kind = LosslessKind(kind.whole, TYPICAL)
+    def hold_at(codec: Lossless, kind: CallKind) -> None:
+        codec.fixed_kind = LosslessKind(kind.whole, TYPICAL)
 
     @staticmethod
-    def agree(coding: Lossless) -> None:
-        if coding.notes is not None:
-            coding.notes.hand_out()
+    def agree(codec: Lossless) -> None:
+        if codec.notes is not None:
+            codec.notes.hand_out()
 
 
 class ResidualCosts(Costs):
@@ -332,24 +332,24 @@ class ResidualCosts(Costs):
         ]
 
     @staticmethod
-    def hold_at(coding: Residual | Displaced, kind: CallKind) -> None:
-        if isinstance(coding, Displaced):
-            coding.fixed_kind = arrival.DisplacedKind(kind.whole, frozenset(kind.displaced))
-        inner = coding.inner if isinstance(coding, Displaced) else coding
+    def hold_at(codec: Residual | Displaced, kind: CallKind) -> None:
+        if isinstance(codec, Displaced):
+            codec.fixed_kind = arrival.DisplacedKind(kind.whole, frozenset(kind.displaced))
+        inner = codec.inner if isinstance(codec, Displaced) else codec
         if isinstance(inner, Residual):
             inner.fixed_kind = ResidualKind(kind.whole, kind.fine)
         elif isinstance(inner, Lossless):
             LosslessCosts.hold_at(inner, kind)
 
     @staticmethod
-    def agree(coding: Residual | Displaced) -> None:
-        if coding.notes is not None:
-            coding.notes.hand_out()
+    def agree(codec: Residual | Displaced) -> None:
+        if codec.notes is not None:
+            codec.notes.hand_out()
 
     @staticmethod
-    def catch_up(coding: Residual | Displaced) -> None:
-        if isinstance(coding, Displaced):
-            coding.catch_up()
+    def catch_up(codec: Residual | Displaced) -> None:
+        if isinstance(codec, Displaced):
+            codec.catch_up()
 
 
 def kept_cells(settings: Any, L: int, S: int, G: int, H: int) -> int:

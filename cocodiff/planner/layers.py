@@ -1,7 +1,7 @@
 """What a step of a model takes: the bytes that its layers send by link class, and seconds, in closed form.
 
 A layer goes as the engine has it. The setting's own order gives tensors to an exchange while the rank computes; the
-exchange's own routes say which blocks take which links; the coding says how wide they are. The rank that has most to
+exchange's own routes say which blocks take which links; the codec says how wide they are. The rank that has most to
 compute sets the pace, and of messages that are under way together the fullest link (`traffic.py`). The arithmetic is a
 roofline at the device's full rates (`roofline.py`), meshes with a ring are priced by `placement.py`.
 """
@@ -19,14 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cocodiff.attention.strategy import LazyQKV, Site, Strategy, nothing
+from cocodiff.attention.strategy import LayerKey, LazyQKV, Strategy, nothing
 from cocodiff.attention.ulysses import Ulysses
 from cocodiff.comm.trace import LINK_CLASSES
 from cocodiff.config.config import Config
 from cocodiff.config.machine import Topology
 from cocodiff.config.registry import ORDERS, load
 from cocodiff.engine.assemble import AttentionWork, chunking, exchange_table, mesh_of
-from cocodiff.exchange.coding import Moment
+from cocodiff.exchange.codec import StepInfo
 from cocodiff.models.adapter import IMAGE
 from cocodiff.planner.costs import WHOLE, CallKind, Typical, costs_of
 from cocodiff.planner.decisions import Decisions, decisions_of, without_seldom
@@ -201,8 +201,8 @@ class PlannedLayer:
         self._heads, self._compute, self._x_BLHD = case.shape.heads, compute, x_BLHD
         self.times: Layer = roofline(case.shape, case.topology, sum(layout.rows), case.load.batch, slot, layout)
 
-    def run(self, strategy: Strategy, site: Site) -> None:
-        strategy.attend(self.qkv(), site)
+    def run(self, strategy: Strategy, layer_key: LayerKey) -> None:
+        strategy.attend(self.qkv(), layer_key)
         if not self.kind.beside:
             self._rest()
 
@@ -250,7 +250,7 @@ class PlannedCall:
         for _ in range(SITES if self._call.displaced else 1):
             began, before, computed = self.at, self._lanes_end, self.compute_s
             self.spans.clear()
-            self._layer.run(self, Site(self.layer))
+            self._layer.run(self, LayerKey(self.layer))
         seconds = self.at - began
         if self._call.displaced:
             seconds = max(seconds, self._lanes_end - before)
@@ -261,7 +261,7 @@ class PlannedCall:
     def _lanes_end(self) -> float:
         return max(self._free.values(), default=0.0)
 
-    def attend(self, qkv: LazyQKV, _site: Site) -> Tensor:
+    def attend(self, qkv: LazyQKV, _layer_key: LayerKey) -> Tensor:
         """As of a strategy."""
         times, in_stages = self._layer.times, self._sent.stages
         load(ORDERS, self._case.config.order)(qkv, self, self)
@@ -407,20 +407,22 @@ class ModelCalls:
     layers: what one layer is, each for a guidance branch of its own."""
 
     def __init__(self, config: Config, strategy: Ulysses, steps: int) -> None:
-        self.coding, self.costs, self.layers = strategy.coding, costs_of(config), list[PlannedLayer]()
+        self.codec, self.costs, self.layers = strategy.codec, costs_of(config), list[PlannedLayer]()
         self._strategy, self._image, self._step, self._steps = strategy, 0, -1, steps
 
     def begin(self, kind: CallKind) -> None:
         """The next step, of calls of this kind. Returns when what ranks agree on once for all its layers is there."""
-        self.costs.hold_at(self.coding, kind)
+        self.costs.hold_at(self.codec, kind)
         self._step += 1
-        self.coding.begin_step(Moment(self._image, self._step, self._steps))
-        self.costs.agree(self.coding)
+        self.codec.begin_step(StepInfo(self._image, self._step, self._steps))
+        self.costs.agree(self.codec)
 
     def run(self, layers: int) -> None:
         for number in range(layers):
             for branch, layer in enumerate(self.layers):
-                layer.run(self._strategy, Site(f"{layer.kind.name} {number}" if number else layer.kind.name, branch))
+                layer.run(
+                    self._strategy, LayerKey(f"{layer.kind.name} {number}" if number else layer.kind.name, branch)
+                )
 
 
 class SerialTransport:

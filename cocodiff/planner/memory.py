@@ -1,13 +1,13 @@
-"""What a run takes of each rank's memory: weights, activations and what a coding keeps. Pure arithmetic, in bytes.
+"""What a run takes of each rank's memory: weights, activations and what a codec keeps. Pure arithmetic, in bytes.
 
 Caches (CoCoDiff section III-D) are exact to the byte. With B batch rows, S_img image tokens, H heads of D channels and
 P ranks they are `branches x layers x 4 x B x S_img x H x D x itemsize / P` where everything divides: q, k, v and the
 scoring reference. They hold whole sequences, so the rows of the text come on top. The residual codec's reconstructions
 are exact to the byte as well: q, k, v and the output, text included, at both ends, each once (predictor last) or twice,
 `branches x layers x 8 x B x S x H x D x itemsize / P` once. Where calls do not wait for what they send, a call's codes
-or tensors are in flight for every site, once at either end; without a codec only the receiver keeps something, and with
-`arrival: adaptive` the sender every 16th row. The step cache keeps what blocks added to a rank's tokens, exact as well:
-`branches x B x (2 L_img + L_text) x H x D x itemsize`, where the last block returns the text. Activations are an
+or tensors are in flight for every layer, once at either end; without a codec only the receiver keeps something, and
+with `arrival: adaptive` the sender every 16th row. The step cache keeps what blocks added to a rank's tokens, exact as
+well: `branches x B x (2 L_img + L_text) x H x D x itemsize`, where the last block returns the text. Activations are an
 estimate (`activations`). Text encoders and the VAE, which run before and after, come last; what the allocator
 keeps in reserve is not counted.
 """
@@ -171,8 +171,8 @@ KEPT = ("image_cache", "reference_cache", "text_cache", "reconstructions", "in_f
 class RankMemory:
     """Bytes of one rank. Caches of V-Major: q, k and v of image tokens, the scoring reference, and q, k and v of text
     tokens. reconstructions: of the residual codec or of calls that do not wait, what the ends hold of q, k, v and the
-    output. in_flight: of one call of every site, what was sent or came and the next call takes. step_cache: what blocks
-    added at the last call that was computed."""
+    output. in_flight: of one call of every layer, what was sent or came and the next call takes. step_cache: what
+    blocks added at the last call that was computed."""
 
     weights: int = 0
     activations: int = 0
@@ -198,12 +198,12 @@ def add(parts: list[RankMemory]) -> RankMemory:
 
 
 def site_cache(topology: Topology, layout: Layout, state: StateSizes, cell: Cell) -> list[RankMemory]:
-    """What every rank keeps of one site. cell: of one tensor."""
+    """What every rank keeps of one layer. cell: of one tensor."""
     return [RankMemory(**sizes) for sizes in state.of_site(topology, layout, cell)]
 
 
 def run_cache(shape: ModelShape, topology: Topology, load: Load, mesh: Mesh | None = None) -> list[RankMemory]:
-    """Every rank's caches of all sites, layers times branches, and its step cache. Nothing where nothing is kept.
+    """Every rank's caches of all layers, layers times branches, and its step cache. Nothing where nothing is kept.
 
     mesh: of Ulysses and Ring; None is Ulysses alone."""
     state = load.state
@@ -346,7 +346,7 @@ def mib(count: int) -> str:
 #
 # Rank 0 of the run alone loads the text encoders, all at once, before the transformer is on its device; they are gone
 # before the first step (`jobs/pipelines.py`). Every rank holds the VAE's weights, and encodes the image that is to
-# be restored. Latents are decoded as the setting `vae` says, meanwhile the coding keeps its caches. Encoding and
+# be restored. Latents are decoded as the setting `vae` says, meanwhile the codec keeps its caches. Encoding and
 # decoding are estimates (`models.family.VaeSize`): attention in the VAE is taken to be fused, and activations of the
 # text encoders are left out as small.
 

@@ -1,4 +1,5 @@
 """Machines, where ranks sit on them, and who has which tokens and heads, as pure data.
 
-Others use `machine`, `axes` (ranks dealt to replicas, guidance, ring and Ulysses), `segments`, `layout` and `links`.
+Others use `machine`, `axes` (ranks divided into replicas, guidance, ring and Ulysses), `segments`, `layout` and
+`links`.
 """

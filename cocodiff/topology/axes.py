@@ -1,4 +1,4 @@
-"""The axes that ranks are dealt to: replicas x guidance x ring x ulysses. Pure data.
+"""The axes that ranks are divided into: replicas x guidance x ring x ulysses. Pure data.
 
 A *replica* makes images of its own and shares nothing with the others. Within a replica, each *branch* computes one
 branch of classifier-free guidance (axis "guidance"). The ranks of a branch share a sequence, by Ulysses x Ring. A
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Place, Topology
-from cocodiff.topology.layout import DealtSegment, Layout, Segment, Segments, deal, slices
+from cocodiff.topology.layout import Layout, Segment, Segments, ShardedSegment, even_shares, slices
 
 PLACEMENTS = ("topology", "usp")
 AXES = ("card", "plane")
@@ -92,10 +92,10 @@ class Mesh:
                 f"Ulysses groups of {self.ulysses} of {self.topology.size} ranks for {heads} attention heads: a slot "
                 f"needs one or more; choose ring auto, or a ring that leaves at most {heads} ranks to a group"
             )
-        return deal(heads, self.parts[0].deal_order)
+        return even_shares(heads, self.parts[0].shard_order)
 
     def layouts(self, segments: Segments, heads: int) -> tuple[Layout, ...]:
-        """Every group's layout of one attention call. Tokens are dealt to all ranks as without a mesh.
+        """Every group's layout of one attention call. Tokens are divided among all ranks as without a mesh.
 
         Raises UserError where ranks outnumber the tokens of a segment that each needs, or slots heads.
         """
@@ -108,14 +108,14 @@ class Mesh:
         if self.ring == 1:
             return (Layout.build(self.topology, segments, heads),)
         of_slots = self.heads(heads)
-        dealt = [(segment, slices(segment.shares(self.topology))) for segment in segments]
+        divided = [(segment, slices(segment.shares(self.topology))) for segment in segments]
 
-        def part(segment: Segment, at: tuple[slice, ...], group: tuple[int, ...]) -> DealtSegment:
-            return DealtSegment(
+        def part(segment: Segment, at: tuple[slice, ...], group: tuple[int, ...]) -> ShardedSegment:
+            return ShardedSegment(
                 segment, tuple(at[r].stop - at[r].start for r in group), tuple(at[r].start for r in group)
             )
 
-        return tuple(Layout(tuple(part(*one, group) for one in dealt), of_slots) for group in self.groups)
+        return tuple(Layout(tuple(part(*one, group) for one in divided), of_slots) for group in self.groups)
 
 
 def meshes(
@@ -166,8 +166,8 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True)
 class Axes:
-    """All ranks of a run, dealt to replicas and guidance: branches[r][g] are the ranks of guidance branch g of replica
-    r, ascending. A mesh deals those of a branch to ring and ulysses, by their numbers within it."""
+    """All ranks of a run, divided among replicas and guidance: branches[r][g] are the ranks of guidance branch g of
+    replica r, ascending. A mesh divides those of a branch into ring and ulysses, by their numbers within it."""
 
     topology: Topology
     branches: tuple[tuple[tuple[int, ...], ...], ...]

@@ -11,7 +11,7 @@ from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Topology
 
 
-def deal(total: int, order: Sequence[int]) -> tuple[int, ...]:
+def even_shares(total: int, order: Sequence[int]) -> tuple[int, ...]:
     """Shares of `total` for len(order) ranks: sizes differ by at most one, the first ranks of `order` get extras."""
     base, extra = divmod(total, len(order))
     shares = [base] * len(order)
@@ -33,7 +33,7 @@ class Segment:
     tokens         of all ranks
     on_every_rank  whether a rank needs one of them at least
     may_stay       whether tokens may stay behind where only some are sent (V-Major)
-    dealt_from     the end of the topology's deal order whose ranks get the extra tokens: segments that are dealt from
+    extras_from     the end of the topology's `shard_order` whose ranks get the extra tokens: segments with extras from
                    different ends give no rank two extras before every rank has one
     """
 
@@ -41,7 +41,7 @@ class Segment:
     tokens: int
     on_every_rank: bool = False
     may_stay: bool = False
-    dealt_from: str = "front"
+    extras_from: str = "front"
 
     def shares(self, topology: Topology) -> tuple[int, ...]:
         """Tokens of every rank; sizes differ by at most one.
@@ -52,11 +52,13 @@ class Segment:
                 f"{topology.size} ranks for {self.tokens} {self.name} tokens: a rank needs at least one; "
                 f"use at most {self.tokens} ranks or a larger {self.name}"
             )
-        return deal(self.tokens, topology.deal_order if self.dealt_from == "front" else topology.deal_order[::-1])
+        return even_shares(
+            self.tokens, topology.shard_order if self.extras_from == "front" else topology.shard_order[::-1]
+        )
 
 
 @dataclass(frozen=True)
-class DealtSegment:
+class ShardedSegment:
     """A segment in one attention call: the tokens of each of the call's ranks.
 
     starts: where every rank's tokens begin in the segment; empty where they lie one behind the other.
@@ -88,14 +90,14 @@ class Layout:
     sequence: the ranks in another order for this rank's sequence, as Torus has them; empty for that one.
     """
 
-    parts: tuple[DealtSegment, ...]
+    parts: tuple[ShardedSegment, ...]
     heads: tuple[int, ...]
     sequence: tuple[int, ...] = ()
 
     @classmethod
     def build(cls, topology: Topology, segments: Segments, heads: int) -> Layout:
-        """Splits evenly: extras of heads and of segments that are dealt from the front go round-robin over nodes, cards
-        and planes; those of segments that are dealt from the back the other way round.
+        """Splits evenly: extras of heads and of segments with extras from the front go round-robin over nodes, cards
+        and planes; those of segments with extras from the back the other way round.
 
         Raises UserError when there are more ranks than heads, or than tokens of a segment that every rank needs.
         """
@@ -104,12 +106,12 @@ class Layout:
                 f"{topology.size} ranks for {heads} attention heads: Ulysses needs one or more for each; use at most "
                 f"{heads} ranks, or a mesh of Ulysses and Ring (setting ring)"
             )
-        parts = tuple(DealtSegment(segment, segment.shares(topology)) for segment in segments)
-        return cls(parts, deal(heads, topology.deal_order))
+        parts = tuple(ShardedSegment(segment, segment.shares(topology)) for segment in segments)
+        return cls(parts, even_shares(heads, topology.shard_order))
 
     def of_rows(self, rows: Sequence[int]) -> Layout:
         """The layout in which every rank has so many rows of no segment in particular, where only some are sent."""
-        return Layout((DealtSegment(Segment("rows", sum(rows)), tuple(rows)),), self.heads, self.sequence)
+        return Layout((ShardedSegment(Segment("rows", sum(rows)), tuple(rows)),), self.heads, self.sequence)
 
     @cached_property
     def rows(self) -> tuple[int, ...]:

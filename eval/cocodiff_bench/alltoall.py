@@ -23,7 +23,7 @@ from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.options import Option, check_counts
 from cocodiff.jobs.terminal import say
 from cocodiff.planner.layers import SerialTransport
-from cocodiff.topology.layout import DealtSegment, Layout, Segment
+from cocodiff.topology.layout import Layout, Segment, ShardedSegment
 from cocodiff.topology.links import alltoall_bound
 from cocodiff_bench import common
 from cocodiff_bench.common import Benchmark, Row, Values
@@ -144,7 +144,7 @@ def random_blocks(size_mb: float, transport: Any) -> Blocks:
 
     ranks = transport.size
     L = max(1, round(size_mb * 1e6 / ranks / ROW_BYTES))
-    layout = Layout((DealtSegment(Segment("rows", L * ranks), (L,) * ranks),), (1,) * ranks)
+    layout = Layout((ShardedSegment(Segment("rows", L * ranks), (L,) * ranks),), (1,) * ranks)
     generator = torch.Generator().manual_seed(transport.rank)
     packed = torch.randn(ranks, L, HEAD_DIM, generator=generator)
     x_BLHD = packed.transpose(0, 1).contiguous()[None]

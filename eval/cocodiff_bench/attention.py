@@ -35,7 +35,7 @@ from cocodiff_bench.hidden import first_phase, summarise
 if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are forked
     from torch import Tensor
 
-    from cocodiff.attention.strategy import LazyQKV, Site, Strategy
+    from cocodiff.attention.strategy import LayerKey, LazyQKV, Strategy
     from cocodiff_bench.stand_in import WaitingAttention
 
 CALIBRATION_CALLS = 9
@@ -70,7 +70,7 @@ class StandInLayer:
     """One attention layer of a model that is not there: random q, k and v of this rank's rows. pairs: of a query and a
     key for this rank's heads."""
 
-    site: Site
+    layer_key: LayerKey
     layout: Layout
     pairs: int
     qkv_BLHD: tuple[Tensor, Tensor, Tensor]
@@ -98,7 +98,7 @@ class Variant:
     def call(self, layers: Sequence[StandInLayer], project_qk_s: float = 0.0) -> None:
         for layer in layers:
             self.attention.pairs = layer.pairs
-            self.outputs[layer.site.kind] = self.strategy.attend(layer.qkv(project_qk_s), layer.site)
+            self.outputs[layer.layer_key.kind] = self.strategy.attend(layer.qkv(project_qk_s), layer.layer_key)
 
 
 def check(values: Values, ranks: int | None) -> None:
@@ -190,7 +190,7 @@ def stand_in_layers(values: Values, topology: Topology, rank: int) -> list[Stand
     rank's own."""
     import torch
 
-    from cocodiff.attention.strategy import Site
+    from cocodiff.attention.strategy import LayerKey
 
     random = torch.Generator().manual_seed(rank)
     dtype = torch_dtype(values["dtype"] if values["dtype"] != "auto" else "fp32")
@@ -199,7 +199,7 @@ def stand_in_layers(values: Values, topology: Topology, rank: int) -> list[Stand
         layout = Layout.build(topology, image_and_text(values["image_tokens"], text_tokens), values["heads"])
         shape = (values["batch"], layout.rows[rank], values["heads"], values["head_dim"])
         q, k, v = (torch.randn(shape, generator=random).to(dtype) for _ in range(3))
-        layers.append(StandInLayer(Site(kind), layout, sum(layout.rows) ** 2 * layout.heads[rank], (q, k, v)))
+        layers.append(StandInLayer(LayerKey(kind), layout, sum(layout.rows) ** 2 * layout.heads[rank], (q, k, v)))
     return layers
 
 
@@ -238,7 +238,7 @@ def v_phase1_seconds(config: Config, topology: Topology, layer: StandInLayer, tr
 
     trace = Trace(transport.rank)
     exchange = make_exchange(config, topology, transport, trace)
-    call = partial(send, exchange, layer.layout, layer.site.kind, v=layer.qkv_BLHD[2])
+    call = partial(send, exchange, layer.layout, layer.layer_key.kind, v=layer.qkv_BLHD[2])
     calls_in_step(call, CALIBRATION_CALLS, transport, after_warm_up=trace.clear)
     name = first_phase(trace.spans)
     return slowest_median([(s.end_ns - s.start_ns) / 1e9 for s in trace.spans if s.name == name] or [0.0], transport)
@@ -248,7 +248,7 @@ def exchange_seconds(config: Config, topology: Topology, layer: StandInLayer, tr
     """How long q, k and v travel together, and o back: the slowest rank's median."""
     from cocodiff_bench.stand_in import make_exchange, send, send_back
 
-    exchange, kind = make_exchange(config, topology, transport, Trace(transport.rank)), layer.site.kind
+    exchange, kind = make_exchange(config, topology, transport, Trace(transport.rank)), layer.layer_key.kind
 
     def there_and_back() -> None:
         q, k, v = layer.qkv_BLHD

@@ -4,7 +4,7 @@ Communication is what a rank's lanes are busy with, packing and waiting for late
 the rank's main thread waits, and hidden while that thread does something else. T(V), T(Q,K) and T(Vp1) are the terms
 of V-First (CoCoDiff section III-C): V-First can hide all of T(Vp1) where T(Q,K) is longer.
 
-Late messages bring displaced tensors, which no call waits for before the next call of the same site. Theirs is an
+Late messages bring displaced tensors, which no call waits for before the next call of the same layer. Theirs is an
 account of its own, in bytes: whatever the main thread waits for meanwhile exposes them.
 """
 

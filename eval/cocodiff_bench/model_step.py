@@ -32,11 +32,11 @@ from cocodiff.config.machine import Topology
 from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.jobs.options import Option, check_counts
+from cocodiff.planner.choice import OUTPUT_CHANNELS
 from cocodiff.planner.costs import WHOLE, CallKind
 from cocodiff.planner.decisions import decisions_of, read_decisions
 from cocodiff.planner.layers import Case, Kind, PlannedLayer, kinds_of_steps, over_steps, sampled_kinds
 from cocodiff.planner.memory import Load, ModelShape
-from cocodiff.planner.partition import OUTPUT_CHANNELS
 from cocodiff.topology.axes import PLACEMENTS, Axes, Mesh
 from cocodiff_bench import common
 from cocodiff_bench.common import Benchmark, Row, Values

@@ -18,7 +18,7 @@ from cocodiff.config.config import Config
 from cocodiff.config.machine import Device, Topology
 from cocodiff.engine.assemble import build_strategy, chunking, exchange_table
 from cocodiff.exchange.exchange import Exchange
-from cocodiff.exchange.outgoing import CodedCall
+from cocodiff.exchange.outgoing import EncodedCall
 from cocodiff.exchange.transfer import Transfer
 from cocodiff.kernels import Kernels, moved_by
 from cocodiff.planner.costs import CallKind
@@ -42,13 +42,13 @@ def make_exchange(config: Config, topology: Topology, transport: Any, trace: Tra
 
 def send(exchange: Exchange, layout: Layout, kind: str = "", **x_BLHD: Tensor) -> list[Tensor]:
     """Sends each tensor [B, L, H, D] in one message to each peer and returns, when all has arrived, [B, S, G, D]."""
-    sent = Transfer(exchange, CodedCall(layout), kind).send(**x_BLHD)
+    sent = Transfer(exchange, EncodedCall(layout), kind).send(**x_BLHD)
     return [arriving.wait() for arriving in sent.values()]
 
 
 def send_back(exchange: Exchange, out_BSGD: Tensor, layout: Layout, kind: str = "") -> Tensor:
     """Sends attention's output [B, S, G, D] back and returns [B, L, H, D] when all has arrived."""
-    return Transfer(exchange, CodedCall(layout), kind).back(out_BSGD)
+    return Transfer(exchange, EncodedCall(layout), kind).back(out_BSGD)
 
 
 def after(seconds: float, x_BLHD: Tensor) -> Callable[[], Tensor]:
@@ -179,4 +179,4 @@ class StandIn(ModelCalls):
             self.run(SITES)
         self.last_s.append((time.perf_counter() - started) / SITES)
         self.record = self._trace.record()
-        self.costs.catch_up(self.coding)
+        self.costs.catch_up(self.codec)

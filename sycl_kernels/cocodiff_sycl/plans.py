@@ -26,7 +26,7 @@ GROUPS_OF_UNIT = 16  # GPU: groups of LANES work-items that a compute unit shall
 CODE_BITS, CODE_GROUP = (2, 4, 8), 32  # of a residual's code, and channels of one of its scales
 STREAM_GROUP, STREAM_TILE, STREAM_ADDRESSES = 8, 64, 10  # of the lossless codec: numbers, groups; of its launches
 FEW_TILES = 1024  # of a block: each finds where it begins by the sizes of all before it
-NOTES = 4  # of a tensor's coding
+NOTES = 4  # of a tensor's codec
 SELECT_ITEMS = 256  # GPU: work-items that search one row of scores
 GROUP_BYTES = 8 * 1024, 32 * 1024  # CPU: what one work-item takes of a tensor, at least (starting it costs) and at most
 

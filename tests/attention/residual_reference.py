@@ -93,7 +93,7 @@ def mean_error(x: Tensor, prediction: Tensor) -> float:
 
 @dataclass
 class Reference:
-    """One site. bits: None for tensors that travel as they are. arrival, tau: as the settings."""
+    """One layer. bits: None for tensors that travel as they are. arrival, tau: as the settings."""
 
     bits: int | None
     predictor: str = "last"

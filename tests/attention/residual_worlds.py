@@ -15,12 +15,12 @@ from torch import Tensor
 from worlds import topology_of
 
 from cocodiff.attention.local import LocalAttention
-from cocodiff.attention.strategy import LazyQKV, Site
+from cocodiff.attention.strategy import LayerKey, LazyQKV
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.comm.trace import Trace
 from cocodiff.config.config import Config
 from cocodiff.engine.assemble import build_strategy
-from cocodiff.exchange.coding import Moment
+from cocodiff.exchange.codec import StepInfo
 from cocodiff.kernels import Kernels
 from cocodiff.models.adapter import image_and_text
 from cocodiff.topology.axes import Mesh
@@ -31,7 +31,7 @@ SIGMAS = [1.0, 0.97, 0.93, 0.87, 0.87, 0.86, 0.7, 0.6, 0.5, 0.45, 0.4, 0.3, 0.2,
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the site. spoilt: one number of q that no scale fits. steps: of the run, where they are known."""
+    """One call of the layer. spoilt: one number of q that no scale fits. steps: of the run, where they are known."""
 
     step: int
     run: int = 0
@@ -40,13 +40,13 @@ class Call:
     steps: int | None = None
 
     @property
-    def moment(self) -> Moment:
-        return Moment(self.run, self.step, self.steps, SIGMAS[self.step])
+    def moment(self) -> StepInfo:
+        return StepInfo(self.run, self.step, self.steps, SIGMAS[self.step])
 
 
 RUN = [*map(Call, range(7))]
-# Residuals without a scale, of which the next call is whole; a step that skips the site; another image, whose text then
-# has another length.
+# Residuals without a scale, of which the next call is whole; a step that skips the layer; another image, whose text
+# then has another length.
 TROUBLED = [
     *(*map(Call, range(4)), Call(4, spoilt=math.nan), Call(5), Call(6), Call(8), Call(9)),
     *(Call(0, 1), Call(1, 1), Call(2, 1, text=9), Call(3, 1, 9, -math.inf), Call(4, 1, 9)),
@@ -95,7 +95,7 @@ class Ranks:
         self.mesh = Mesh.build(self.topology, settings.get("ring", 1))
 
     def attend(self, calls: Sequence[tuple[Call, list[Tensor]]]) -> list[tuple[list[Tensor], list[Sent], Any]]:
-        """Every rank's rows of the outputs of all calls, what it had sent after each of them, and its coding."""
+        """Every rank's rows of the outputs of all calls, what it had sent after each of them, and its codec."""
 
         def work(transport: Any) -> Any:
             trace, outputs, sent = Trace(transport.rank), [], []
@@ -105,12 +105,12 @@ class Ranks:
                 if self.delayed:
                     dawdle()
                 rows = self.world.layout(call).row_slices[transport.rank]
-                strategy.coding.begin_step(call.moment)
+                strategy.codec.begin_step(call.moment)
                 q, k, v = (lambda x=x[:, rows]: x for x in tensors)
                 qkv = LazyQKV(q, k, v, self.world.segments(call), self.world.heads)
-                outputs.append(strategy.attend(qkv, Site("layer")).clone())
+                outputs.append(strategy.attend(qkv, LayerKey("layer")).clone())
                 sent.append({purpose: trace.bytes(purpose) for purpose in ("attention", "notes")})
-            return outputs, sent, strategy.coding
+            return outputs, sent, strategy.codec
 
         return run_ranks(self.world.size, work)
 

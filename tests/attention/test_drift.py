@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from cocodiff.attention.v_major.selection import Drift, DriftNotes
-from cocodiff.exchange.coding import merge_notes
+from cocodiff.exchange.codec import merge_notes
 
 
 def test_notes_are_sums_over_calls_and_runs_that_take_no_more_memory_than_one_run():
     notes = DriftNotes()
     for run in range(3):
         notes.ensure_step(0)
-        for site in range(4):
-            change_BN, norm_BN = torch.full((2, 5), 0.5), torch.full((2, 5), float(1 + site))
+        for layer_key in range(4):
+            change_BN, norm_BN = torch.full((2, 5), 0.5), torch.full((2, 5), float(1 + layer_key))
             notes.scored(1, change_BN, norm_BN)
             notes.chosen(1, torch.tensor([[True, False, True, True, False]] * 2))
         if run < 2:

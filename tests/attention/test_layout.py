@@ -12,7 +12,7 @@ from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Topology
 from cocodiff.config.registry import EXCHANGES, load
 from cocodiff.models.adapter import image_and_text, image_segment, text_segment
-from cocodiff.topology.layout import Layout, Segment, deal, slices
+from cocodiff.topology.layout import Layout, Segment, even_shares, slices
 from cocodiff.topology.routes.plans import Block, Plan, reverse
 
 MODEST = settings(max_examples=60, deadline=None)
@@ -134,7 +134,7 @@ def test_extra_text_is_dealt_from_the_other_end(topology, text):
     extra = text % topology.size
     shares = text_segment(text).shares(topology)
     assert {rank for rank, share in enumerate(shares) if share > text // topology.size} == set(
-        topology.deal_order[topology.size - extra :]
+        topology.shard_order[topology.size - extra :]
     )
 
 
@@ -153,8 +153,8 @@ def test_slices_tile_the_whole(sizes):
 
 
 def test_deal_follows_its_order():
-    assert deal(7, (2, 0, 1)) == (2, 2, 3)
-    assert deal(2, (2, 0, 1)) == (1, 0, 1)
+    assert even_shares(7, (2, 0, 1)) == (2, 2, 3)
+    assert even_shares(2, (2, 0, 1)) == (1, 0, 1)
 
 
 def test_too_many_ranks_are_refused_with_values():
@@ -180,7 +180,7 @@ def test_what_may_stay_stands_side_by_side():
 
 
 def test_masks_of_any_segment_follow_the_ranks_rows():
-    segments = (Segment("a", 4), Segment("b", 5, dealt_from="back"), Segment("c", 3))
+    segments = (Segment("a", 4), Segment("b", 5, extras_from="back"), Segment("c", 3))
     masks = {"b": torch.tensor([[True, False, True, False, True]]), "c": torch.tensor([[False, True, False]])}
     layout = Layout.build(topology_of("local", 2), segments, 2)
     found = mask_in_rank_order(LazyQKV(torch.empty, torch.empty, torch.empty, segments, 2, masks), layout)

@@ -11,7 +11,7 @@ import torch
 from residual_worlds import RUN, TROUBLED, Call, Ranks, World
 from torch import Tensor
 
-from cocodiff.attention import lossless as codings
+from cocodiff.attention import lossless as codecs
 
 ROUTES = [
     {"exchange": "flat"},
@@ -57,7 +57,7 @@ class Data(World):
 
 
 def same_bits(world: World, calls: list[Call], delayed: bool = False, **settings) -> list:
-    """What ranks have sent and their codings, once it is shown that outputs have the bits of tensors sent whole."""
+    """What ranks have sent and their codecs, once it is shown that outputs have the bits of tensors sent whole."""
     given = [(call, world.tensors(call)) for call in calls]
     whole = Ranks(world, **settings).attend(given)
     coded = Ranks(world, delayed, codec="lossless", **settings).attend(given)
@@ -67,7 +67,7 @@ def same_bits(world: World, calls: list[Call], delayed: bool = False, **settings
             # Which NaN attention gives for NaN depends on where its operands lie in memory.
             equal = (one.view(as_if) == two.view(as_if)) | (one.isnan() & two.isnan())
             assert equal.all(), f"call {number}, rank {rank}"
-    return [(sent, whole_sent, coding) for (_, sent, coding), (_, whole_sent, _) in zip(coded, whole, strict=True)]
+    return [(sent, whole_sent, codec) for (_, sent, codec), (_, whole_sent, _) in zip(coded, whole, strict=True)]
 
 
 @pytest.mark.sample(3)
@@ -90,21 +90,21 @@ def test_all_kinds_of_numbers_travel_as_they_are(kind, dtype):
 
 
 def test_numbers_of_32_bits_travel_whole():
-    for sent, whole, coding in same_bits(Data(2), RUN, predictor="auto"):
+    for sent, whole, codec in same_bits(Data(2), RUN, predictor="auto"):
         assert [one["attention"] for one in sent] == [one["attention"] for one in whole]
-        assert not coding.bytes_held()
+        assert not codec.bytes_held()
 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("how", ROUTES, ids=lambda how: "-".join(map(str, how.values())))
 def test_nothing_is_lost_where_every_block_overflows(how, monkeypatch):
     """The first part has room for the widths alone: all planes come as rests, over every route."""
-    monkeypatch.setattr(codings, "FIRST_ROOM", 0.0)
-    monkeypatch.setattr(codings, "MARGIN", -100.0)
-    monkeypatch.setattr(codings.math, "log2", lambda x: -1000.0)
+    monkeypatch.setattr(codecs, "FIRST_ROOM", 0.0)
+    monkeypatch.setattr(codecs, "MARGIN", -100.0)
+    monkeypatch.setattr(codecs.math, "log2", lambda x: -1000.0)
     world = Data(6, heads=12, dtype=torch.bfloat16, kind="noise")
-    for _, _, coding in same_bits(world, TROUBLED, delayed=True, predictor="auto", **how):
-        rows = [notes.merged([notes]) for notes in coding.report().values()]
+    for _, _, codec in same_bits(world, TROUBLED, delayed=True, predictor="auto", **how):
+        rows = [notes.merged([notes]) for notes in codec.report().values()]
         assert sum(row["coded_fraction"] for row in rows) > 5
         assert all(row["overflows"] >= 2 * row["coded_fraction"] for row in rows)
 

@@ -14,8 +14,8 @@ from covering import covering
 from residual_worlds import RUN, TROUBLED, Call, Ranks, World, check
 from worlds import topology_of
 
-from cocodiff.attention.sites import continuation
-from cocodiff.attention.strategy import LazyQKV, Site
+from cocodiff.attention.stateful import continuation
+from cocodiff.attention.strategy import LayerKey, LazyQKV
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.comm.trace import Trace
 from cocodiff.config.config import Config
@@ -151,11 +151,11 @@ def test_states_are_given_back():
     for predictor, reconstructions in (("last", 1), ("auto", 2)):
         of_ranks = Ranks(world, codec="int4", predictor=predictor).attend([(RUN[0], world.tensors(RUN[0]))])
         one_tensor = world.batch * (world.image + 7) * world.heads * world.channels * 4
-        assert sum(coding.bytes_held() for *_, coding in of_ranks) == 2 * 4 * reconstructions * one_tensor
-        for end in (lambda one: one.end(), lambda one: one.forget(Site("layer"))):
-            coding = of_ranks.pop()[2]
-            end(coding)
-            assert coding.bytes_held() == 0
+        assert sum(codec.bytes_held() for *_, codec in of_ranks) == 2 * 4 * reconstructions * one_tensor
+        for end in (lambda one: one.end(), lambda one: one.forget(LayerKey("layer"))):
+            codec = of_ranks.pop()[2]
+            end(codec)
+            assert codec.bytes_held() == 0
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_the_continuation_goes_by_the_noise_levels(sigmas, factor):
 
 
 def test_layers_decide_each_for_itself():
-    """Two sites in turn, of which one has a residual without a scale; the other is coded on."""
+    """Two layers in turn, of which one has a residual without a scale; the other is coded on."""
     world, trouble = World(2), Call(2, spoilt=math.inf)
 
     def work(transport: Any) -> list[int]:
@@ -187,11 +187,11 @@ def test_layers_decide_each_for_itself():
         strategy = build_strategy(Config(codec="int8"), mesh, transport, trace, Kernels("torch"))
         rows = world.layout(RUN[0]).row_slices[transport.rank]
         for call in [*RUN[:2], trouble, *RUN[3:5]]:
-            strategy.coding.begin_step(call.moment)
+            strategy.codec.begin_step(call.moment)
             for layer, of in (("a", RUN[call.step]), ("b", call)):
                 before = sum(trace.bytes().values())
                 q, k, v = (lambda x=x[:, rows]: x for x in world.tensors(of))
-                strategy.attend(LazyQKV(q, k, v, world.segments(call), world.heads), Site(layer))
+                strategy.attend(LazyQKV(q, k, v, world.segments(call), world.heads), LayerKey(layer))
                 coded.append(sum(trace.bytes().values()) - before)
         return coded
 

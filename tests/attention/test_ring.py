@@ -24,14 +24,14 @@ from worlds import topologies, topology_of
 
 from cocodiff.attention.local import LocalAttention
 from cocodiff.attention.ring import Ring
-from cocodiff.attention.strategy import LazyQKV, Site
+from cocodiff.attention.strategy import LayerKey, LazyQKV
 from cocodiff.attention.ulysses import Ulysses, joint, v_first
-from cocodiff.attention.v_major.coding import VMajor
+from cocodiff.attention.v_major.codec import VMajor
 from cocodiff.comm.loopback import LoopbackTransport, run_ranks
 from cocodiff.comm.trace import LINK_CLASSES, Trace
 from cocodiff.comm.transport import Part
 from cocodiff.config.machine import Topology
-from cocodiff.exchange.coding import Moment
+from cocodiff.exchange.codec import StepInfo
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.models.adapter import TEXT, image_and_text
 from cocodiff.topology.axes import Mesh, meshes
@@ -61,8 +61,8 @@ def strategy(
     if mesh.ulysses > 1:
         chunking = Chunking(chunks)
         ours = Exchange(exchange, mesh.parts[group], members, trace, nic_balance=False, chunking=chunking)
-    coding = None if v_major is None else VMajor(ours, members, *v_major)
-    return Ulysses(mesh.parts[group], ours, trace, order, coding, ring=ring)
+    codec = None if v_major is None else VMajor(ours, members, *v_major)
+    return Ulysses(mesh.parts[group], ours, trace, order, codec, ring=ring)
 
 
 def tensors(image: int, text: int, heads: int, dtype: torch.dtype) -> list[Tensor]:
@@ -105,7 +105,7 @@ def test_equals_attention_to_all_tokens(topology, more, text, heads, masked, exc
     def work(transport: LoopbackTransport) -> Tensor:
         rows = rows_of(topology, transport.rank, image, text)
         ours = strategy(mesh, transport, Trace(), exchange, order, chunks=chunks)
-        return ours.attend(call_of(whole, rows, image, text, mask), Site("layer"))
+        return ours.attend(call_of(whole, rows, image, text, mask), LayerKey("layer"))
 
     keys = None
     if mask is not None:
@@ -145,7 +145,7 @@ def test_counted_bytes_equal_the_formulas(machine, size, ring, placement, exchan
     def work(transport: LoopbackTransport) -> dict[str, int]:
         trace = Trace(transport.rank)
         rows = rows_of(topology, transport.rank, image, text)
-        strategy(mesh, transport, trace, exchange).attend(call_of(whole, rows, image, text, None), Site("layer"))
+        strategy(mesh, transport, trace, exchange).attend(call_of(whole, rows, image, text, None), LayerKey("layer"))
         return trace.bytes()
 
     layouts, counted = mesh.layouts(image_and_text(image, text), heads), run_ranks(size, work)
@@ -295,10 +295,10 @@ def test_v_major_with_a_ring_equals_one_process(size, ring, placement, scoring, 
         ours = strategy(mesh, transport, Trace(), exchange, v_first, v_major=(schedule, scoring, reference))
         outputs = []
         for step in range(case.steps):
-            ours.coding.begin_step(Moment(0, step, case.steps))
+            ours.codec.begin_step(StepInfo(0, step, case.steps))
             q, k, v = ((lambda x=x: x[:, where[transport.rank]].contiguous()) for x in case.tensors(step))
             qkv = LazyQKV(q, k, v, case.segments, case.heads)
-            outputs.append(ours.attend(qkv, Site("layer")))
+            outputs.append(ours.attend(qkv, LayerKey("layer")))
         return outputs
 
     of_ranks = run_ranks(size, work)

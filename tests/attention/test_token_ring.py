@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from worlds import topologies, topology_of
 
 from cocodiff.attention.ring import TokenRing, zigzag
-from cocodiff.attention.strategy import LazyQKV, Site
+from cocodiff.attention.strategy import LayerKey, LazyQKV
 from cocodiff.comm.loopback import LoopbackTransport, run_ranks
 from cocodiff.comm.trace import LINK_CLASSES, Trace
 from cocodiff.config.config import Config
@@ -27,7 +27,7 @@ from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Machine, Topology
 from cocodiff.config.registry import EXCHANGES, ORDERS
 from cocodiff.engine.assemble import AttentionWork, build_strategy
-from cocodiff.exchange.coding import Moment
+from cocodiff.exchange.codec import StepInfo
 from cocodiff.kernels import Kernels
 from cocodiff.models.adapter import image_and_text
 from cocodiff.planner.placement import LAG, MESSAGE_S, TokenMoves, by_degree, choose, price
@@ -51,7 +51,7 @@ def attend(
             delayed(transport, random.Random(late + transport.rank))
         ours = build_strategy(config, mesh, transport, trace, Kernels("torch"))
         rows = rows_of(mesh.topology, transport.rank, image, text)
-        return ours.attend(call_of(whole, rows, image, text, mask), Site("layer")), trace.bytes()
+        return ours.attend(call_of(whole, rows, image, text, mask), LayerKey("layer")), trace.bytes()
 
     return run_ranks(size, work)
 
@@ -221,9 +221,9 @@ def outputs_of(kind: str, lossy: dict[str, Any]) -> list[Tensor]:
         )
         for step in range(3):
             whole = [x * (1 + 0.1 * step) for x in tensors(37, 3, 4, torch.float32)]
-            ours.coding.begin_step(Moment(0, step, 4))
+            ours.codec.begin_step(StepInfo(0, step, 4))
             rows = rows_of(mesh.topology, transport.rank, 37, 3)
-            out_BLHD = ours.attend(call_of(whole, rows, 37, 3, None), Site("layer"))
+            out_BLHD = ours.attend(call_of(whole, rows, 37, 3, None), LayerKey("layer"))
         return out_BLHD
 
     return run_ranks(6, work)
@@ -242,13 +242,13 @@ def test_its_spellings():
 
 
 @pytest.mark.parametrize(("machine", "size"), [("local", 4), ("local", 7), ("aurora", 12), ("aurora", 24)])
-@pytest.mark.parametrize("dealt", ["zigzag", "runs", "at random"])
-def test_causal_attention(machine, size, dealt):
-    """As one process with a causal mask, however the tokens are dealt."""
+@pytest.mark.parametrize("divided", ["zigzag", "runs", "at random"])
+def test_causal_attention(machine, size, divided):
+    """As one process with a causal mask, however the tokens are divided."""
     mesh, tokens = Mesh.build(topology_of(machine, size), size, kind="token"), 4 * size + 3
     order = torch.randperm(tokens, generator=torch.Generator().manual_seed(size))
     runs = list(torch.arange(tokens).tensor_split(size))
-    positions = {"zigzag": zigzag(tokens, size), "runs": runs, "at random": [order[run] for run in runs]}[dealt]
+    positions = {"zigzag": zigzag(tokens, size), "runs": runs, "at random": [order[run] for run in runs]}[divided]
     whole = tensors(tokens, 0, 3, torch.float32)
 
     def work(transport: LoopbackTransport) -> Tensor:
@@ -275,6 +275,6 @@ class Rows:
 
 
 def test_zigzag_gives_all_ranks_as_much_to_attend_to():
-    dealt = zigzag(64, 4)
-    assert sorted(torch.cat(dealt).tolist()) == list(range(64))
-    assert len({int((positions + 1).sum()) for positions in dealt}) == 1
+    divided = zigzag(64, 4)
+    assert sorted(torch.cat(divided).tolist()) == list(range(64))
+    assert len({int((positions + 1).sum()) for positions in divided}) == 1

@@ -19,7 +19,7 @@ from torch import Tensor
 from worlds import topologies, topology_of
 
 from cocodiff.attention.local import LocalAttention
-from cocodiff.attention.strategy import LazyQKV, Site
+from cocodiff.attention.strategy import LayerKey, LazyQKV
 from cocodiff.attention.ulysses import Ulysses, joint, v_first
 from cocodiff.comm.loopback import LoopbackGroup, run_ranks
 from cocodiff.comm.trace import Trace
@@ -102,7 +102,7 @@ def attend(case: Case, exchange: str, order=joint, chunks: int | None = 1, nic_b
         outputs = []
         for _ in range(2):  # a second call finds the lanes as the first left them
             own = [case.own(transport.rank, x) for x in case.tensors()]
-            outputs.append(strategy.attend(case.qkv(own), Site("layer")))
+            outputs.append(strategy.attend(case.qkv(own), LayerKey("layer")))
         assert torch.equal(*outputs)
         return outputs[0], trace.bytes(), ours.staged
 
@@ -199,7 +199,7 @@ def test_from_so_many_megabytes_on():
 
         ours = Exchange("split", case.topology, transport, Trace(), chunking=Chunking(2, from_mb))
         own = [case.own(transport.rank, x) for x in case.tensors()]
-        Ulysses(case.topology, ours, Trace(), local=Counting()).attend(case.qkv(own), Site("layer"))
+        Ulysses(case.topology, ours, Trace(), local=Counting()).attend(case.qkv(own), LayerKey("layer"))
         seen.append((from_mb, len(calls)))
 
     for from_mb in (mb, 1.01 * mb):
@@ -236,7 +236,7 @@ def test_keys_and_values_are_in_memory_once(nodes, chunks):
 
         lanes = [ours.staged._lanes[0]._thread]
         with mock.patch.object(InFlight, "post_receives", receive) if transport.rank == 0 else nullcontext():
-            Ulysses(case.topology, ours, Trace(), local=Watching()).attend(case.qkv(own), Site("layer"))
+            Ulysses(case.topology, ours, Trace(), local=Watching()).attend(case.qkv(own), LayerKey("layer"))
         assert all({size for _, size in found} == {whole} and len(found) == 1 for found in storages.values())
         if transport.rank == 0:
             assert buffers and alive[-1] == 0

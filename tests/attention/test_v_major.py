@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from v_major_reference import Reference
 from worlds import topology_of
 
-from cocodiff.attention.strategy import LazyQKV, Site
+from cocodiff.attention.strategy import LayerKey, LazyQKV
 from cocodiff.attention.ulysses import Ulysses, joint, v_first
-from cocodiff.attention.v_major.coding import VMajor
+from cocodiff.attention.v_major.codec import VMajor
 from cocodiff.attention.v_major.selection import Schedule, stable_tokens
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.comm.trace import Trace
-from cocodiff.exchange.coding import Moment
+from cocodiff.exchange.codec import StepInfo
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.kernels import Kernels
 from cocodiff.models.adapter import image_and_text
@@ -42,7 +42,7 @@ SCHEDULES = {
 
 @dataclass(frozen=True)
 class Case:
-    """Attention calls of one site over all steps."""
+    """Attention calls of one layer over all steps."""
 
     size: int
     image: int
@@ -76,7 +76,8 @@ class Case:
 
 
 class FramesCase(Case):
-    """Of 7 tokens of text and 23 of an image: two frames of unlike size, dealt each for itself, between other ones."""
+    """Of 7 tokens of text and 23 of an image: two frames of unlike size, divided each for itself, between other
+    ones."""
 
     @property
     def segments(self) -> Segments:
@@ -97,10 +98,10 @@ def distributed(case: Case, make: Any, repeats: int = 1, chunks: int = 1) -> lis
         outputs = []
         for run in range(repeats):
             for step in range(case.steps):
-                strategy.coding.begin_step(Moment(run, step, case.steps))
+                strategy.codec.begin_step(StepInfo(run, step, case.steps))
                 q, k, v = (lambda x=x: x for x in case.tensors(step, layout.row_slices[transport.rank]))
                 qkv = LazyQKV(q, k, v, case.segments, case.heads)
-                outputs.append(strategy.attend(qkv, Site("layer")).clone())
+                outputs.append(strategy.attend(qkv, LayerKey("layer")).clone())
         return outputs, strategy, trace
 
     return run_ranks(case.size, work)
@@ -192,7 +193,7 @@ def test_in_chunks_it_is_the_same_up_to_rounding(size, machine, chunks, exchange
     for (ours, strategy, trace), (whole, plain, once) in zip(
         distributed(case, make, chunks=chunks), distributed(case, make), strict=True
     ):
-        assert trace.bytes() == once.bytes() and strategy.coding.bytes_held() == plain.coding.bytes_held()
+        assert trace.bytes() == once.bytes() and strategy.codec.bytes_held() == plain.codec.bytes_held()
         for a, b in zip(ours, whole, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
@@ -209,16 +210,16 @@ def test_a_second_image_sees_nothing_of_the_first():
     case = Case(4, 29, 5, 13, steps=8)
     for outputs, strategy, _ in distributed(case, v_major(SCHEDULES["fixed"], "source", "sent"), repeats=2):
         assert all(torch.equal(a, b) for a, b in zip(outputs[:8], outputs[8:], strict=True))
-        assert strategy.coding.bytes_held() > 0
-        strategy.coding.end()
-        assert strategy.coding.bytes_held() == 0
+        assert strategy.codec.bytes_held() > 0
+        strategy.codec.end()
+        assert strategy.codec.bytes_held() == 0
 
 
 @pytest.mark.parametrize(("scoring", "reference"), [("source", "sent"), ("card", "prev")])
 def test_what_travels_is_what_was_selected(scoring, reference):
     """Plane bytes of q, k and v, summed over ranks, follow r(t) exactly; the output's and the selection's come on top.
 
-    The text is dealt evenly and image tokens divide by the ranks, so that every card has as many tokens."""
+    The text is divided evenly and image tokens divide by the ranks, so that every card has as many tokens."""
     schedule, batch = Schedule("fixed", ratio=0.75, sync_interval=10), 2
     case = Case(12, 48, 12, 12, batch=batch, machine="aurora")
     of_ranks = distributed(case, v_major(schedule, scoring, reference))

@@ -17,7 +17,7 @@ from cocodiff.topology.layout import Layout
 
 @dataclass
 class Reference:
-    """One site. Sequences are in rank order: rank 0's rows, then rank 1's; images of rank r at `image_rows[r]`."""
+    """One layer. Sequences are in rank order: rank 0's rows, then rank 1's; images of rank r at `image_rows[r]`."""
 
     topology: Topology
     layout: Layout

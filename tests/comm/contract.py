@@ -1,5 +1,5 @@
 """What every transport promises, checked from inside its ranks. `contract` runs on each rank of a world of 4, which it
-also deals to two parts that hold to the contract side by side.
+also divides into two parts that hold to the contract side by side.
 
 As a program: `contract.py forked NAME...` forks 4 ranks, `contract.py launched NAME...` is one rank of an MPI job; they
 check one transport after the other, "NAME+sums" with checksums, "NAME@DEVICE" for tensors of a device ("sim": each rank

@@ -14,7 +14,7 @@ from cocodiff.comm.host import HostPending, Staged
 CPU, XPU = torch.device("cpu"), torch.device("xpu", 0)
 
 
-class Done:
+class JobResult:
     """A transfer that needs no waiting."""
 
     def wait(self) -> None:
@@ -62,7 +62,7 @@ def test_streams_are_ordered_by_events_and_the_host_waits_for_its_copies_alone(m
     monkeypatch.setattr(host, "used_on_current_stream", use)
     staged = Staged([(received, 1)], CPU)
     staged.on_host[0][0].copy_(torch.arange(4.0).view(torch.uint8))
-    pending = HostPending(XPU, None, (staged, [Done()]))
+    pending = HostPending(XPU, None, (staged, [JobResult()]))
     assert received.tolist() == [0, 0, 0, 0]
     streams.use("waiting")
     pending.wait()
@@ -80,9 +80,9 @@ def test_what_is_sent_leaves_when_its_copies_are_done(monkeypatch: pytest.Monkey
     class Carrier:
         ranks, index = (0, 1), 0
 
-        def send_recv(self, sends: list[Any], recvs: list[Any]) -> Done:
+        def send_recv(self, sends: list[Any], recvs: list[Any]) -> JobResult:
             streams.log.append(("host", "sends", f"{sum(len(x) for x, _ in sends)} bytes"))
-            return Done()
+            return JobResult()
 
     monkeypatch.setattr(host, "host_memory", lambda size, _: torch.empty(size, dtype=torch.uint8))
     group = host.HostGroup(Carrier(), XPU)  # type: ignore[arg-type]

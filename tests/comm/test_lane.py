@@ -8,7 +8,7 @@ import torch
 
 from cocodiff.comm.health import Health
 from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld
-from cocodiff.comm.transport import Lane, LanePending
+from cocodiff.comm.transport import Lane, LaneFuture
 from cocodiff.kernels.device import HandedOver
 
 CPU = torch.device("cpu")
@@ -30,13 +30,13 @@ class DoneTooLate(Future):
 
 def test_a_job_that_ends_as_a_wait_gives_up_has_its_result():
     ended = DoneTooLate(lambda future: future.set_result(HandedOver(5, CPU)))
-    assert LanePending(ended, Health()).wait() == 5
+    assert LaneFuture(ended, Health()).wait() == 5
 
 
 def test_a_job_that_itself_times_out_says_so():
     late = TimeoutError("no answer from the store")
     with pytest.raises(TimeoutError, match="no answer from the store"):
-        LanePending(DoneTooLate(lambda future: future.set_exception(late)), Health()).wait()
+        LaneFuture(DoneTooLate(lambda future: future.set_exception(late)), Health()).wait()
 
 
 def test_a_closed_lane_refuses_jobs_that_nobody_would_run():

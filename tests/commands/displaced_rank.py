@@ -42,16 +42,16 @@ def work(ending: str, exchange: str, transport: Any) -> None:
     model = qwen_transformer(4)
     settings = {"exchange": exchange, "codec": "int2", "arrival": "adaptive", "tau": 10.0}
     with torch.no_grad(), parallelize(model, "flat", transport=transport, **settings) as engine:
-        coding = engine.sequence.strategy.coding
+        codec = engine.sequence.strategy.codec
         alone = denoise(model, 1, 4)
-        assert coding.bytes_held() > 0
+        assert codec.bytes_held() > 0
         denoise(model, 2, 3)  # an image that nobody goes on with
         assert torch.equal(denoise(model, 1, 4), alone), "an image depends on the one before it"
         gathered = transport.gather_object(alone)
         assert gathered is None or all(torch.equal(one, alone) for one in gathered)
         if ending != "leaves":
             denoise(model, 1, ENDLESS, partial(lost, ending) if transport.rank == 1 else None)
-    assert coding.bytes_held() == 0
+    assert codec.bytes_held() == 0
     late = Late.of([engine.trace.spans])
     own = engine.trace.bytes("late")
     assert engine.trace.dropped == 0 and late.sent == sum(own.values()) > 0

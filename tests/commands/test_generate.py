@@ -33,7 +33,7 @@ PROMPTS = ["a tooth", "A tooth", "bone, polished"]
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders of results on two ranks: a family without encoders each, and prompts for two with; three of them in two
-    presets dealt to two replicas."""
+    presets divided among two replicas."""
     folder = tmp_path_factory.mktemp("generate")
     runs = []
 

@@ -22,8 +22,8 @@ from PIL import Image
 from warm import forked
 
 from cocodiff.cli.main import main
-from cocodiff.jobs.deal import image_tokens
 from cocodiff.jobs.model_shapes import load_shape
+from cocodiff.jobs.partition import image_tokens
 from cocodiff.jobs.pipelines import Request
 from cocodiff.models.family import GENERATE
 

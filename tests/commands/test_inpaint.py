@@ -267,7 +267,7 @@ def test_twelve_forked_ranks_restore_what_one_process_restores(tmp_path: Path) -
         assert done.returncode == 0, done.stderr
         assert done.stderr == ""
         assert all(word in done.stdout for word in (f"{ranks} rank(s) ready", "biharmonic", "report.html"))
-        assert len(done.stdout.splitlines()) == 8 + (ranks > 1)  # how ranks are dealt, where there is a choice
+        assert len(done.stdout.splitlines()) == 8 + (ranks > 1)  # how ranks are divided, where there is a choice
         restored[ranks] = tifffile.imread(out / "images" / "scan_block_tapa.tif")
     differs = restored[1] != image
     error = float(np.mean(np.square(restored[1].astype(float) - restored[12])[differs]))

@@ -14,8 +14,8 @@ from cocodiff.config.errors import UserError
 from cocodiff.config.setting import settings_of
 from cocodiff.demo_model import SAMPLES
 from cocodiff.jobs.options import (
-    DEAL_OPTIONS,
     MOST,
+    PARTITION_OPTIONS,
     RUN_OPTIONS,
     Option,
     check_counts,
@@ -345,7 +345,7 @@ def test_a_range_and_a_bound_in_a_settings_file_are_what_they_are_on_the_command
 
 
 def test_words_in_the_place_of_a_number_and_empty_names(tmp_path):
-    options = with_settings((*DEAL_OPTIONS, *OPTIONS, Option("truth", "the original")))
+    options = with_settings((*PARTITION_OPTIONS, *OPTIONS, Option("truth", "the original")))
     assert "--replicas 'two': give a number that divides the ranks, or auto" in mistake(
         "--input", "a.png", "--replicas", "two", options=options
     )

@@ -199,26 +199,26 @@ def test_deals_of_a_job(plan, tmp_path):
     (tmp_path / "toy.yaml").write_text(TOY + "branches: 2\n")
     words = ("--model", tmp_path / "toy.yaml", "--size", "512", "--steps", "10", "--preset", "tapa")
     told, shown = plan(*words, "--images", "6", "--compare")
-    deals = told["deals"]
-    assert [(row["replicas"], row["guidance"]) for row in deals] == [
+    partitions = told["deals"]
+    assert [(row["replicas"], row["guidance"]) for row in partitions] == [
         *((1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (3, 2), (4, 1), (6, 1), (6, 2), (12, 1))
     ]
-    taken = [row for row in deals if row["taken"]]
-    assert len(taken) == 1 and taken[0]["job_s"] == min(row["job_s"] for row in deals) and told["images"] == 6
+    taken = [row for row in partitions if row["taken"]]
+    assert len(taken) == 1 and taken[0]["job_s"] == min(row["job_s"] for row in partitions) and told["images"] == 6
     assert told["case"]["replicas"] == taken[0]["replicas"] and told["time"]["image_s"] == taken[0]["image_s"]
-    for row in deals:
+    for row in partitions:
         assert row["replicas"] * row["guidance"] * row["ranks"] == 12 and row["fits"]
         assert row["job_s"] == pytest.approx(row["image_s"] * -(-6 // row["replicas"]) + row["first_s"])
         assert row["images_per_hour"] == pytest.approx(6 * 3600 / row["job_s"])
         assert (sum(row["output_bytes_per_image"].values()) > 0) == (row["guidance"] == 2)
     assert "compare" not in told and not (tmp_path / "plan" / "plan.png").exists()
-    assert shown.count("<- taken") == 1 and "ranks dealt to " in shown and "images/h" in shown
+    assert shown.count("<- taken") == 1 and "ranks divided into " in shown and "images/h" in shown
     chosen, shown = plan(*words, "--images", "6")
     assert chosen["case"] == told["case"] and "images/h" not in shown and "next best: " in shown
     split, _ = plan(*words)
-    assert split["case"]["guidance_parallel"] == 2 and split["time"]["image_s"] == deals[1]["image_s"]
+    assert split["case"]["guidance_parallel"] == 2 and split["time"]["image_s"] == partitions[1]["image_s"]
     apart, _ = plan(*words, "--guidance_parallel", "1")
-    assert apart["time"]["bytes_per_image"] == deals[0]["bytes_per_image"]
+    assert apart["time"]["bytes_per_image"] == partitions[0]["bytes_per_image"]
     unequal, _ = plan(*words, "--guidance_parallel", "1", "--negative_tokens", "0")
     assert unequal["time"]["step_s"] < apart["time"]["step_s"]
 

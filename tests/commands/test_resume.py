@@ -1,4 +1,4 @@
-"""Stacks dealt to replicas, and runs that did not end and go on: every bit as if nothing had happened."""
+"""Stacks divided among replicas, and runs that did not end and go on: every bit as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def test_a_killed_job_goes_on_with_other_replicas_to_the_same_bits(
     scan = written(tmp_path_factory.mktemp("longer"), LONGER)
     done = forked(*words(scan, tmp_path / "whole", "--ranks", 2), folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    dealt = words(scan, tmp_path / "out", "--ranks", 4, "--replicas", 2, "--resume")
-    run = Killed(tmp_path, dealt)
+    divided = words(scan, tmp_path / "out", "--ranks", 4, "--replicas", 2, "--resume")
+    run = Killed(tmp_path, divided)
     run.ranks[3].kill()
     assert run.end() == 1
     said = f"rank 3 was killed by SIGKILL; 3 of 3 other ranks noticed and stopped, {run.journals.kept()} are kept: go "
     assert said in run.log.read_text()
-    run = Killed(tmp_path, dealt)
+    run = Killed(tmp_path, divided)
     os.killpg(run.process.pid, signal.SIGKILL)
     run.end()
     kept = run.journals.kept()

@@ -1,4 +1,4 @@
-"""Every strategy and coding on an accelerator that several ranks share: their messages pass through host memory."""
+"""Every strategy and codec on an accelerator that several ranks share: their messages pass through host memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MORE: dict[str, Settings] = {
     "scored by card": {"preset": "cocodiff", "scoring": "card", "exchange": "tapa"},
     "int8, displaced": {"preset": "coded", "codec": "int8", "arrival": "displaced"},
 }
-# The links of this machine call for no coding, and in so few steps nothing but a large tau displaces anything.
+# The links of this machine call for no codec, and in so few steps nothing but a large tau displaces anything.
 ALL = {name: {"preset": name} for name in preset_names()} | {"ahead": {"preset": "ahead", "tau": 0.5}} | MORE
 
 

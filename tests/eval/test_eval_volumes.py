@@ -5,9 +5,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cocodiff_eval.data.masks import depth
-from cocodiff_eval.data.turned import AXES, Census, Restored, Turned, turn, turned_shape
-from cocodiff_eval.harness.volume import Verdict
-from cocodiff_eval.quality.fusing import Intervals, Lead, Mixture, choose_axes, dealt, fuse, quantile, weights_of
+from cocodiff_eval.data.reoriented import AXES, MaskStatistics, Reoriented, Restored, reoriented_shape, turn
+from cocodiff_eval.harness.volume import HiddenRegionReport
+from cocodiff_eval.quality.fusing import (
+    Intervals,
+    Lead,
+    Mixture,
+    choose_axes,
+    fuse,
+    quantile,
+    samples_along,
+    weights_of,
+)
 from cocodiff_eval.quality.hidden import Hidden, Survey, hide
 from cocodiff_eval.restore.baseline import in_cells, laplace, linear, total_variation
 
@@ -22,21 +31,21 @@ def random_mask(seed: int = 0) -> np.ndarray:
     return mask_ZYX
 
 
-def census_of(mask_ZYX: np.ndarray) -> Census:
-    return Census.of(lambda index: mask_ZYX[index], len(mask_ZYX))
+def census_of(mask_ZYX: np.ndarray) -> MaskStatistics:
+    return MaskStatistics.of(lambda index: mask_ZYX[index], len(mask_ZYX))
 
 
 @pytest.mark.parametrize("block_bytes", [1, 5000, 2**28])
 def test_copies_hold_the_same_slices_however_many_are_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
 ) -> None:
-    monkeypatch.setattr("cocodiff_eval.data.turned.BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr("cocodiff_eval.data.reoriented.BLOCK_BYTES", block_bytes)
     volume = np.random.default_rng(0).integers(0, 60000, SHAPE, dtype=np.uint16)
-    copies = [Turned(tmp_path / axis, axis, SHAPE, volume.dtype) for axis in "yx"]
+    copies = [Reoriented(tmp_path / axis, axis, SHAPE, volume.dtype) for axis in "yx"]
     turn(lambda index: volume[index], copies)
     for copy in copies:
         assert copy.is_whole
-        for index in range(turned_shape(SHAPE, copy.axis)[0]):
+        for index in range(reoriented_shape(SHAPE, copy.axis)[0]):
             np.testing.assert_array_equal(copy.read(index), SLICES[copy.axis](volume, index))
         part = slice(3, 9), slice(4, 20), slice(0, 5)
         np.testing.assert_array_equal(copy.window(part), volume[part])
@@ -48,17 +57,17 @@ def test_copies_hold_the_same_slices_however_many_are_in_memory(
 @pytest.mark.parametrize("axis", AXES)
 def test_what_is_restored_along_any_axis_is_found_along_z(tmp_path: Path, axis: str) -> None:
     mask_ZYX, volume = random_mask(), np.random.default_rng(1).random(SHAPE).astype(np.float32)
-    census = census_of(mask_ZYX)
-    assert census.full("z").nonzero()[0].tolist() == [7] and 7 not in census.restorable("z")
-    assert census.restorable("x") == [*range(28)] and census.total == mask_ZYX.sum()
-    file = Restored(tmp_path / "one", axis, census)
+    statistics = census_of(mask_ZYX)
+    assert statistics.full("z").nonzero()[0].tolist() == [7] and 7 not in statistics.restorable("z")
+    assert statistics.restorable("x") == [*range(28)] and statistics.total == mask_ZYX.sum()
+    file = Restored(tmp_path / "one", axis, statistics)
     file.create()
-    for index in np.random.default_rng(2).permutation(turned_shape(SHAPE, axis)[0]).tolist():
+    for index in np.random.default_rng(2).permutation(reoriented_shape(SHAPE, axis)[0]).tolist():
         of_slice = SLICES[axis](mask_ZYX, index)
         file.write(index, SLICES[axis](volume, index)[of_slice])
         np.testing.assert_array_equal(file.read(index), SLICES[axis](volume, index)[of_slice])
     file.create()  # of a start that goes on: nothing is lost
-    assert file.path.stat().st_size == 4 * census.total
+    assert file.path.stat().st_size == 4 * statistics.total
     for index in range(len(volume)):
         np.testing.assert_array_equal(file.read_along_z(index, mask_ZYX[index]), volume[index][mask_ZYX[index]])
 
@@ -88,8 +97,8 @@ def test_weights_follow_errors_and_what_they_have_in_common() -> None:
     errors = dict(zip("zyx", alike, strict=True))
     assert choose_axes(errors, 3).names == ("z", "x") and choose_axes(errors, 1).names in (("z",), ("x",))
     assert "y" in choose_axes(errors, 3, lambda axes: "y" in axes).names
-    assert dealt(6, {"z": 0.2, "y": 0.5, "x": 0.3}) == {"z": 2, "y": 2, "x": 2}
-    assert dealt(4, {"z": 0.2, "y": 0.5, "x": 0.3}) == {"z": 1, "y": 2, "x": 1}
+    assert samples_along(6, {"z": 0.2, "y": 0.5, "x": 0.3}) == {"z": 2, "y": 2, "x": 2}
+    assert samples_along(4, {"z": 0.2, "y": 0.5, "x": 0.3}) == {"z": 1, "y": 2, "x": 1}
 
 
 def test_lines_count_where_their_ends_are_alike() -> None:
@@ -289,7 +298,9 @@ def test_it_is_told_where_parts_of_the_mask_find_no_place_whole(sides: tuple[int
     rounds = hide(survey, 8, seed=0)
     assert rounds and all(one.cut == cut for one in rounds)
     lead = Lead(1.0, 0.5, 1.5, 3, 3)
-    told = Verdict({"z": 1.0}, psnr_db={"cocodiff": 21.0, "biharmonic": 20.0}, lead=lead, cut=cut).line("scan")
+    told = HiddenRegionReport({"z": 1.0}, psnr_db={"cocodiff": 21.0, "biharmonic": 20.0}, lead=lead, cut=cut).line(
+        "scan"
+    )
     assert ("these regions are smaller" in told) == cut
 
 

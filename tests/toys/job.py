@@ -1,8 +1,8 @@
 """A job of the tests' own: squares of numbers, which a setting makes with an error of its own."""
 
 import numpy as np
-from cocodiff_eval.harness.items import Batch, Cost, Drawn
-from cocodiff_eval.harness.job import Job, Judged
+from cocodiff_eval.harness.items import Batch, Cost, ItemSamples
+from cocodiff_eval.harness.job import ItemResult, Job
 from cocodiff_eval.quality.fusing import Moments
 from cocodiff_eval.quality.metrics import psnr_db
 
@@ -18,11 +18,11 @@ class Squares(Job[Batch]):
 
     def make(self, settings, batch):
         made = {one: np.array([batch.indices[0] ** 2 + ERRORS[one]], np.float32) for one in settings}
-        return {one: [Drawn(Moments.of(square), Cost())] * self.leads for one, square in made.items()}
+        return {one: [ItemSamples(Moments.of(square), Cost())] * self.leads for one, square in made.items()}
 
     def judge(self, batch, place, drawn, exact):
         found = {name: round(float(one.restored01_YX[0]), 4) for name, one in drawn.items() if name != exact}
-        return Judged([{"mode": name} for name in found], found)
+        return ItemResult([{"mode": name} for name in found], found)
 
     def write(self, batch, place, result):
         (self.folder / str(batch.indices[0])).write_text(str(result))

@@ -1,1 +1,1 @@
-"""V-Major (CoCoDiff section III-D): only tokens whose v changed travel. Its face is `coding.VMajor`."""
+"""V-Major (CoCoDiff section III-D): only tokens whose v changed travel. Its face is `codec.VMajor`."""

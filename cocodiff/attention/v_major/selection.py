@@ -199,7 +199,7 @@ def scored_blocks(topology: Topology, rank: int) -> tuple[list[int], list[int]]:
 
 @dataclass
 class Drift:
-    """Of one step, over a rank's sites: change of v (sums of L1 distances and norms), tokens and stable tokens."""
+    """Of one step, over a rank's layers: change of v (sums of L1 distances and norms), tokens and stable tokens."""
 
     change: float = 0.0
     norm: float = 0.0

@@ -298,7 +298,7 @@ def tiles_seen(device: torch.device) -> int:
 
 
 def card_of(device: torch.device) -> Card | None:
-    """The card of a device. Of CUDA torch knows the address; of Intel's, tiles are dealt to cards in order of their
+    """The card of a device. Of CUDA torch knows the address; of Intel's, tiles are assigned to cards in order of their
     addresses, which is known only while no variable selects among them."""
     if device.type == "cuda":
         of = properties_of(device)

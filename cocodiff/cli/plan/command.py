@@ -22,9 +22,9 @@ from cocodiff.jobs.record import write_document
 from cocodiff.jobs.terminal import quiet_libraries, say
 from cocodiff.models.adapter import image_and_text
 from cocodiff.models.family import Video
+from cocodiff.planner.choice import Workload
 from cocodiff.planner.decisions import read_decisions
 from cocodiff.planner.memory import Load, ModelShape
-from cocodiff.planner.partition import Workload
 
 SIDE = 1024
 DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -44,8 +44,8 @@ OPTIONS = (
     Option("preset", "the run's preset", "cocodiff"),
     Option(
         "images",
-        "images of a whole job: plans the deal of the ranks to replicas and guidance branches that makes them soonest; "
-        "with --compare the table of all deals",
+        "images of a whole job: plans the partition of the ranks into replicas and guidance branches that makes them "
+        "soonest; with --compare the table of all partitions",
         type=int,
     ),
     Option("branches", "guidance branches, calls of the model in a step; default: the model's usual", type=int),
@@ -59,7 +59,7 @@ OPTIONS = (
         many=True,
     ),
     Option("memory", "the memory part alone", False, type=bool),
-    Option("compare", "all presets side by side, with plan.png; with --images all deals", False, type=bool),
+    Option("compare", "all presets side by side, with plan.png; with --images all partitions", False, type=bool),
     Option("explain", "the timeline of one layer on rank 0 and its plan of messages", False, type=bool),
     Option("calibrate", "bench.json of bench alltoall: fits latencies and link efficiencies, writes machine.yaml"),
     Option("paper", "the figures of the CoCoDiff paper beside what the plan says of them", False, type=bool),
@@ -121,7 +121,7 @@ def check(values: dict[str, Any]) -> None:
 
 def run_plan(values: dict[str, Any], plan: dict[str, Any], folder: Path | None) -> None:
     from cocodiff.cli.plan import report
-    from cocodiff.planner.partition import Pricer, choose, untimed
+    from cocodiff.planner.choice import Pricer, choose, untimed
 
     shape, topology = load_shape(values["model"]), topology_of(values)
     config = engine_record().preset(values["preset"], **engine_settings(values))
@@ -131,23 +131,23 @@ def run_plan(values: dict[str, Any], plan: dict[str, Any], folder: Path | None) 
     if values["images"] is not None:
         batches = -(-values["images"] // values["batch"])
         choice = choose(pricer, [work], values["images"], batches, None, report.pinned_guidance(config))
-    deal = report.one_replica(topology, work) if choice is None else choice.taken.deal
-    sizes = report.size(topology, work, deal, video)
+    partition = report.one_replica(topology, work) if choice is None else choice.taken.partition
+    sizes = report.size(topology, work, partition, video)
     plan |= report.memory_json(values, shape, topology, work.load, sizes, video)
-    plan["case"] |= {"replicas": deal.replicas, "guidance_parallel": deal.guidance}
+    plan["case"] |= {"replicas": partition.replicas, "guidance_parallel": partition.guidance}
     say("\n".join(report.table(values, shape, topology, work.load, sizes, video)))
     if choice is not None:
-        plan |= report.deals_as_json(choice)
-        say("\n".join(report.deals_table(choice) if values["compare"] else [choice.line()]))
+        plan |= report.partitions_as_json(choice)
+        say("\n".join(report.partitions_table(choice) if values["compare"] else [choice.line()]))
     elif config.guidance_parallel == 2 and not work.guides:
         say(f"guidance_parallel 2: {shape.name} computes one branch, on all ranks")
-    elif deal.guidance > 1:
-        say(f"guidance_parallel {deal.guidance}: each branch on {topology.size // deal.guidance} rank(s)")
+    elif partition.guidance > 1:
+        say(f"guidance_parallel {partition.guidance}: each branch on {topology.size // partition.guidance} rank(s)")
     unknown = None if values["memory"] else untimed(topology.machine)
     if unknown is not None:
         say(unknown)
     elif not values["memory"]:
-        report.add_times(values, pricer, work, deal, plan, folder)
+        report.add_times(values, pricer, work, partition, plan, folder)
 
 
 def run_calibration(values: dict[str, Any], plan: dict[str, Any], folder: Path | None) -> None:

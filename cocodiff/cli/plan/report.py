@@ -1,5 +1,5 @@
-"""What `cocodiff plan` says and writes: memory, the deals of a job's ranks, a preset's step, all presets side by side,
-and one layer in detail."""
+"""What `cocodiff plan` says and writes: memory, the partitions of a job's ranks, a preset's step, all presets side by
+side, and one layer in detail."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from cocodiff.jobs.options import engine_record
 from cocodiff.jobs.terminal import say
 from cocodiff.models.adapter import IMAGE, TEXT
 from cocodiff.models.family import Video
+from cocodiff.planner.choice import Choice, Part, PartitionStep, PricedPartition, Pricer, Workload, parts_of
 from cocodiff.planner.costs import CallKind, costs_of, state_sizes
-from cocodiff.planner.deals import Deal
 from cocodiff.planner.decisions import as_file, decisions_of
 from cocodiff.planner.layers import SITES, Case, plan_layers
 from cocodiff.planner.memory import (
@@ -37,7 +37,7 @@ from cocodiff.planner.memory import (
     size_peaks,
     size_run,
 )
-from cocodiff.planner.partition import Choice, DealStep, Part, PricedDeal, Pricer, Workload, parts_of
+from cocodiff.planner.partitions import Partition
 from cocodiff.planner.placement import table as meshes_table
 from cocodiff.planner.placement import worth_listing
 from cocodiff.planner.traffic import Latencies
@@ -49,11 +49,11 @@ PEERS_SHOWN = 6  # of one phase's messages
 
 @dataclass(frozen=True)
 class Sizes:
-    """A plan's memory, in bytes. site: one joint attention of one branch on the fullest rank; node: the fullest.
+    """A plan's memory, in bytes. layer: one joint attention of one branch on the fullest rank; node: the fullest.
     tile: the machine's memory of one rank, None where its file does not say; then `largest`, in images, is None too.
     peaks: of text encoders and VAE; None where the model's VAE is not known."""
 
-    site: RankMemory
+    layer: RankMemory
     rank: RankMemory
     node: RankMemory
     tile: int | None
@@ -61,17 +61,17 @@ class Sizes:
     peaks: Peaks | None = None
 
 
-def size(topology: Topology, work: Workload, deal: Deal, video: Video) -> Sizes:
+def size(topology: Topology, work: Workload, partition: Partition, video: Video) -> Sizes:
     """video: what is made, or an image."""
     found: dict[int, RankMemory] = {}
-    sites: dict[int, RankMemory] = {}
+    layers: dict[int, RankMemory] = {}
     largest_of_parts = []
     tile = int(topology.machine.device.memory_gib * 2**30) or None
-    for part in (part for of_replica in parts_of(topology, work, deal) for part in of_replica):
+    for part in (part for of_replica in parts_of(topology, work, partition) for part in of_replica):
         shape, load, mesh = part.work.shape, part.work.load, part.mesh
         one_site = replace(shape, joint_layers=1, parallel_layers=0, image_layers=0)
         found |= zip(part.ranks, size_run(shape, part.topology, load, mesh), strict=True)
-        sites |= zip(part.ranks, size_run(one_site, part.topology, replace(load, branches=1), mesh), strict=True)
+        layers |= zip(part.ranks, size_run(one_site, part.topology, replace(load, branches=1), mesh), strict=True)
         if tile is not None:
             largest_of_parts.append(largest_batch(shape, part.topology, load, tile, mesh))
     of_ranks = [found[rank] for rank in range(topology.size)]
@@ -79,8 +79,8 @@ def size(topology: Topology, work: Workload, deal: Deal, video: Video) -> Sizes:
     nodes = [add([of_ranks[p.rank] for p in topology.places if p.node == node]) for node in range(topology.nodes)]
     node = max(nodes, key=lambda node: node.total)
     batch = max(1, work.load.batch // work.shape.rows_per_image)
-    peaks = size_peaks(work.shape, topology, video, batch, work.load.itemsize, deal.replicas)
-    return Sizes(sites[fullest], of_ranks[fullest], node, tile, min(largest_of_parts, default=None), peaks)
+    peaks = size_peaks(work.shape, topology, video, batch, work.load.itemsize, partition.replicas)
+    return Sizes(layers[fullest], of_ranks[fullest], node, tile, min(largest_of_parts, default=None), peaks)
 
 
 def table(
@@ -91,7 +91,7 @@ def table(
         f"{shape.name} {frames}{video.height}x{video.width} batch {values['batch']}, {load.branches} branch(es), "
         f"{values['dtype']}, preset {values['preset']}: {topology.size} rank(s) on {topology.nodes} node(s) of "
         f"{topology.machine.name}",
-        f"{'MiB':<28}{'a site':>12}{'a rank':>12}{'a node':>12}",
+        f"{'MiB':<28}{'a layer':>12}{'a rank':>12}{'a node':>12}",
     ]
     cached = {
         "q, k, v of the image": "image_cache",
@@ -102,7 +102,7 @@ def table(
         "steps that are left out": "step_cache",
     }
     for name, field in {**{f"cache: {k}": v for k, v in cached.items()}, "cache": "cache"}.items():
-        lines.append(f"{name:<28}" + "".join(f"{mib(getattr(x, field)):>12}" for x in (sizes.site, rank, sizes.node)))
+        lines.append(f"{name:<28}" + "".join(f"{mib(getattr(x, field)):>12}" for x in (sizes.layer, rank, sizes.node)))
     for name in ("weights", "activations", "total"):
         about = f"{name} (estimate)" if name == "activations" else name
         lines.append(f"{about:<28}{'':>12}" + "".join(f"{mib(getattr(x, name)):>12}" for x in (rank, sizes.node)))
@@ -190,7 +190,7 @@ def memory_json(
             "ranks": topology.size,
         },
         "memory_mib": {
-            "site": part(sizes.site, cache),
+            "site": part(sizes.layer, cache),
             "rank": part(sizes.rank, (*cache, "weights", "activations", "total")),
             "node": part(sizes.node, (*cache, "weights", "activations", "total")),
             "tile": None if sizes.tile is None else sizes.tile / MIB,
@@ -201,27 +201,27 @@ def memory_json(
     }
 
 
-# Deals of a job's ranks -----------------------------------------------------------------------------------------------
+# Partitions of a job's ranks -----------------------------------------------------------------------------------------
 
 
 def pinned_guidance(config: Config) -> int | None:
     return None if config.guidance_parallel == "auto" else int(config.guidance_parallel)
 
 
-def one_replica(topology: Topology, work: Workload) -> Deal:
-    """As the engine deals the ranks of one replica: by the setting `guidance_parallel`; auto is 2 where the model has
+def one_replica(topology: Topology, work: Workload) -> Partition:
+    """As the engine divides the ranks of one replica: by the setting `guidance_parallel`; auto is 2 where the model has
     two branches and the ranks are even."""
     wanted = pinned_guidance(work.config) or (2 if topology.size % 2 == 0 else 1)
-    return Deal(1, wanted if work.guides else 1)
+    return Partition(1, wanted if work.guides else 1)
 
 
-def deals_table(choice: Choice) -> list[str]:
-    """All deals; the one that is taken is marked, and said in a last line."""
+def partitions_table(choice: Choice) -> list[str]:
+    """All partitions; the one that is taken is marked, and said in a last line."""
     heading = ["replicas", "guidance", "ranks", "ulysses", "ring", "MiB a rank", "fits"]
     rows = [[*heading, "s an image", "images/h", "s in all", *(f"{link} GB" for link in LINK_CLASSES), ""]]
     for one in choice.listed:
         fits = {True: "yes", False: "no", None: "unknown"}[one.fits]
-        row = [*one.deal, one.ulysses * one.ring, one.ulysses, one.ring, f"{one.need.total / MIB:.0f}", fits]
+        row = [*one.partition, one.ulysses * one.ring, one.ulysses, one.ring, f"{one.need.total / MIB:.0f}", fits]
         row += (
             ["-"] * 3
             if one.batch_s is None
@@ -230,21 +230,24 @@ def deals_table(choice: Choice) -> list[str]:
         row += ["-" if one.sent is None else f"{one.sent[link] / 1e9:.2f}" for link in LINK_CLASSES]
         rows.append([str(x) for x in (*row, "<- taken" if one is choice.taken else "")])
     lines = aligned(rows, ">" * 14 + "<")
-    lines += [f"{deal.replicas} replica(s), guidance {deal.guidance}: {why}" for deal, why in choice.refused.items()]
+    lines += [
+        f"{partition.replicas} replica(s), guidance {partition.guidance}: {why}"
+        for partition, why in choice.refused.items()
+    ]
     return [*lines, choice.line()]
 
 
-def deals_as_json(choice: Choice) -> dict[str, Any]:
-    """`deals`: all of them; bytes of one image, or of one batch of images."""
-    rows = [deal_as_json(one) | {"taken": one is choice.taken} for one in choice.listed]
-    refused = [{**deal._asdict(), "error": str(why), "taken": False} for deal, why in choice.refused.items()]
+def partitions_as_json(choice: Choice) -> dict[str, Any]:
+    """`deals`: all partitions; bytes of one image, or of one batch of images."""
+    rows = [partition_as_json(one) | {"taken": one is choice.taken} for one in choice.listed]
+    refused = [{**partition._asdict(), "error": str(why), "taken": False} for partition, why in choice.refused.items()]
     return {"images": choice.taken.images, "deals": rows + refused}
 
 
-def deal_as_json(one: PricedDeal) -> dict[str, Any]:
+def partition_as_json(one: PricedPartition) -> dict[str, Any]:
     timed = one.batch_s is not None
     return {
-        **one.deal._asdict(),
+        **one.partition._asdict(),
         "ranks": one.ulysses * one.ring,
         "ulysses": one.ulysses,
         "ring": one.ring,
@@ -263,20 +266,25 @@ def deal_as_json(one: PricedDeal) -> dict[str, Any]:
 
 
 def add_times(
-    values: dict[str, Any], pricer: Pricer, work: Workload, deal: Deal, plan: dict[str, Any], folder: Path | None
+    values: dict[str, Any],
+    pricer: Pricer,
+    work: Workload,
+    partition: Partition,
+    plan: dict[str, Any],
+    folder: Path | None,
 ) -> None:
     """Says the times of one replica and adds them to the plan; with --compare those of all presets, with plan.png in
     the folder that there is."""
     topology, latencies = pricer.topology, Latencies.of(pricer.topology.machine)
-    first = parts_of(topology, work, deal)[0][0]
-    chosen, config = pricer.step(work, deal), first.work.config
+    first = parts_of(topology, work, partition)[0][0]
+    chosen, config = pricer.step(work, partition), first.work.config
     codec = with_codec_chosen(work.config, first.topology, AttentionWork(work.shape.heads, work.shape.head_dim))[1]
     if codec is not None:
         say(codec)
     say("\n".join(summary(chosen)))
     plan["time"] = step_json(chosen)
     if config.selection == "full" and not config.exact_attention:
-        exact = pricer.step(exactly(work), deal)
+        exact = pricer.step(exactly(work), partition)
         what = [name for name, plain in ((config.codec, "none"), (config.arrival, "now")) if name != plain]
         say(beside(chosen, exact, " and ".join(what)))
         plan["without_codec"] = step_json(exact)
@@ -294,7 +302,7 @@ def add_times(
         if folder is not None:
             (folder / "explain.txt").write_text("\n".join(told) + "\n")
     if values["compare"] and values["images"] is None:
-        rows = compare(values, pricer, work, deal, {values["preset"]: chosen})
+        rows = compare(values, pricer, work, partition, {values["preset"]: chosen})
         plan["compare"] = rows
         say("\n".join(compared(rows)))
         if folder is None:
@@ -307,7 +315,7 @@ def add_times(
         plot_presets(rows, where + f"{topology.nodes} node(s) of {topology.machine.name}", folder / "plan.png")
 
 
-def summary(step: DealStep) -> list[str]:
+def summary(step: PartitionStep) -> list[str]:
     plan = step.plan
 
     sent = ", ".join(f"{link} {plan.bytes[link] / 1e9:.2f}" for link in LINK_CLASSES)
@@ -327,7 +335,7 @@ def exactly(work: Workload) -> Workload:
     return replace(work, config=config, load=replace(work.load, state=state_sizes(config)))
 
 
-def beside(coded: DealStep, uncoded: DealStep, codec: str) -> str:
+def beside(coded: PartitionStep, uncoded: PartitionStep, codec: str) -> str:
     """What a codec or displacement gains, in words: the step and the bytes of both. codec: their names."""
     step_s, whole_s = coded.plan.step_s, uncoded.plan.step_s
     sent, whole = (sum(step.plan.bytes.values()) for step in (coded, uncoded))
@@ -338,7 +346,7 @@ def beside(coded: DealStep, uncoded: DealStep, codec: str) -> str:
     return f"{told}; {gain}" + ("" if step_s < whole_s else ": it does not pay here, choose codec none, arrival now")
 
 
-def step_json(step: DealStep) -> dict[str, Any]:
+def step_json(step: PartitionStep) -> dict[str, Any]:
     plan = step.plan
     return {
         "step_s": plan.step_s,
@@ -356,7 +364,7 @@ def step_json(step: DealStep) -> dict[str, Any]:
 
 
 def compare(
-    values: dict[str, Any], pricer: Pricer, work: Workload, deal: Deal, known: Mapping[str, DealStep]
+    values: dict[str, Any], pricer: Pricer, work: Workload, partition: Partition, known: Mapping[str, PartitionStep]
 ) -> list[dict[str, Any]]:
     """One row for each preset, flat first. A preset that this machine cannot run says why instead of times."""
     rows: list[dict[str, Any]] = []
@@ -365,8 +373,8 @@ def compare(
         of_preset = replace(work, config=config, load=replace(work.load, state=state_sizes(config)))
         row: dict[str, Any] = {"preset": name, "exact": config.exact}
         try:
-            step = known.get(name) or pricer.step(of_preset, deal)
-            need = pricer.need(of_preset, deal)
+            step = known.get(name) or pricer.step(of_preset, partition)
+            need = pricer.need(of_preset, partition)
         except UserError as error:
             rows.append(row | {"error": str(error)})
             continue

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cocodiff.comm.trace import Trace
-from cocodiff.comm.transport import LanePending, Part, Transport
+from cocodiff.comm.transport import LaneFuture, Part, Transport
 from cocodiff.config.machine import Topology
 from cocodiff.engine.guidance import PARTS, SequenceOf, Sharing
 from cocodiff.topology.axes import Axes
@@ -39,7 +39,7 @@ class GuidanceParts:
         self._among = tuple(transport.run_ranks[member] for member in sorted(pair))
         self._trace, self._link = trace, topology.link_class(rank, pair[1 - self.number])
         self._device = transport.device
-        self._sent: list[LanePending[None]] = []
+        self._sent: list[LaneFuture[None]] = []
         self._awaited: list[Callable[[], None]] = []  # what receives the messages, whatever they bring
         self._next = self._calls = 0  # of the current step: the branch of the next message, and how many there will be
 

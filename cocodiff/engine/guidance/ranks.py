@@ -212,7 +212,7 @@ class GuidedRanks:
         if drain and self._parts is not None:
             self._parts.drain()
         for ranks in self.sequences:
-            ranks.strategy.coding.end(drain)
+            ranks.strategy.codec.end(drain)
 
     def _split(self) -> GuidanceParts:
         """The two parts of the ranks; all ranks make them together."""

@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
 from cocodiff.config.machine import Topology
-from cocodiff.topology.layout import Layout, deal, slices
+from cocodiff.topology.layout import Layout, even_shares, slices
 from cocodiff.topology.routes.plans import Block, Phase, Plan, reverse
 
 T = TypeVar("T")
@@ -186,7 +186,7 @@ class Side:
     @cached_property
     def _starts(self) -> tuple[tuple[int, ...], ...]:
         """Of every rank, where its slices begin in its share, and where the last one ends."""
-        every = [slices(deal(share, range(self.cuts))) for share in self.shares]
+        every = [slices(even_shares(share, range(self.cuts))) for share in self.shares]
         return tuple((*(one.start for one in of_rank), of_rank[-1].stop) for of_rank in every)
 
     def own(self, rank: int, chosen: range) -> slice:

@@ -9,7 +9,7 @@ from typing import Any
 from cocodiff import __version__
 from cocodiff.comm.launch import Launch
 from cocodiff.config.errors import UserError
-from cocodiff.jobs.options import DEAL_OPTIONS, RESUME, RUN_OPTIONS, Option, check_counts, parse, with_settings
+from cocodiff.jobs.options import PARTITION_OPTIONS, RESUME, RUN_OPTIONS, Option, check_counts, parse, with_settings
 from cocodiff.jobs.pipelines import Request
 from cocodiff.jobs.ranks import settle
 from cocodiff.jobs.terminal import say
@@ -39,7 +39,7 @@ OPTIONS = (
     Option("out", "folder of the results", "generated"),
     Option("overwrite", "replace the results of an earlier run", False, type=bool),
     RESUME,
-    *DEAL_OPTIONS,
+    *PARTITION_OPTIONS,
     *RUN_OPTIONS,
 )
 
@@ -51,7 +51,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
     prepared = prepare(values, ranks, started)
     if launch.speaks:
         say(f"cocodiff {__version__}: {', '.join(prepared.presets)} on {ranks} rank(s) into {values['out']}")
-    prepared = prepared.dealt(ranks, images=max(1, len(values["prompt"])))
+    prepared = prepared.partitioned(ranks, images=max(1, len(values["prompt"])))
     # sides and frames follow from the model and from those that are asked for
     asked = prepared.request.content
     unit = "images" if prepared.request.video is None else "videos"

@@ -11,9 +11,8 @@ from cocodiff import __version__
 from cocodiff.comm.launch import Launch, detect
 from cocodiff.config.errors import UserError
 from cocodiff.config.files import is_there
-from cocodiff.jobs.deal import own_pixels
 from cocodiff.jobs.options import (
-    DEAL_OPTIONS,
+    PARTITION_OPTIONS,
     RESUME,
     RUN_OPTIONS,
     Option,
@@ -22,6 +21,7 @@ from cocodiff.jobs.options import (
     parse,
     with_settings,
 )
+from cocodiff.jobs.partition import own_pixels
 from cocodiff.jobs.pipelines import EMBEDDED, Request
 from cocodiff.jobs.ranks import settle
 from cocodiff.jobs.terminal import reading_bar, say
@@ -64,8 +64,8 @@ OPTIONS = (
     Option("samples", "restorations of each slice; of several, mean and standard deviation are written", 1, type=int),
     Option(
         "axes",
-        "slices are restored along these of z, y and x; samples are dealt over them, and fused; auto chooses by a test "
-        "on hidden regions (default: auto for several samples of 16 slices or more, else z)",
+        "slices are restored along these of z, y and x; samples are spread over them, and fused; auto chooses by a "
+        "test on hidden regions (default: auto for several samples of 16 slices or more, else z)",
         many=True,
     ),
     Option(
@@ -94,7 +94,7 @@ OPTIONS = (
     Option("out", "folder of the results", "restored"),
     Option("overwrite", "replace the results of an earlier run", False, type=bool),
     RESUME,
-    *DEAL_OPTIONS,
+    *PARTITION_OPTIONS,
     *RUN_OPTIONS,
 )
 # What the options of volumes are where each slice is restored, or cut from, by itself.
@@ -123,7 +123,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
         from cocodiff_eval.harness.slices import check_truth
 
         check_truth(prepared.quality.bound, tasks)
-    prepared = deal(prepared, tasks, ranks)
+    prepared = partitioned(prepared, tasks, ranks)
 
     def settings(there: dict[str, Any]) -> dict[str, Any]:
         from cocodiff_eval.harness.slices import describe_inputs
@@ -147,8 +147,8 @@ def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:
     return prepared
 
 
-def deal(prepared: Prepared, tasks: list[Any], ranks: int) -> Prepared:
-    """The job with its ranks dealt to replicas and guidance. Raises UserError."""
+def partitioned(prepared: Prepared, tasks: list[Any], ranks: int) -> Prepared:
+    """The job with its ranks divided into replicas and guidance. Raises UserError."""
     from cocodiff_eval.harness.items import count_batches
     from cocodiff_eval.harness.restoring import SMALL_MODEL, slices_together, tiles_in_a_call
 
@@ -158,7 +158,7 @@ def deal(prepared: Prepared, tasks: list[Any], ranks: int) -> Prepared:
         count_batches(task.mask.masked, slices_together(task.stack.shape[1:], native, tiles), samples) for task in tasks
     ]
     groups = max(calls for _, calls in counts)
-    return prepared.dealt(
+    return prepared.partitioned(
         ranks,
         images=samples * sum(task.mask.masked for task in tasks),
         batches=sum(batches for batches, _ in counts),

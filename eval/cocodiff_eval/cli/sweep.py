@@ -104,8 +104,8 @@ def prepare(values: dict[str, Any], grid: Grid, ranks: int, started: float) -> t
     prepared.output.keep_apart([*values["input"], *values["mask"], *filter(None, [values["truth"]])])
     tasks = find_tasks(values)
     images = sum(task.mask.masked for task in tasks)
-    prepared = prepared.dealt(ranks, images=images, batch=values["batch"] or 1, steps=sum(grid.steps))
-    topology = topology_of_replica(values, ranks, prepared.deal.replicas)
+    prepared = prepared.partitioned(ranks, images=images, batch=values["batch"] or 1, steps=sum(grid.steps))
+    topology = topology_of_replica(values, ranks, prepared.partition.replicas)
     for point in grid.points:
         check_point(point, topology)
     return prepared, [replace(task, steps=steps) for task in tasks for steps in grid.steps]

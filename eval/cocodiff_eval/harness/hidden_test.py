@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from cocodiff_eval.data.masks import depth
-from cocodiff_eval.data.turned import AXES, Turned
-from cocodiff_eval.harness.volume import ALONE, OWN, Verdict, Volume, along
+from cocodiff_eval.data.reoriented import AXES, Reoriented
+from cocodiff_eval.harness.volume import ALONE, OWN, HiddenRegionReport, Volume, along
 from cocodiff_eval.quality.fusing import Intervals, Lead, Mixture, choose_axes, fuse, weights_of
 from cocodiff_eval.quality.hidden import Hidden
 from cocodiff_eval.quality.metrics import psnr_db
@@ -64,7 +64,7 @@ class Tested:
         def unknown(index: int) -> np.ndarray:
             return volume.read_mask(index) | hidden.mask("z", index, volume.read_mask)
 
-        slices = volume.census.shape[0]
+        slices = volume.statistics.shape[0]
         self.deep = np.stack([depth(unknown, index, slices)[inside] for index in hidden.tested["z"]])
 
     def add(self, axis: str, indices: Sequence[int], sample: int, made: Mapping[str, np.ndarray]) -> None:
@@ -89,7 +89,7 @@ def judged_grid(hidden: Hidden, volume: Volume) -> np.ndarray:
 
 
 def read_window(
-    task: Any, volume: Volume, copies: tuple[Turned, Turned], window: Window, hidden: Hidden | None = None
+    task: Any, volume: Volume, copies: tuple[Reoriented, Reoriented], window: Window, hidden: Hidden | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """A window of a volume, normalised, and of its mask, with what is hidden besides: [Z, Y, X] each. copies: of both
     in slices along another axis, of which a part may be read."""
@@ -109,7 +109,7 @@ def solved_near(
     points_P3 = np.stack([at[judged] for at in hidden.grid], 1)
     for name, solver in SOLVERS.items():
         found[name] = np.full(judged.shape, np.nan)
-        found[name][judged] = in_cells(solver, read, volume.census.shape, points_P3)
+        found[name][judged] = in_cells(solver, read, volume.statistics.shape, points_P3)
     return found
 
 
@@ -124,10 +124,10 @@ def slice_figures(axis: str, prepared: Sequence[np.ndarray], masks: Sequence[np.
     return found
 
 
-def judge_test(rounds: Sequence[Tested], volume: Volume, samples: int, best: bool) -> Verdict:
+def judge_test(rounds: Sequence[Tested], volume: Volume, samples: int, best: bool) -> HiddenRegionReport:
     """The members and their weights, figures of all methods at the voxels that they all restore, and the intervals of
     what is written. best: whether that is the best method, of those that restore every hidden voxel."""
-    equal = Verdict(dict.fromkeys(volume.axes, 1 / len(volume.axes)), of=volume.kind)
+    equal = HiddenRegionReport(dict.fromkeys(volume.axes, 1 / len(volume.axes)), of=volume.kind)
     truth_P = np.concatenate([one.truth[one.judged] for one in rounds])
     own = {axis: np.concatenate([one.own[axis][:, one.judged] for one in rounds], 1) for axis in volume.axes}
     others = {name: np.concatenate([one.others[name][one.judged] for one in rounds]) for name in rounds[0].others}
@@ -181,7 +181,9 @@ def judge_test(rounds: Sequence[Tested], volume: Volume, samples: int, best: boo
     weights = dict(zip(mixture.names, weights_AP.mean(axis=1).tolist(), strict=True))
     weights = {axis: weights.get(axis, 0.0) for axis in (axes if volume.chosen else volume.axes)} | weights
     cut = any(one.hidden.cut for one in rounds)
-    return Verdict(weights, method, regions, truth_P.size, figures, intervals, mixture, lead, cut, volume.kind)
+    return HiddenRegionReport(
+        weights, method, regions, truth_P.size, figures, intervals, mixture, lead, cut, volume.kind
+    )
 
 
 def _all_of(wanted: Mapping[str, Any], axes: Sequence[str]) -> bool:

@@ -21,8 +21,8 @@ from cocodiff.jobs.terminal import say
 from cocodiff_eval.data.intensity import IntensityRange
 from cocodiff_eval.data.slices import safe_stem, unique_names
 from cocodiff_eval.harness.bound import Bound
-from cocodiff_eval.harness.items import Batch, Drawn, measured
-from cocodiff_eval.harness.job import Done, Job, Judged, Way
+from cocodiff_eval.harness.items import Batch, ItemSamples, measured
+from cocodiff_eval.harness.job import BatchPolicy, ItemResult, Job, JobResult
 from cocodiff_eval.harness.session import Session
 from cocodiff_eval.quality.fusing import Moments
 from cocodiff_eval.quality.metrics import Result, distance_db
@@ -53,7 +53,7 @@ class ImageJob(Job[Batch]):
     def settings(self) -> dict[str, Any]:
         return self.session.prepared.request.content | {"sides": list(self.sides)}
 
-    def begin(self, way: Way, first: bool) -> None:
+    def begin(self, way: BatchPolicy, first: bool) -> None:
         if first:
             self.session.images.mkdir(exist_ok=True)
 
@@ -63,11 +63,11 @@ class ImageJob(Job[Batch]):
     def steps(self, batch: Batch) -> int:
         return int(self.session.prepared.values["steps"])
 
-    def make(self, settings: Sequence[str], batch: Batch) -> dict[str, list[Drawn]]:
+    def make(self, settings: Sequence[str], batch: Batch) -> dict[str, list[ItemSamples]]:
         found = {setting: self._paint(setting, batch.indices[0]) for setting in settings}
         return {setting: [drawn] if self.session.replica.leads else [] for setting, drawn in found.items()}
 
-    def _paint(self, setting: str, prompt: int) -> Drawn:
+    def _paint(self, setting: str, prompt: int) -> ItemSamples:
         """One image or video in one mode, on all ranks of the replica."""
         model, values = self.session.model, self.session.prepared.values
 
@@ -90,9 +90,9 @@ class ImageJob(Job[Batch]):
             )
         pixels = (made.images if self.frames is None else made.frames)[0]
         check_finite(model.pipe, torch.from_numpy(pixels))
-        return Drawn(Moments.of(pixels.astype(np.float32)), cost)
+        return ItemSamples(Moments.of(pixels.astype(np.float32)), cost)
 
-    def judge(self, batch: Batch, place: int, drawn: Mapping[str, Drawn], exact: str | None) -> Judged:
+    def judge(self, batch: Batch, place: int, drawn: Mapping[str, ItemSamples], exact: str | None) -> ItemResult:
         """There is no truth, but there may be an exact run to compare with."""
         name, rows, compared = self.names[batch.indices[place]], [], None if exact is None else drawn[exact]
         for preset in self.presets:
@@ -102,9 +102,9 @@ class ImageJob(Job[Batch]):
                 against = psnr_vs_exact_db(compared, one)
                 result = replace(result, psnr_vs_exact_db=against, bytes_exact=compared.cost.bytes)
             rows.append(result.row())
-        return Judged(rows, drawn)
+        return ItemResult(rows, drawn)
 
-    def write(self, batch: Batch, place: int, result: Mapping[str, Drawn]) -> None:
+    def write(self, batch: Batch, place: int, result: Mapping[str, ItemSamples]) -> None:
         for preset, path in self._files(batch.indices[place]).items():
             pixels8 = np.rint(image01(result[preset]) * 255).astype(np.uint8)
             if self.frames is not None:
@@ -124,10 +124,10 @@ class ImageJob(Job[Batch]):
     def name(self, number: int) -> str:
         return self.names[number]
 
-    def figure_db(self, bound: Bound, batch: Batch, place: int, exact: Drawn, one: Drawn) -> float | None:
+    def figure_db(self, bound: Bound, batch: Batch, place: int, exact: ItemSamples, one: ItemSamples) -> float | None:
         return psnr_vs_exact_db(exact, one)
 
-    def complete(self, done: Done) -> dict[str, Any]:
+    def complete(self, done: JobResult) -> dict[str, Any]:
         """What `session.finish` takes besides the rows."""
         plan = plan_pictures([[True] * len(self.prompts)], len(self.presets))
         return {
@@ -181,12 +181,12 @@ def image_sides(session: Session, frames: int | None) -> tuple[int, int]:
     return sides[0], sides[1]
 
 
-def image01(drawn: Drawn) -> np.ndarray:
+def image01(drawn: ItemSamples) -> np.ndarray:
     """float32 [Y, X, C] or [F, Y, X, C] in [0, 1], as it was made."""
     return drawn.moments.mean_YX.astype(np.float32)
 
 
-def psnr_vs_exact_db(exact: Drawn, one: Drawn) -> float | None:
+def psnr_vs_exact_db(exact: ItemSamples, one: ItemSamples) -> float | None:
     """None for the same bits."""
     images = image01(exact), image01(one)
     return distance_db(IntensityRange(0.0, 1.0), *images, np.ones(images[0].shape, bool))

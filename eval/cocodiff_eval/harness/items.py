@@ -68,7 +68,7 @@ def evenly(indices: Sequence[int], most: int) -> list[tuple[int, ...]]:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class ItemSamples:
     """Samples of an item in one mode. moments: of the normalised images; cost: of all of them; psnr_db: of each,
     as a run with this sample alone would have it, None where the truth is unknown. kept: each sample, where they are
     written as well."""
@@ -84,7 +84,7 @@ class Drawn:
         return self.moments.mean_YX
 
     @classmethod
-    def merged(cls, parts: Sequence[Drawn]) -> Drawn:
+    def merged(cls, parts: Sequence[ItemSamples]) -> ItemSamples:
         """Parts of an item's samples, from the first to the last."""
         moments = parts[0].moments
         for part in parts[1:]:
@@ -99,7 +99,7 @@ class Parts:
 
     folder: Path
 
-    def keep(self, batch: Batch, drawn: Mapping[str, Sequence[Drawn]]) -> None:
+    def keep(self, batch: Batch, drawn: Mapping[str, Sequence[ItemSamples]]) -> None:
         """drawn: in each mode the samples of each item of the batch. Returns when they are on the disk."""
         for place, index in enumerate(batch.indices):
             of_modes = {mode: of_items[place] for mode, of_items in drawn.items()}
@@ -113,14 +113,14 @@ class Parts:
             np.savez(self._path(batch, index), facts=np.array(json.dumps(facts)), **images)
             flush(self._path(batch, index))
 
-    def read(self, batch: Batch, index: int) -> dict[str, Drawn]:
+    def read(self, batch: Batch, index: int) -> dict[str, ItemSamples]:
         """What was kept of an item of a batch, in each mode."""
         with np.load(self._path(batch, index), allow_pickle=False) as found:
             drawn = {}
             for mode, (count, cost, psnr) in json.loads(str(found["facts"])).items():
                 mean_YX = found[f"mean {mode}"]
                 moments = Moments.of(mean_YX) if count == 1 else Moments(count, mean_YX, found[f"squares {mode}"])
-                drawn[mode] = Drawn(moments, Cost(**cost), tuple(psnr))
+                drawn[mode] = ItemSamples(moments, Cost(**cost), tuple(psnr))
             return drawn
 
     def holds(self, batch: Batch, modes: Collection[str]) -> bool:
@@ -130,10 +130,10 @@ class Parts:
         except Exception:  # numpy, zipfile and json raise many kinds for a damaged file
             return False
 
-    def merged(self, batches: Sequence[Batch], index: int) -> dict[str, Drawn]:
+    def merged(self, batches: Sequence[Batch], index: int) -> dict[str, ItemSamples]:
         """All that was kept of an item, whose samples are in some batches, in their order."""
         found = [self.read(batch, index) for batch in batches]
-        return {mode: Drawn.merged([part[mode] for part in found]) for mode in found[0]}
+        return {mode: ItemSamples.merged([part[mode] for part in found]) for mode in found[0]}
 
     def _path(self, batch: Batch, index: int) -> Path:
         return self.folder / f"{batch.task}-{index}-{batch.samples[0]}.npz"
@@ -146,7 +146,7 @@ PURPOSES = {"bytes": "attention", "bytes_whole": "whole", "bytes_late": "late"} 
 class Cost:
     """The cost of a stretch of work, under the names of `metrics.Result`: seconds on this rank, and of all ranks of the
     replica together; bytes per link class of all ranks (rank 0 knows them); in a lossy run what its
-    coding noted at each step (`Engine.drift_profile`). replica_seconds: which replicas the seconds are of, where that
+    codec noted at each step (`Engine.drift_profile`). replica_seconds: which replicas the seconds are of, where that
     is known."""
 
     seconds: float = 0.0
@@ -221,7 +221,7 @@ def measured(engine: Engine) -> Iterator[Cost]:
     cost.drift = engine.drift_profile()
 
 
-BATCHES = 16  # of a task; with fewer, samples are dealt to replicas too
+BATCHES = 16  # of a task; with fewer, samples go to replicas too
 SHARING = 2  # samples that a small model restores in one call at least
 COPIED_TOGETHER = 64  # slices without masked voxels in a batch
 

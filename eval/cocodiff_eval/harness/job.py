@@ -19,7 +19,7 @@ from cocodiff_eval.harness.quality import Group
 if TYPE_CHECKING:
     from cocodiff.config.config import Config
     from cocodiff.jobs.replicas import Queue, Replica
-    from cocodiff_eval.harness.items import Drawn
+    from cocodiff_eval.harness.items import ItemSamples
     from cocodiff_eval.harness.quality import Quality
 
 
@@ -27,7 +27,7 @@ B = TypeVar("B", bound=Batch)
 Row = list[Any]  # task, index and what is reported, by the names of metrics.json
 
 
-class Modes(NamedTuple):
+class BatchSettings(NamedTuple):
     """How a batch is made. settings: by the name of each result, the name of the setting that it is made with; exact:
     the name of the result that others are compared with, None where there is none."""
 
@@ -35,7 +35,7 @@ class Modes(NamedTuple):
     exact: str | None
 
 
-class Way(ABC):
+class BatchPolicy(ABC):
     """How the batches of a job are made: in the presets as they are asked for (`running.Presets`), or in settings that
     are tried first (`trials.Trials`). tried: so many settings may be tried on each batch; kept: the numbers of batches
     that are made by then, and only have to be judged and written."""
@@ -53,10 +53,10 @@ class Way(ABC):
         return []
 
     @abstractmethod
-    def of(self, batch: Any) -> Modes:
+    def of(self, batch: Any) -> BatchSettings:
         """Maps a batch to its modes."""
 
-    def made(self, batches: Sequence[Batch], index: int) -> tuple[Modes, dict[str, Drawn]]:
+    def made(self, batches: Sequence[Batch], index: int) -> tuple[BatchSettings, dict[str, ItemSamples]]:
         """An item of batches that are `kept`, whose samples they are."""
         raise NotImplementedError("no batch is made before")
 
@@ -74,14 +74,14 @@ class Way(ABC):
 
 
 @dataclass(frozen=True)
-class Judged:
+class ItemResult:
     """What an item turned out to be. rows: what is reported of it; result: what is written of it."""
 
     rows: list[dict[str, Any]]
     result: Any = None
 
 
-class Done(NamedTuple):
+class JobResult(NamedTuple):
     """A job that is done. rows: on rank 0 what is reported of its items, by task and index; bounds: how a bound on
     quality was kept, for metrics.json, none without one."""
 
@@ -112,7 +112,7 @@ class Job(ABC, Generic[B]):
         """Whether what an earlier start has made of `before` is there, whole."""
         return False
 
-    def begin(self, way: Way, first: bool) -> None:
+    def begin(self, way: BatchPolicy, first: bool) -> None:
         """Called on every rank once it is known how batches are made. first: on rank 0, which others wait for."""
         return
 
@@ -125,12 +125,12 @@ class Job(ABC, Generic[B]):
         return 0
 
     @abstractmethod
-    def make(self, settings: Sequence[str], batch: B) -> Mapping[str, Sequence[Drawn]]:
+    def make(self, settings: Sequence[str], batch: B) -> Mapping[str, Sequence[ItemSamples]]:
         """Every item of a batch with each of some settings; no items on ranks that do not lead their replica."""
 
     @abstractmethod
-    def judge(self, batch: B, place: int, drawn: Mapping[str, Drawn], exact: str | None) -> Judged:
-        """An item, by its place in the batch. drawn: by the names of results; exact: as in `Modes`."""
+    def judge(self, batch: B, place: int, drawn: Mapping[str, ItemSamples], exact: str | None) -> ItemResult:
+        """An item, by its place in the batch. drawn: by the names of results; exact: as in `BatchSettings`."""
 
     @abstractmethod
     def write(self, batch: B, place: int, result: Any) -> None:
@@ -149,7 +149,7 @@ class Job(ABC, Generic[B]):
         """What is said of a batch that is done, by the leader of its replica."""
         return ""
 
-    def complete(self, done: Done) -> dict[str, Any]:
+    def complete(self, done: JobResult) -> dict[str, Any]:
         """Called on all ranks when everything is made. Returns what `session.finish` takes besides the rows."""
         return {"pictures": ()}
 
@@ -164,6 +164,6 @@ class Job(ABC, Generic[B]):
         """Of an item that has a batch of its own, by the batch's number."""
         return str(number)
 
-    def figure_db(self, bound: Bound, batch: B, place: int, exact: Drawn, one: Drawn) -> float | None:
+    def figure_db(self, bound: Bound, batch: B, place: int, exact: ItemSamples, one: ItemSamples) -> float | None:
         """As `Bound.keeps` takes it: of an item beside its exact run."""
         raise NotImplementedError(f"a bound on quality of {self.unit}")

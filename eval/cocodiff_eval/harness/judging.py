@@ -17,8 +17,8 @@ from cocodiff.jobs.folder import storage_faults
 from cocodiff_eval.data.intensity import IntensityRange, compose_native, prepare_slice
 from cocodiff_eval.data.slices import SMALLEST_SIDE, save_preview_png
 from cocodiff_eval.data.volume import Progress, unit_symbol
-from cocodiff_eval.harness.items import Drawn
-from cocodiff_eval.harness.job import Judged
+from cocodiff_eval.harness.items import ItemSamples
+from cocodiff_eval.harness.job import ItemResult
 from cocodiff_eval.harness.tasks import BOUNDS, Task, WorkingFile, kept_samples, result_files, slice_name, spread_of
 from cocodiff_eval.quality.fusing import Intervals, coverage, spread_native
 from cocodiff_eval.quality.metrics import (
@@ -167,7 +167,7 @@ class Restored(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Seen:
+class SliceReview:
     """A slice whose samples are judged one by one."""
 
     task: Task
@@ -179,7 +179,7 @@ class Seen:
     def truth_YX(self) -> np.ndarray | None:
         return self.task.truth.read(self.index) if self.task.truth is not None else None
 
-    def psnr_db(self, run: Drawn) -> float | None:
+    def psnr_db(self, run: ItemSamples) -> float | None:
         """Against the truth, under the mask; of a sample as of a run with this sample alone."""
         if self.truth_YX is None:
             return None
@@ -188,13 +188,13 @@ class Seen:
 
 
 def judge_slice(
-    seen: Seen,
+    seen: SliceReview,
     modes: Sequence[str],
     exact_mode: str | None,
-    drawn: Mapping[str, Drawn],
+    drawn: Mapping[str, ItemSamples],
     samples: int,
     intervals: Intervals | None = None,
-) -> Judged:
+) -> ItemResult:
     """Restored slices in the input's dtype, of several samples with their standard deviation, and their rows of
     metrics.json with the biharmonic baseline. modes: whose results are kept; exact_mode: which they are compared with;
     intervals: calibrated ones, whose ends are written.
@@ -211,7 +211,7 @@ def judge_slice(
     shown = partial(picture, task, index, slice_name(task.stack, index))
     written = native | further_native(seen, presets, intervals)
     if not mask_YX.any():
-        return Judged(rows, Restored(written, partial(shown, (original_YX, mask_YX, None), native, None)))
+        return ItemResult(rows, Restored(written, partial(shown, (original_YX, mask_YX, None), native, None)))
     truth_YX = seen.truth_YX
     started = time.perf_counter()
     smooth_YX, baseline = None, None
@@ -237,10 +237,12 @@ def judge_slice(
             exact_compared=exact is not None,
         )
         rows.append(result.row())
-    return Judged(rows, Restored(written, partial(shown, (original_YX, mask_YX, truth_YX), native, smooth_YX)))
+    return ItemResult(rows, Restored(written, partial(shown, (original_YX, mask_YX, truth_YX), native, smooth_YX)))
 
 
-def further_native(seen: Seen, presets: Mapping[str, Drawn], intervals: Intervals | None) -> dict[str, np.ndarray]:
+def further_native(
+    seen: SliceReview, presets: Mapping[str, ItemSamples], intervals: Intervals | None
+) -> dict[str, np.ndarray]:
     """The ends of intervals that hold 90 % of the truth, and the samples that are kept, in the input's dtype, by the
     names of their files."""
     found: dict[str, np.ndarray] = {}
@@ -260,7 +262,7 @@ def smoothed(task: Task, original_YX: np.ndarray, mask_YX: np.ndarray) -> np.nda
     return task.scale.denormalise(biharmonic(prepare_slice(original_YX, mask_YX, task.scale), mask_YX))
 
 
-def psnr_vs_exact_db(scale: IntensityRange, exact: Drawn, run: Drawn, mask_YX: np.ndarray) -> float | None:
+def psnr_vs_exact_db(scale: IntensityRange, exact: ItemSamples, run: ItemSamples, mask_YX: np.ndarray) -> float | None:
     """PSNR under the mask against the exact run, before rounding to the input's dtype; None for the same bits."""
     exact_YX, restored_YX = (scale.denormalise(one.restored01_YX) for one in (exact, run))
     return distance_db(scale, exact_YX, restored_YX, mask_YX)

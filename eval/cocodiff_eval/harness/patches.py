@@ -58,7 +58,8 @@ class Split(NamedTuple):
 def cut_patches(
     tasks: Sequence[Task], side: int, counts: tuple[int, int], seed: Sequence[int], progress: Progress = unwatched
 ) -> tuple[Patches, Patches]:
-    """So many patches of side x side to train on, and so many that are held out, dealt to the volumes by their size.
+    """So many patches of side x side to train on, and so many that are held out, divided among the volumes by their
+    size.
 
     Patches lie in slices along z and, where a volume is as deep as a patch, along y and x; a third of them shows twice
     or four times as much, as the coarse levels of a restoration do. No more than `side` slices are in memory.

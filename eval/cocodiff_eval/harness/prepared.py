@@ -7,11 +7,11 @@ from typing import Any
 
 from cocodiff.config.config import Config, load_machine
 from cocodiff.config.machine import Topology
-from cocodiff.jobs.deal import deal_of, sequence_of, with_guidance
 from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.options import preset_configs
+from cocodiff.jobs.partition import partition_of, sequence_of, with_guidance
 from cocodiff.jobs.pipelines import Request, check_model
-from cocodiff.planner.deals import Deal
+from cocodiff.planner.partitions import Partition
 from cocodiff_eval.harness.quality import Quality
 
 
@@ -24,7 +24,7 @@ class Prepared:
     presets: dict[str, Config]
     output: OutputFolder
     started: float  # time.monotonic() when the command began
-    deal: Deal = field(default=Deal())
+    partition: Partition = field(default=Partition())
     quality: Quality | None = None
 
     @classmethod
@@ -45,16 +45,17 @@ class Prepared:
         output = OutputFolder(values["out"], values["overwrite"], values["resume"])
         return cls(values, request, presets, output, started, quality=quality)
 
-    def dealt(self, ranks: int, **work: Any) -> Prepared:
-        """With its ranks dealt, and the deal's guidance in the presets. work: as of `deal_of`. Raises UserError."""
+    def partitioned(self, ranks: int, **work: Any) -> Prepared:
+        """With its ranks divided, and the partition's guidance in the presets. work: as of `partition_of`. Raises
+        UserError."""
         request, quality = self.request, self.quality
         settings = [*(self.presets if quality is None else quality.rungs).values()]
-        deal = deal_of(self.values, request, settings, ranks, compares=quality is None, **work)
-        check_model(request, ranks // (deal.replicas * deal.guidance), weights=not self.values["dry_run"])
+        partition = partition_of(self.values, request, settings, ranks, compares=quality is None, **work)
+        check_model(request, ranks // (partition.replicas * partition.guidance), weights=not self.values["dry_run"])
         if quality is not None:
-            quality = quality.for_links(*sequence_of(self.values, request, deal, ranks))
-            quality = replace(quality, rungs=with_guidance(quality.rungs, deal, request))
-            if ranks == deal.replicas and not quality.caches:
+            quality = quality.for_links(*sequence_of(self.values, request, partition, ranks))
+            quality = replace(quality, rungs=with_guidance(quality.rungs, partition, request))
+            if ranks == partition.replicas and not quality.caches:
                 quality = quality.exact_alone()
-        presets = with_guidance(self.presets, deal, request)
-        return replace(self, presets=presets, deal=deal, quality=quality)
+        presets = with_guidance(self.presets, partition, request)
+        return replace(self, presets=presets, partition=partition, quality=quality)

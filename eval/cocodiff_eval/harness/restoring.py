@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cocodiff.jobs.pipelines import Model
-from cocodiff_eval.harness.items import Batch, Cost, Drawn, measured
-from cocodiff_eval.harness.judging import Seen
+from cocodiff_eval.harness.items import Batch, Cost, ItemSamples, measured
+from cocodiff_eval.harness.judging import SliceReview
 from cocodiff_eval.quality.fusing import Moments
 from cocodiff_eval.restore.pipeline_inpainter import PipelineInpainter
 from cocodiff_eval.restore.restore import plan_slice, restore_slices
@@ -69,7 +69,7 @@ class Restorer:
         mode: str,
         limits: tuple[float, float],
         samples: Sequence[int] | None = None,
-    ) -> list[Drawn]:
+    ) -> list[ItemSamples]:
         """Slices in one mode, on all ranks of the engine. limits: of restored voxels; samples: of each slice the number
         of the sample, 0 unless given."""
         with measured(self.engines[mode]) as cost:
@@ -84,12 +84,13 @@ class Restorer:
             )
         cost.replica_seconds = {str(self.replica): cost.seconds}
         return [
-            Drawn(Moments.of(one_YX), share) for one_YX, share in zip(restored, cost.shares(len(restored)), strict=True)
+            ItemSamples(Moments.of(one_YX), share)
+            for one_YX, share in zip(restored, cost.shares(len(restored)), strict=True)
         ]
 
     def draw(
-        self, batch: Batch, prepared: Sequence[np.ndarray], seen: Sequence[Seen], mode: str, leads: bool
-    ) -> list[Drawn]:
+        self, batch: Batch, prepared: Sequence[np.ndarray], seen: Sequence[SliceReview], mode: str, leads: bool
+    ) -> list[ItemSamples]:
         """The batch's samples of each slice in one mode, of which no more are in memory than share calls. leads: on
         ranks that judge none the result is empty."""
         moments: dict[int, Moments] = {}
@@ -105,4 +106,4 @@ class Restorer:
                 costs[place].append(run.cost)
                 if batch.of > 1:
                     psnr_db[place].append(seen[place].psnr_db(run))
-        return [Drawn(moments[n], Cost.summed(costs[n]), tuple(psnr_db[n])) for n in moments]
+        return [ItemSamples(moments[n], Cost.summed(costs[n]), tuple(psnr_db[n])) for n in moments]

@@ -11,20 +11,20 @@ from cocodiff.config.config import Config
 from cocodiff.jobs.journal import Entry
 from cocodiff.jobs.replicas import JobRecord, Queue, Replica
 from cocodiff.jobs.terminal import reading_bar
-from cocodiff_eval.harness.items import Batch, Drawn, Parts
-from cocodiff_eval.harness.job import Done, Job, Modes, Row, Way
+from cocodiff_eval.harness.items import Batch, ItemSamples, Parts
+from cocodiff_eval.harness.job import BatchPolicy, BatchSettings, Job, JobResult, Row
 
 
-class Presets(Way):
+class Presets(BatchPolicy):
     """Every batch in every preset, and in the exact one if its items are compared. exact: one of the presets, or one
     mode more; None to compare with none."""
 
     def __init__(self, presets: Mapping[str, Config], exact: str | None) -> None:
         self.presets, self.exact = presets, exact
 
-    def of(self, batch: Any) -> Modes:
+    def of(self, batch: Any) -> BatchSettings:
         names = dict.fromkeys([*self.presets, *([self.exact] if self.exact is not None and batch.compared else ())])
-        return Modes({name: name for name in names}, self.exact if self.exact in names else None)
+        return BatchSettings({name: name for name in names}, self.exact if self.exact in names else None)
 
     def configs(self, task: int) -> Mapping[str, Config]:
         return self.presets
@@ -35,12 +35,12 @@ class Presets(Way):
 
 def run_batches(
     job: Job[Any],
-    way: Way,
+    way: BatchPolicy,
     replica: Replica,
     output: Any,
     settings: Callable[[], dict[str, Any]],
     shows_bar: bool = False,
-) -> Done:
+) -> JobResult:
     """Makes, judges and writes what is missing of a job's results; all ranks call it.
 
     way: how batches are made; output: the `OutputFolder`, with the journals; settings: all that results depend on.
@@ -76,10 +76,10 @@ def run_batches(
         replica.whole.broadcast_object(None)  # the files are there
         make_batches(job, queue, way, replica.leads, parts)
     rows = queue.rows() + put_together(job, way, parts, reading_bar(shows_bar)) if first else []
-    return Done(sorted(rows, key=lambda row: row[:2]), way.records)
+    return JobResult(sorted(rows, key=lambda row: row[:2]), way.records)
 
 
-def make_batches(job: Job[Any], queue: Queue, way: Way, leads: bool, parts: Parts) -> None:
+def make_batches(job: Job[Any], queue: Queue, way: BatchPolicy, leads: bool, parts: Parts) -> None:
     """The batches that this replica takes. What has samples in other batches is kept in `parts` until all are there."""
     for number in queue.take([number for number in range(len(job.batches)) if number not in way.kept]):
         batch = job.batches[number]
@@ -102,22 +102,24 @@ def make_batches(job: Job[Any], queue: Queue, way: Way, leads: bool, parts: Part
             queue.bar.say(told)
 
 
-def finish_item(job: Job[Any], batch: Batch, place: int, drawn: Mapping[str, Drawn], exact: str | None) -> list[Row]:
+def finish_item(
+    job: Job[Any], batch: Batch, place: int, drawn: Mapping[str, ItemSamples], exact: str | None
+) -> list[Row]:
     """Judges and writes an item whose samples are all there."""
     judged = job.judge(batch, place, drawn, exact)
     job.write(batch, place, judged.result)
     return [[batch.task, batch.indices[place], row] for row in judged.rows]
 
 
-def put_together(job: Job[Any], way: Way, parts: Parts, progress: Callable[..., Any]) -> list[Row]:
-    """On rank 0, when all batches are done: the items whose samples were dealt, and those that were made before."""
+def put_together(job: Job[Any], way: BatchPolicy, parts: Parts, progress: Callable[..., Any]) -> list[Row]:
+    """On rank 0, when all batches are done: the items whose samples were divided, and those that were made before."""
     groups: dict[tuple[int, tuple[int, ...], bool], list[Batch]] = {}
     for number, batch in enumerate(job.batches):
         if number in way.kept or not batch.whole:
             groups.setdefault((batch.task, batch.indices, number in way.kept), []).append(batch)
-    dealt, rows = [*groups.items()], []
-    for number in progress(range(len(dealt)), f"putting {job.unit} together"):
-        (*_, kept), batches = dealt[number]
+    divided, rows = [*groups.items()], []
+    for number in progress(range(len(divided)), f"putting {job.unit} together"):
+        (*_, kept), batches = divided[number]
         for place, index in enumerate(batches[0].indices):
             if kept:
                 (_, exact), drawn = way.made(batches, index)

@@ -26,7 +26,7 @@ from cocodiff_eval.harness.prepared import Prepared
 
 if TYPE_CHECKING:
     from cocodiff.engine.engine import Engine
-    from cocodiff_eval.harness.job import Done, Job, Way
+    from cocodiff_eval.harness.job import BatchPolicy, Job, JobResult
 
 EVERY_RANK_IMPORTS = (
     "skimage.metrics",
@@ -95,7 +95,7 @@ class Session:
         from cocodiff_eval.harness.trials import Trials
 
         prepared, quality = self.prepared, self.prepared.quality
-        way: Way = Presets(prepared.presets, self.exact)
+        way: BatchPolicy = Presets(prepared.presets, self.exact)
         if quality is not None:
             way = Trials(job, quality, prepared.output.journals.folder)
 
@@ -171,7 +171,7 @@ def import_before_fork(request: Request, ranks: int | None = None) -> None:
 def describe(prepared: Prepared, ranks: int) -> dict[str, Any]:
     """What the results of any job depend on, beside its inputs. How many replicas there are is not in it. ranks: of all
     replicas."""
-    replicas = prepared.deal.replicas
+    replicas = prepared.partition.replicas
     return {
         "cocodiff": __version__,
         "ranks of a replica": ranks // replicas,
@@ -194,7 +194,7 @@ def with_exact(prepared: Prepared) -> tuple[dict[str, Config], str | None]:
         return dict(prepared.presets), None
     whole = {"selection": "full", "codec": "none", "arrival": "now", "step_cache": "none"}
     settings = engine_settings(prepared.values) | {"exchange": "flat", "chunks": 1, **whole}
-    settings["guidance_parallel"] = prepared.deal.guidance
+    settings["guidance_parallel"] = prepared.partition.guidance
     exact = engine_record().preset(EXACT, **settings)
     for mode, config in prepared.presets.items():
         if same_bits(config, exact):
@@ -232,7 +232,7 @@ def open_session(prepared: Prepared, transport: Any) -> Session:
         detect().kind != "alone"
     ):  # else the process that ranks are forked from does so, when none of them writes any more
         transport.health.when_lost(lambda error: prepared.output.discard())
-    replica = Replica(transport, prepared.values["machine"], prepared.deal.replicas)
+    replica = Replica(transport, prepared.values["machine"], prepared.partition.replicas)
     if transport.rank == 0 and not prepared.values["quiet"]:
         note(f"loading the model: {prepared.request.model}")
     model = load_requested(prepared.request, prepared.values["dtype"], transport)
@@ -251,7 +251,7 @@ def open_session(prepared: Prepared, transport: Any) -> Session:
 
 def finish(
     session: Session,
-    done: Done,
+    done: JobResult,
     pictures: Iterable[str],
     inputs: Sequence[dict[str, Any]] = (),
     volumes: Sequence[dict[str, Any]] = (),
@@ -261,7 +261,7 @@ def finish(
 ) -> None:
     """Writes results, publishes the folder and prints the table; all ranks call it, and nobody leaves before.
 
-    inputs: by `Task.record`; volumes: by `Verdict.record`; jumps: by `judging.jumps`; told: in the table's
+    inputs: by `Task.record`; volumes: by `HiddenRegionReport.record`; jumps: by `judging.jumps`; told: in the table's
     place; pictures, report: arguments of `cocodiff_eval.report.write_report`.
     """
     transport = session.transport
@@ -279,7 +279,7 @@ def finish(
 def _write_results(
     session: Session,
     folder: Path,
-    done: Done,
+    done: JobResult,
     pictures: Iterable[str],
     records: Mapping[str, Sequence[dict[str, Any]]],
     told: str,

@@ -13,12 +13,12 @@ from cocodiff.jobs.record import described_inputs, lasting
 from cocodiff.jobs.terminal import reading_bar, say
 from cocodiff_eval.data.intensity import prepare_slice
 from cocodiff_eval.harness.bound import Bound, Slices
-from cocodiff_eval.harness.items import Batch, Cost, Drawn, batches_of
-from cocodiff_eval.harness.job import Done, Job, Judged, Way
+from cocodiff_eval.harness.items import Batch, Cost, ItemSamples, batches_of
+from cocodiff_eval.harness.job import BatchPolicy, ItemResult, Job, JobResult
 from cocodiff_eval.harness.judging import (
     ReportPictures,
     Restored,
-    Seen,
+    SliceReview,
     is_volume,
     judge_slice,
     jumps,
@@ -88,8 +88,8 @@ class SliceJob(Job[Batch]):
         self._store = journals / "results"
         plan = plan_pictures(masked, len(self.presets) * (1 + (self.samples > 1)) + 1)
         self.pages = ReportPictures(journals, plan)
-        self._way: Way | None = None
-        self._last: tuple[Batch | None, list[Seen]] = (None, [])
+        self._way: BatchPolicy | None = None
+        self._last: tuple[Batch | None, list[SliceReview]] = (None, [])
 
     def _restorer(self, steps: int) -> Restorer:
         session = self.session
@@ -104,7 +104,7 @@ class SliceJob(Job[Batch]):
     def holds_before(self, number: int) -> bool:
         return self.volumes.holds(number)
 
-    def begin(self, way: Way, first: bool) -> None:
+    def begin(self, way: BatchPolicy, first: bool) -> None:
         """Makes the files of results, where an earlier start has not."""
         self._way = way
         if not first:
@@ -149,15 +149,15 @@ class SliceJob(Job[Batch]):
         restorer = self.restorers[self.tasks[batch.task].steps]
         return restorer.tile_steps([seen.mask_YX for seen in self._seen(batch)]) * len(batch.samples)
 
-    def _seen(self, batch: Batch) -> list[Seen]:
+    def _seen(self, batch: Batch) -> list[SliceReview]:
         """The slices of a batch, which are read once: those of the last one are remembered."""
         if self._last[0] != batch:
             task = self.tasks[batch.task]
-            seen = [Seen(task, index, task.stack.read(index), task.mask.read(index)) for index in batch.indices]
+            seen = [SliceReview(task, index, task.stack.read(index), task.mask.read(index)) for index in batch.indices]
             self._last = (batch, seen)
         return self._last[1]
 
-    def make(self, settings: Sequence[str], batch: Batch) -> dict[str, list[Drawn]]:
+    def make(self, settings: Sequence[str], batch: Batch) -> dict[str, list[ItemSamples]]:
         if batch.task in self.volumes.of:
             leads = self.session.replica.leads
             return {one: self.volumes.fused(batch, one) if leads else [] for one in settings}
@@ -165,11 +165,11 @@ class SliceJob(Job[Batch]):
         prepared = [prepare_slice(one.original_YX, one.mask_YX, task.scale) for one in seen]
         leads = self.session.replica.leads
         if batch.copied:  # a slice without masked voxels is its own restoration
-            return {one: [Drawn(Moments.of(p_YX), Cost()) for p_YX in prepared if leads] for one in settings}
+            return {one: [ItemSamples(Moments.of(p_YX), Cost()) for p_YX in prepared if leads] for one in settings}
         restorer = self.restorers[task.steps]
         return {one: restorer.draw(batch, prepared, seen, one, leads) for one in settings}
 
-    def judge(self, batch: Batch, place: int, drawn: Mapping[str, Drawn], exact: str | None) -> Judged:
+    def judge(self, batch: Batch, place: int, drawn: Mapping[str, ItemSamples], exact: str | None) -> ItemResult:
         intervals = self.volumes.intervals(batch.task, batch.indices[place])
         return judge_slice(self._seen(batch)[place], self.presets, exact, drawn, batch.of, intervals)
 
@@ -186,14 +186,14 @@ class SliceJob(Job[Batch]):
         groups = {id(mask): mask.group(self.tasks, self.batches) for mask in self._masks.values()}
         return {task: groups[id(mask)] for task, mask in self._masks.items()}
 
-    def figure_db(self, bound: Bound, batch: Batch, place: int, exact: Drawn, one: Drawn) -> float | None:
+    def figure_db(self, bound: Bound, batch: Batch, place: int, exact: ItemSamples, one: ItemSamples) -> float | None:
         seen = self._seen(batch)[place]
         if bound.against == "exact":
             return psnr_vs_exact_db(seen.task.scale, exact, one, seen.mask_YX)
         before, after = seen.psnr_db(exact), seen.psnr_db(one)
         return None if before is None or after is None else before - after
 
-    def complete(self, done: Done) -> dict[str, Any]:
+    def complete(self, done: JobResult) -> dict[str, Any]:
         """Writes results in their own format, on rank 0. Returns what `session.finish` takes besides the rows."""
         values, images = self.session.prepared.values, self.session.images
         progress, found = reading_bar(not values["quiet"]), []

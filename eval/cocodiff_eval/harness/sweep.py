@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from cocodiff_eval.harness.grid import Grid
-from cocodiff_eval.harness.items import Batch, Drawn
-from cocodiff_eval.harness.job import Done, Judged, Way
+from cocodiff_eval.harness.items import Batch, ItemSamples
+from cocodiff_eval.harness.job import BatchPolicy, ItemResult, JobResult
 from cocodiff_eval.harness.judging import Restored
 from cocodiff_eval.harness.session import Session
 from cocodiff_eval.harness.slices import SliceJob
@@ -28,7 +28,7 @@ class SweepJob(SliceJob):
         super().__init__(session, tasks, masked, {})
         self.grid = grid
 
-    def begin(self, way: Way, first: bool) -> None:
+    def begin(self, way: BatchPolicy, first: bool) -> None:
         """A short run in every preset, so that no figure pays for first allocations and connections."""
         own, self.restorers = self.restorers, dict.fromkeys(self.restorers, self._restorer(1))
         for batch in [one for one in self.batches if not one.copied][:1]:
@@ -42,9 +42,9 @@ class SweepJob(SliceJob):
         """What rows of metrics.json call a point at a number of steps."""
         return f"{point}, {steps} steps" if len(self.grid.steps) > 1 else point
 
-    def judge(self, batch: Batch, place: int, drawn: Mapping[str, Drawn], exact: str | None) -> Judged:
+    def judge(self, batch: Batch, place: int, drawn: Mapping[str, ItemSamples], exact: str | None) -> ItemResult:
         steps, rows = self.tasks[batch.task].steps, super().judge(batch, place, drawn, exact).rows
-        return Judged([row | {"mode": self._mode(row["mode"], steps)} for row in rows])
+        return ItemResult([row | {"mode": self._mode(row["mode"], steps)} for row in rows])
 
     def write(self, batch: Batch, place: int, result: Restored) -> None:
         """The rows are all that is kept."""
@@ -57,7 +57,7 @@ class SweepJob(SliceJob):
             for row, db in zip(of_points, shown, strict=True)
         )
 
-    def complete(self, done: Done) -> dict[str, Any]:
+    def complete(self, done: JobResult) -> dict[str, Any]:
         """Writes the lines and their picture, on rank 0."""
         folder, once = self.session.folder, self.tasks[:: len(self.grid.steps)]
         if folder is None:
@@ -75,9 +75,9 @@ class SweepJob(SliceJob):
             "told": told(rows),
         }
 
-    def _lines(self, done: Done) -> Iterator[dict[str, Any]]:
+    def _lines(self, done: JobResult) -> Iterator[dict[str, Any]]:
         """`bytes` are of q, k, v and o; `bytes_whole` what they would have been with all tokens as they are;
-        `bytes_late` those that no call of attention waited for, where `arrival` is not now; `coding` is what travels in
+        `bytes_late` those that no call of attention waited for, where `arrival` is not now; `codec` is what travels in
         their place: full, v_major, or a codec. `psnr_vs_exact_db` is null where every bit is the exact run's; `exact`
         is that run's own quality, seconds and bytes; `drift` is `Engine.drift_profile()` of this run alone."""
         found: dict[tuple[int, int], dict[str, dict[str, Any]]] = {}

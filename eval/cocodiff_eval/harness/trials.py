@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cocodiff_eval.harness.bound import Trial
-from cocodiff_eval.harness.items import Batch, Drawn, Parts
-from cocodiff_eval.harness.job import Job, Modes, Way
+from cocodiff_eval.harness.items import Batch, ItemSamples, Parts
+from cocodiff_eval.harness.job import BatchPolicy, BatchSettings, Job
 from cocodiff_eval.harness.quality import Figure, Group, Quality
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 EXACT_RUN = "exact run"  # the name of what a batch that was tried is compared with
 
 
-class Trials(Way):
+class Trials(BatchPolicy):
     """A way: settings of a ladder are tried on a job's batches, and each batch is made with the one that its task's
     group has chosen. kept: the batches whose trials are their results. In the job's journals trials have numbers after
     those of results."""
@@ -79,14 +79,14 @@ class Trials(Way):
     def _setting(self, task: int) -> str:
         return self.settings[self.groups[task].taken]
 
-    def of(self, batch: Batch) -> Modes:
+    def of(self, batch: Batch) -> BatchSettings:
         setting, preset = self._setting(batch.task), self.quality.preset
-        return Modes({preset: setting}, preset if setting == self.quality.exact else None)
+        return BatchSettings({preset: setting}, preset if setting == self.quality.exact else None)
 
-    def made(self, batches: Sequence[Batch], index: int) -> tuple[Modes, dict[str, Drawn]]:
+    def made(self, batches: Sequence[Batch], index: int) -> tuple[BatchSettings, dict[str, ItemSamples]]:
         settings = {self.quality.preset: self._setting(batches[0].task), EXACT_RUN: self.quality.exact}
         drawn = {name: self.parts[one].merged(batches, index)[one] for name, one in settings.items()}
-        return Modes(settings, EXACT_RUN), drawn
+        return BatchSettings(settings, EXACT_RUN), drawn
 
     def configs(self, task: int) -> dict[str, Config]:
         return {self.quality.preset: self.quality.rungs[self._setting(task)]}

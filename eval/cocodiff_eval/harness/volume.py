@@ -11,8 +11,8 @@ import numpy as np
 
 from cocodiff.config.errors import UserError, check_choice
 from cocodiff_eval.data.masks import Mask
+from cocodiff_eval.data.reoriented import AXES, MaskStatistics, reoriented_shape
 from cocodiff_eval.data.slices import SMALLEST_SIDE, Stack
-from cocodiff_eval.data.turned import AXES, Census, turned_shape
 from cocodiff_eval.data.volume import format_shape
 from cocodiff_eval.quality.fusing import Intervals, Lead, Mixture
 from cocodiff_eval.quality.hidden import Hidden, Survey, hide
@@ -31,23 +31,23 @@ class Volume:
     """A volume that is restored along several axes, or tested on hidden regions, or whose samples are kept.
 
     axes: those that may be taken; chosen: whether the test chooses among them, else all are; tested: whether regions
-    are hidden; census, read_mask: of the mask as it is, also where a slice along z is masked wholly.
+    are hidden; statistics, read_mask: of the mask as it is, also where a slice along z is masked wholly.
     """
 
     axes: tuple[str, ...]
     chosen: bool
     tested: bool
-    census: Census
+    statistics: MaskStatistics
     read_mask: Callable[[int], np.ndarray]
 
     @property
     def kind(self) -> str:
         """What it is called."""
-        return "volume" if self.census.shape[0] > 1 else "slice"
+        return "volume" if self.statistics.shape[0] > 1 else "slice"
 
     def restores(self, axes: Sequence[str]) -> bool:
         """Whether these axes restore every masked voxel: on one of them no slice is masked wholly."""
-        return any(not self.census.full(axis).any() for axis in axes)
+        return any(not self.statistics.full(axis).any() for axis in axes)
 
     def sampled(self, samples: int) -> int:
         """Samples of each slice that the test makes along each axis: as many as each of all axes has."""
@@ -56,14 +56,14 @@ class Volume:
     def regions(self, read: Callable[[int], np.ndarray], samples: int, seed: int) -> tuple[Hidden, ...]:
         """What is hidden in each round of the test; reads the volume and its mask once. read: a slice along z of the
         volume."""
-        slices = len(self.census.restorable("z")) or self.census.shape[0]
+        slices = len(self.statistics.restorable("z")) or self.statistics.shape[0]
         budget = samples * slices // (TENTH * self.sampled(samples) * len(self.axes))
-        survey = Survey.of(read, self.read_mask, self.census.shape)
+        survey = Survey.of(read, self.read_mask, self.statistics.shape)
         return hide(survey, min(MOST, max(LEAST, budget)), seed, self.axes)
 
 
 @dataclass(frozen=True)
-class Verdict:
+class HiddenRegionReport:
     """What the test has shown of a volume. weights: of the axes that are taken and of the methods without a model, in
     the mean; method: that is written; regions, voxels: that were tested; psnr_db: of each method on the same voxels,
     from the best to the worst; intervals: of what is written; mixture: weights voxel by voxel; lead: of the mean over
@@ -170,7 +170,7 @@ def axes_of(values: Mapping[str, Any], stack: Stack) -> tuple[tuple[str, ...], b
     if words == [AUTO]:
         return (tuple(AXES), True) if deep else (("z",), False)
     for axis in words:
-        _, rows, columns = turned_shape(stack.shape, axis)
+        _, rows, columns = reoriented_shape(stack.shape, axis)
         if (stack.ndim == 2 and axis != "z") or min(rows, columns) < SMALLEST_SIDE:
             raise UserError(
                 f"--axes {axis}: {stack.path} has {format_shape(stack.shape[-stack.ndim :])} voxels, and slices along "
@@ -201,10 +201,10 @@ def volume_of(values: Mapping[str, Any], stack: Stack, mask: Mask) -> tuple[Volu
         raise UserError(
             "--quality chooses a setting slice by slice: it goes with --axes z alone, without --hidden_test"
         )
-    census = Census.of(mask.reader, len(stack))
-    if chosen and census.through >= THROUGH * census.total and not census.full("z").any():
+    statistics = MaskStatistics.of(mask.reader, len(stack))
+    if chosen and statistics.through >= THROUGH * statistics.total and not statistics.full("z").any():
         axes, chosen = ("z",), False
-    volume = Volume(axes, chosen, tested, census, mask.reader)
+    volume = Volume(axes, chosen, tested, statistics, mask.reader)
     if axes == ("z",):
         return volume, mask
     if not volume.restores(axes):
@@ -212,4 +212,4 @@ def volume_of(values: Mapping[str, Any], stack: Stack, mask: Mask) -> tuple[Volu
             f"--axes {' '.join(axes)}: along each of them a slice is masked wholly, and where these meet nothing is "
             f"left to restore from: take another axis in, or leave these voxels out of the mask"
         )
-    return volume, replace(mask, full=frozenset(), masked=int((volume.census.counts("z") > 0).sum()))
+    return volume, replace(mask, full=frozenset(), masked=int((volume.statistics.counts("z") > 0).sum()))

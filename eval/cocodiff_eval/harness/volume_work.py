@@ -17,7 +17,7 @@ import numpy as np
 
 from cocodiff_eval.data.intensity import prepare_slice
 from cocodiff_eval.data.masks import depth
-from cocodiff_eval.data.turned import AXES, Restored, Turned
+from cocodiff_eval.data.reoriented import AXES, Reoriented, Restored
 from cocodiff_eval.harness.hidden_test import (
     APART,
     LINES,
@@ -28,11 +28,11 @@ from cocodiff_eval.harness.hidden_test import (
     slice_figures,
     solved_near,
 )
-from cocodiff_eval.harness.items import Cost, Drawn
+from cocodiff_eval.harness.items import Cost, ItemSamples
 from cocodiff_eval.harness.restoring import Restorer
 from cocodiff_eval.harness.tasks import Task
-from cocodiff_eval.harness.volume import OWN, Verdict, Volume
-from cocodiff_eval.quality.fusing import dealt
+from cocodiff_eval.harness.volume import OWN, HiddenRegionReport, Volume
+from cocodiff_eval.quality.fusing import samples_along
 from cocodiff_eval.quality.hidden import Hidden
 from cocodiff_eval.restore.baseline import CELL, SOLVERS, Window, in_cells
 
@@ -56,10 +56,10 @@ class VolumeFiles:
         """The volumes, by the numbers of their tasks."""
         return {number: task.volume for number, task in enumerate(self.tasks) if task.volume is not None}
 
-    def turned(self, task: int, axis: str) -> tuple[Turned, Turned]:
+    def turned(self, task: int, axis: str) -> tuple[Reoriented, Reoriented]:
         stack = self.tasks[task].stack
-        voxels = Turned(self.folder / f"{task}-{axis}.voxels", axis, stack.shape, stack.dtype)
-        return voxels, Turned(self.folder / f"{task}-{axis}.mask", axis, stack.shape, np.dtype(bool))
+        voxels = Reoriented(self.folder / f"{task}-{axis}.voxels", axis, stack.shape, stack.dtype)
+        return voxels, Reoriented(self.folder / f"{task}-{axis}.mask", axis, stack.shape, np.dtype(bool))
 
     def voxels(self, task: int, axis: str, index: int) -> np.ndarray:
         return self.tasks[task].stack.read(index) if axis == "z" else self.turned(task, axis)[0].read(index)
@@ -76,18 +76,18 @@ class VolumeFiles:
 
     def depth(self, task: int, index: int) -> np.ndarray:
         """Of a slice along z, float64 [Y, X]: as of `masks.depth`."""
-        return depth(self.of[task].read_mask, index, self.of[task].census.shape[0])
+        return depth(self.of[task].read_mask, index, self.of[task].statistics.shape[0])
 
     def restored(self, task: int, mode: str, axis: str, sample: int) -> Restored:
         """The file of a sample."""
         path = self.folder / f"{task}-{self.modes.index(mode)}-{axis}-{sample}.f32"
-        return Restored(path, axis, self.of[task].census)
+        return Restored(path, axis, self.of[task].statistics)
 
     def without_model(self, task: int, name: str) -> Restored:
         """The file of a method without a model, or of a line's ends."""
         method = name.removesuffix(APART)
         path = self.folder / f"{task}-{METHODS.index(method)}{'-ends' * (name != method)}.f32"
-        return Restored(path, made_along(method), self.of[task].census)
+        return Restored(path, made_along(method), self.of[task].statistics)
 
     def window_reader(
         self, task: int, hidden: Hidden | None = None
@@ -96,11 +96,11 @@ class VolumeFiles:
         return partial(read_window, self.tasks[task], self.of[task], self.turned(task, "y"), hidden=hidden)
 
     def samples_of(
-        self, task: int, index: int, mode: str, mask_YX: np.ndarray, verdict: Verdict
+        self, task: int, index: int, mode: str, mask_YX: np.ndarray, verdict: HiddenRegionReport
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The masked voxels of a slice along z in all samples and by all methods that are taken [S, P], their weights
         in the mean, and in the deviation."""
-        census, count = self.of[task].census, int(mask_YX.sum())
+        statistics, count = self.of[task].statistics, int(mask_YX.sum())
 
         def without_model(name: str) -> np.ndarray:
             return self.without_model(task, name).read_along_z(index, mask_YX).astype(np.float64)
@@ -110,15 +110,15 @@ class VolumeFiles:
             return without_model(verdict.method)[None], ones, ones
         values, shares, drawn = [], [], []
         places = dict(zip(AXES, (np.full(count, index), *mask_YX.nonzero()), strict=True))
-        deal, trace = dealt(self.samples, verdict.axes), TRACE if verdict.mixture is not None else 0.0
+        counts, trace = samples_along(self.samples, verdict.axes), TRACE if verdict.mixture is not None else 0.0
         others = verdict.others
         if verdict.mixture is None:
             weights = {axis: np.full(count, weight) for axis, weight in verdict.axes.items()}
         else:
             ends = {name: without_model(name + APART) for name in others if name in LINES}
             weights = dict(zip(verdict.mixture.names, verdict.mixture.weights(ends, count), strict=True))
-        for axis, drawn_along in deal.items():
-            seen_P = ~census.full(axis)[places[axis]]
+        for axis, drawn_along in counts.items():
+            seen_P = ~statistics.full(axis)[places[axis]]
             for sample in range(drawn_along):
                 values.append(self.restored(task, mode, axis, sample).read_along_z(index, mask_YX))
                 shares.append(np.where(seen_P, (weights.get(axis, 0.0) + trace) / drawn_along, 0.0))
@@ -127,7 +127,7 @@ class VolumeFiles:
             values.append(without_model(name))
             seen_P = np.isfinite(values[-1])
             if name not in SOLVERS:  # of a slice that is masked wholly nothing was written
-                seen_P &= ~census.full(made_along(name))[places[made_along(name)]]
+                seen_P &= ~statistics.full(made_along(name))[places[made_along(name)]]
             shares.append(np.where(seen_P, weights[name], 0.0))
             drawn.append(np.zeros(count))
         return np.stack(values), np.stack(shares), np.stack(drawn)
@@ -156,7 +156,9 @@ class Making:
     hidden: Mapping[int, Sequence[Hidden]]
     leads: bool
 
-    def draw(self, work: Any, prepared: Sequence[np.ndarray], masks: Sequence[np.ndarray], mode: str) -> list[Drawn]:
+    def draw(
+        self, work: Any, prepared: Sequence[np.ndarray], masks: Sequence[np.ndarray], mode: str
+    ) -> list[ItemSamples]:
         """A sample of each of some slices along an axis, by the model. No two samples of different axes have the same
         noise; along z those of a job of this axis alone."""
         numbers = [work.sample + self.files.samples * AXES.index(work.axis)] * len(prepared)
@@ -193,7 +195,7 @@ class Restoring(Work):
         """By the names of presets, or of what a method without a model makes."""
 
     @abstractmethod
-    def is_wanted(self, verdict: Verdict, samples: int) -> bool:
+    def is_wanted(self, verdict: HiddenRegionReport, samples: int) -> bool:
         """Whether results are made of it. samples: of each voxel in all."""
 
     def holds(self, files: VolumeFiles, path: Path) -> bool:
@@ -212,8 +214,8 @@ class ByModel(Restoring):
     def results(self, files: VolumeFiles) -> dict[str, Restored]:
         return {mode: files.restored(self.task, mode, self.axis, self.sample) for mode in files.modes}
 
-    def is_wanted(self, verdict: Verdict, samples: int) -> bool:
-        return verdict.method == OWN and self.sample < dealt(samples, verdict.axes).get(self.axis, 0)
+    def is_wanted(self, verdict: HiddenRegionReport, samples: int) -> bool:
+        return verdict.method == OWN and self.sample < samples_along(samples, verdict.axes).get(self.axis, 0)
 
     def run(self, making: Making, queue: Queue) -> dict[str, Any] | None:
         prepared, masks = making.files.prepared(self.task, self.axis, self.indices)
@@ -241,7 +243,7 @@ class Smoothed(Restoring):
         names = (self.method, self.method + APART) if self.method in LINES else (self.method,)
         return {name: files.without_model(self.task, name) for name in names}
 
-    def is_wanted(self, verdict: Verdict, samples: int) -> bool:
+    def is_wanted(self, verdict: HiddenRegionReport, samples: int) -> bool:
         return self.method in verdict.others
 
     def run(self, making: Making, queue: Queue) -> dict[str, Any] | None:
@@ -264,7 +266,7 @@ class Solved(Smoothed):
 
     def write(self, files: VolumeFiles) -> None:
         mask_NYX = np.stack([files.mask(self.task, "z", index) for index in self.indices])
-        shape, (file,) = files.of[self.task].census.shape, self.results(files).values()
+        shape, (file,) = files.of[self.task].statistics.shape, self.results(files).values()
         read, made = files.window_reader(self.task), [[np.zeros(0)] for _ in self.indices]
         for top in range(0, shape[1], CELL):
             numbers, rows, columns = mask_NYX[:, top : top + CELL].nonzero()

@@ -20,12 +20,12 @@ import numpy as np
 
 from cocodiff.jobs.terminal import reading_bar
 from cocodiff_eval.data.intensity import compose_native
-from cocodiff_eval.data.turned import AXES, turn, turned_shape
+from cocodiff_eval.data.reoriented import AXES, reoriented_shape, turn
 from cocodiff_eval.harness.hidden_test import METHODS, Tested, judge_test, made_along
-from cocodiff_eval.harness.items import Batch, Cost, Drawn, evenly
+from cocodiff_eval.harness.items import Batch, Cost, ItemSamples, evenly
 from cocodiff_eval.harness.restoring import Restorer, slices_together
 from cocodiff_eval.harness.tasks import BOUNDS, Task, kept_samples
-from cocodiff_eval.harness.volume import OWN, Verdict, Volume
+from cocodiff_eval.harness.volume import OWN, HiddenRegionReport, Volume
 from cocodiff_eval.harness.volume_work import (
     ByModel,
     Making,
@@ -63,7 +63,7 @@ class Volumes:
             session.prepared.output.journals.folder / "volumes", tasks, [*session.prepared.presets], self.samples
         )
         self.making = Making(self.files, restorer, hidden, session.replica.leads)
-        self.verdicts: dict[int, Verdict] = {}
+        self.verdicts: dict[int, HiddenRegionReport] = {}
         self.works = [work for number in self.of for work in self._works(number)]
         self._costs: dict[tuple[int, str], Cost] = {}
 
@@ -85,22 +85,22 @@ class Volumes:
                 works += [SliceTrial(number, axis, group, place, n) for n in range(samples) for group in groups]
             works.append(Trial(number, "", (), place))
         for axis in volume.axes:
-            groups = evenly(volume.census.restorable(axis), self._together(number, axis))
+            groups = evenly(volume.statistics.restorable(axis), self._together(number, axis))
             works += [ByModel(number, axis, group, n) for n in range(self.samples) for group in groups]
         for method in METHODS if tested else ():
             axis = made_along(method)
             if method in SOLVERS:  # also where a slice along z is masked wholly
-                masked = (volume.census.counts("z") > 0).nonzero()[0].tolist()
+                masked = (volume.statistics.counts("z") > 0).nonzero()[0].tolist()
                 cells = [tuple(group) for _, group in groupby(masked, lambda index: index // CELL)]
                 works += [Solved(number, axis, group, method) for group in cells]
             else:
-                groups = evenly(volume.census.restorable(axis), self._together(number, axis))
+                groups = evenly(volume.statistics.restorable(axis), self._together(number, axis))
                 works += [Smoothed(number, axis, group, method) for group in groups]
         return works
 
     def _together(self, task: int, axis: str) -> int:
         """Slices along an axis that share the model's calls."""
-        rows_columns = turned_shape(self.tasks[task].stack.shape, axis)[1:]
+        rows_columns = reoriented_shape(self.tasks[task].stack.shape, axis)[1:]
         return slices_together(rows_columns, self.restorer.inpainter.native_size, self.restorer.batch)
 
     def _read_along(self, task: int) -> list[str]:
@@ -177,7 +177,10 @@ class Volumes:
 
     def _likely(self) -> list[int]:
         """What is restored if all axes are taken: for the time left to be shown before it is known."""
-        even = {task: Verdict(dict.fromkeys(volume.axes[: self.samples], 1.0)) for task, volume in self.of.items()}
+        even = {
+            task: HiddenRegionReport(dict.fromkeys(volume.axes[: self.samples], 1.0))
+            for task, volume in self.of.items()
+        }
         own = [(n, work) for n, work in enumerate(self.works) if isinstance(work, ByModel)]
         return [n for n, work in own if work.is_wanted(even[work.task], self.samples)]
 
@@ -198,12 +201,12 @@ class Volumes:
 
     # The test ---------------------------------------------------------------------------------------------------------
 
-    def _verdict(self, task: int) -> Verdict:
+    def _verdict(self, task: int) -> HiddenRegionReport:
         volume = self.of[task]
         if not self.tested(task):
             axes = volume.axes[: self.samples]
             axes = axes if volume.restores(axes) else volume.axes
-            return Verdict(dict.fromkeys(axes, 1 / len(axes)))
+            return HiddenRegionReport(dict.fromkeys(axes, 1 / len(axes)))
         rounds = [Tested(hidden, volume, self.tasks[task]) for hidden in self.hidden[task]]
         for number, work in enumerate(self.works):
             if isinstance(work, Trial) and work.task == task:
@@ -214,29 +217,35 @@ class Volumes:
 
     # Fusing -----------------------------------------------------------------------------------------------------------
 
-    def fused(self, batch: Batch, mode: str) -> list[Drawn]:
+    def fused(self, batch: Batch, mode: str) -> list[ItemSamples]:
         """Slices along z with all their samples."""
         return [self._fused(batch.task, index, mode) for index in batch.indices]
 
-    def _fused(self, task: int, index: int, mode: str) -> Drawn:
-        mask_YX, census = self.files.mask(task, "z", index), self.of[task].census
+    def _fused(self, task: int, index: int, mode: str) -> ItemSamples:
+        mask_YX, statistics = self.files.mask(task, "z", index), self.of[task].statistics
         image_YX = np.zeros(mask_YX.shape)
         if not self.tasks[task].mask.read(index).any():  # nothing to restore, or nothing to restore it from
             kept = (self.files.voxels(task, "z", index),) * self.samples if self.keeps else ()
-            return Drawn(Moments.of(image_YX), Cost(), kept=kept)
+            return ItemSamples(Moments.of(image_YX), Cost(), kept=kept)
         values_SP, weights_SP, drawn_SP = self.files.samples_of(task, index, mode, mask_YX, self.verdicts[task])
         mean_P, spread_P = fuse(values_SP, weights_SP, drawn_SP)
         drawn_P = (drawn_SP > 0).any(axis=1)
         samples, squares_YX = int(drawn_P.sum()), image_YX.copy()
         image_YX[mask_YX], squares_YX[mask_YX] = mean_P, np.square(spread_P) * (samples - 1)
-        slices = int((census.counts("z") > 0).sum())
+        slices = int((statistics.counts("z") > 0).sum())
         cost = self._costs.get((task, mode), Cost()).shares(slices)[0]
-        drawn = Drawn(Moments(samples, image_YX, squares_YX), cost)
+        drawn = ItemSamples(Moments(samples, image_YX, squares_YX), cost)
         return self._judged_alone(task, index, mask_YX, values_SP[drawn_P], drawn_SP[drawn_P], drawn)
 
     def _judged_alone(
-        self, task: int, index: int, mask_YX: np.ndarray, values_SP: np.ndarray, weights_SP: np.ndarray, drawn: Drawn
-    ) -> Drawn:
+        self,
+        task: int,
+        index: int,
+        mask_YX: np.ndarray,
+        values_SP: np.ndarray,
+        weights_SP: np.ndarray,
+        drawn: ItemSamples,
+    ) -> ItemSamples:
         """With the PSNR of each sample, and the samples themselves where they are kept."""
         one, kept = self.tasks[task], []
         truth_YX = one.truth.read(index) if one.truth is not None else None
@@ -250,7 +259,7 @@ class Volumes:
                 psnr_db.append(masked_psnr_db(one.scale, truth_YX, native_YX, mask_YX))
             kept += [native_YX] if self.keeps else []
         kept = (kept * self.samples)[: self.samples]  # a method without a model makes one
-        return Drawn(drawn.moments, drawn.cost, tuple(psnr_db), tuple(kept))
+        return ItemSamples(drawn.moments, drawn.cost, tuple(psnr_db), tuple(kept))
 
     # What is told -----------------------------------------------------------------------------------------------------
 

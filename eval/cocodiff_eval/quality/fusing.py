@@ -162,7 +162,7 @@ def choose_axes(
     return learnt({name: {**errors, **others}[name] for name in kept})[0]
 
 
-def dealt(samples: int, weights: Mapping[str, float]) -> dict[str, int]:
+def samples_along(samples: int, weights: Mapping[str, float]) -> dict[str, int]:
     """How many samples each axis gets, at least one each: as evenly as goes, more to those of larger weight."""
     each, more = divmod(samples, len(weights))
     order = sorted(weights, key=lambda axis: -weights[axis])

@@ -17,7 +17,7 @@ from itertools import product
 
 import numpy as np
 
-from cocodiff_eval.data.turned import AXES
+from cocodiff_eval.data.reoriented import AXES
 
 COARSE = 128  # cells of a side
 REGIONS, ENOUGH = 24, 2

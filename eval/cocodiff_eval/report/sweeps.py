@@ -264,10 +264,10 @@ def save_pareto(path: Path, rows: Sequence[Row]) -> None:
     figure.savefig(path, dpi=130)
 
 
-Drawn = list[tuple[Row, Spread, Spread]]
+ItemSamples = list[tuple[Row, Spread, Spread]]
 
 
-def _draw_bytes(axes: Axes, rows: Sequence[Row], measure: str, series: Sequence[tuple[str, int]]) -> Drawn:
+def _draw_bytes(axes: Axes, rows: Sequence[Row], measure: str, series: Sequence[tuple[str, int]]) -> ItemSamples:
     """Lines of a panel of bytes. Returns where each row stands: identical results above all that have a PSNR."""
     found = [row.vs_exact.mean for row in rows if row.vs_exact is not None]
     height = max(found) + max(3.0, 0.15 * (max(found) - min(found))) if found else 100.0
@@ -285,7 +285,7 @@ def _draw_bytes(axes: Axes, rows: Sequence[Row], measure: str, series: Sequence[
     return places
 
 
-def _draw_speed(axes: Axes, rows: Sequence[Row]) -> Drawn:
+def _draw_speed(axes: Axes, rows: Sequence[Row]) -> ItemSamples:
     places = [(row, row.speed_up, row.difference["psnr_db"]) for row in rows]
     axes.axhline(0, color="0.6", linewidth=0.8, zorder=0)
     axes.axvline(1, color="0.6", linewidth=0.8, zorder=0)

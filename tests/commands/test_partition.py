@@ -1,4 +1,5 @@
-"""Which deal of its ranks a command takes: what --dry_run says of a model that has configs and no weights, and pins."""
+"""Which partition of its ranks a command takes: what --dry_run says of a model that has configs and no weights, and
+pins."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from tiny_models import sd3_transformer
 from cocodiff.cli.main import main
 from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
-from cocodiff.jobs.deal import deal_of, guides
+from cocodiff.jobs.partition import guides, partition_of
 from cocodiff.jobs.pipelines import EMBEDDED, Request
 from cocodiff.models.family import GENERATE, INPAINT
 
@@ -40,14 +41,16 @@ def test_a_dry_run_says_deal_memory_and_time_before_any_weight_is_read(configs, 
     out = configs.parent / "out"
     words = ["generate", "--model", configs, "--prompt", "a", "b", "c", "--ranks", 12, "--out", out, "--dry-run"]
     assert main([str(word) for word in [*words, "--machine", "aurora"]]) == 0
-    first, deal, memory, time, last = capsys.readouterr().out.splitlines()
-    assert first.startswith("cocodiff ") and deal.startswith("ranks dealt to ") and "next best: " in deal
+    first, partition, memory, time, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("cocodiff ") and partition.startswith("ranks divided into ") and "next best: " in partition
     assert memory.startswith("memory of the fullest rank: ") and memory.endswith(" of 65536 MiB")
     assert time.startswith("predicted, denoising alone: ") and " for each of 3 call(s)" in time
     assert last == "dry run: nothing was started or written" and not out.exists()
     assert main([str(word) for word in words]) == 0
     shown = capsys.readouterr().out
-    assert "ranks dealt to 3 replicas of 4 ranks, each guidance branch on 2 of them (Ulysses 2): replicas f" in shown
+    assert (
+        "ranks divided into 3 replicas of 4 ranks, each guidance branch on 2 of them (Ulysses 2): replicas f" in shown
+    )
     assert "machine local does not say how much memory a rank has" in shown and "no times" in shown
 
 
@@ -55,10 +58,10 @@ def test_a_dry_run_says_deal_memory_and_time_before_any_weight_is_read(configs, 
 def test_a_dry_run_of_slices(tmp_path, capsys):
     out, files = str(tmp_path / "out"), [str(path) for path in SAMPLES]
     assert main(["inpaint", "--input", *files, "--ranks", "12", "--out", out, "--dry_run"]) == 0
-    assert f"ranks dealt to {len(files)} replicas of {12 // len(files)} ranks (U" in capsys.readouterr().out
+    assert f"ranks divided into {len(files)} replicas of {12 // len(files)} ranks (U" in capsys.readouterr().out
     several = ["inpaint", "--input", files[1], "--samples", "12", "--ranks", "12", "--out", out, "--dry_run"]
     assert main(several) == 0
-    assert "ranks dealt to 6 replicas of 2 ranks (U" in capsys.readouterr().out
+    assert "ranks divided into 6 replicas of 2 ranks (U" in capsys.readouterr().out
     volume = np.random.default_rng(0).integers(0, 999, (40, 96, 96), np.uint16)
     tifffile.imwrite(tmp_path / "scan.tif", volume, photometric="minisblack")
     tifffile.imwrite(tmp_path / "hole.tif", np.eye(40, dtype=np.uint8)[:, 17, None, None] * np.eye(96, dtype=np.uint8))
@@ -84,11 +87,11 @@ def test_pins(configs, settings, images, expected):
     values = {"parallel": "auto", "dry_run": False, "dtype": "auto", "machine": "local", "device": "auto", "steps": 2}
     config = Config.preset("tapa", guidance_parallel=settings.pop("guidance_parallel", "auto"))
     request = Request(str(configs), GENERATE)
-    assert deal_of(values | settings, request, [config], 4, images) == expected
+    assert partition_of(values | settings, request, [config], 4, images) == expected
     alone = Request(EMBEDDED, INPAINT)
-    assert deal_of(values | settings, alone, [config], 4, images)[1] == 1
+    assert partition_of(values | settings, alone, [config], 4, images)[1] == 1
     with pytest.raises(UserError, match="replicas 3 does not divide 4 ranks"):
-        deal_of(values | {"replicas": 3}, request, [config], 4, images)
+        partition_of(values | {"replicas": 3}, request, [config], 4, images)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Which deal of its ranks a job takes, before any weight is read: with `--parallel auto` the planner's choice."""
+"""Which partition of its ranks a job takes, before any weight is read: with `--parallel auto` the planner's choice."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from cocodiff.jobs.pipelines import Request, has_encoders, import_pipeline, mode
 from cocodiff.jobs.terminal import say
 from cocodiff.models import families
 from cocodiff.models.family import VAE_FACTOR
-from cocodiff.planner.deals import Deal, deals_of
+from cocodiff.planner.partitions import Partition, partitions_of
 from cocodiff.topology.axes import Axes
 
 if TYPE_CHECKING:
     from cocodiff.engine.assemble import AttentionWork
+    from cocodiff.planner.choice import Choice, Workload
     from cocodiff.planner.memory import ModelShape
-    from cocodiff.planner.partition import Choice, Workload
 
 OWN_SIDE = 128  # latent pixels of a side, of pipelines whose transformer's config has no sample_size
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
-def deal_of(
+def partition_of(
     values: dict[str, Any],
     request: Request,
     presets: Sequence[Config],
@@ -38,8 +38,8 @@ def deal_of(
     batch: int = 1,
     steps: int | None = None,
     compares: bool = True,
-) -> Deal:
-    """The deal of a job that makes `images` in each of `presets`.
+) -> Partition:
+    """The partition of a job that makes `images` in each of `presets`.
 
     values: the command's options, of them parallel, replicas, dry_run, dtype, machine, device; steps, height and width.
     batches: calls of the pipeline, by default one for each image. batch: images, or tiles of them, in one call.
@@ -47,9 +47,9 @@ def deal_of(
 
     Several presets are compared on all ranks, unless replicas are given. Two ranks or more share an image where a
     preset selects or codes what it sends, which one rank has no use for. Rank 0 says what was taken and why; with
-    dry_run also memory and predicted time, also where there is no choice. All ranks find the same. The deal's guidance
-    is for presets whose guidance_parallel is auto.
-    Raises UserError for pinned axes that the ranks do not allow, and where no deal fits the machine's memory.
+    dry_run also memory and predicted time, also where there is no choice. All ranks find the same. The partition's
+    guidance is for presets whose guidance_parallel is auto.
+    Raises UserError for pinned axes that the ranks do not allow, and where no partition fits the machine's memory.
     """
     two = guides(request)
     replicas, guidance = pinned(values, presets)
@@ -57,12 +57,12 @@ def deal_of(
         replicas, guidance = replicas or 1, guidance or 1
     compares = compares and replicas is None and len(presets) > 1
     least = 2 if ranks > 1 and not all(config.exact_attention for config in presets) else 1
-    possible = deals_of(ranks, two, 1 if compares else replicas, guidance, least)
+    possible = partitions_of(ranks, two, 1 if compares else replicas, guidance, least)
     only = possible[0] if len(possible) == 1 and not values["dry_run"] else None
     if only is not None and only.replicas == 1:
         return only
     import_pipeline(request)  # which the model's shape is taken from
-    from cocodiff.planner.partition import Pricer, choose
+    from cocodiff.planner.choice import Pricer, choose
 
     works = workloads(values, request, presets, batch, values["steps"] if steps is None else steps)
     pricer = Pricer(Topology.build(load_machine(values["machine"]), ranks, detect().local_size))
@@ -80,24 +80,28 @@ def deal_of(
         if values["dry_run"]:
             say("\n".join(dry_lines(choice)))
     choice.check_fits()
-    return choice.taken.deal
+    return choice.taken.partition
 
 
-def with_guidance(presets: Mapping[str, Config], deal: Deal, request: Request) -> dict[str, Config]:
-    """The presets with the deal's guidance, but for those that pin their own in a run that guides."""
+def with_guidance(presets: Mapping[str, Config], partition: Partition, request: Request) -> dict[str, Config]:
+    """The presets with the partition's guidance, but for those that pin their own in a run that guides."""
     two = guides(request)
     return {
-        name: config if two and config.guidance_parallel != "auto" else config.with_(guidance_parallel=deal.guidance)
+        name: config
+        if two and config.guidance_parallel != "auto"
+        else config.with_(guidance_parallel=partition.guidance)
         for name, config in presets.items()
     }
 
 
-def sequence_of(values: dict[str, Any], request: Request, deal: Deal, ranks: int) -> tuple[Topology, AttentionWork]:
+def sequence_of(
+    values: dict[str, Any], request: Request, partition: Partition, ranks: int
+) -> tuple[Topology, AttentionWork]:
     """Where the first ranks sit that share a sequence, and what heads they share."""
     from cocodiff.engine.assemble import AttentionWork
 
     topology = Topology.build(load_machine(values["machine"]), ranks, detect().local_size)
-    axes = Axes.build(topology, replica=deal.replicas, guidance=deal.guidance)
+    axes = Axes.build(topology, replica=partition.replicas, guidance=partition.guidance)
     config = read_json(transformer_config(request.model))
     return topology.part(axes.branch(0)), AttentionWork(config["num_attention_heads"], config["attention_head_dim"])
 
@@ -129,9 +133,9 @@ def workloads(
     """What one call of the pipeline is in each preset, from the model's configs alone: the prompt is the longest."""
     from cocodiff.jobs.model_shapes import shape_of_folder
     from cocodiff.models.adapter import image_and_text
+    from cocodiff.planner.choice import Workload
     from cocodiff.planner.costs import state_sizes
     from cocodiff.planner.memory import Load
-    from cocodiff.planner.partition import Workload
 
     path = transformer_config(request.model)
     shape = shape_of_folder(path)
@@ -185,7 +189,7 @@ def vae_factor(model: str) -> int:
 
 
 def dry_lines(choice: Choice) -> list[str]:
-    """Memory and predicted time of the deal that was taken."""
+    """Memory and predicted time of the partition that was taken."""
     from cocodiff.planner.memory import mib
 
     taken, machine = choice.taken, choice.topology.machine.name

@@ -23,7 +23,7 @@ BLOCK_BYTES = 2**28  # of slices along z that are in memory while a copy is made
 Shape = tuple[int, int, int]
 
 
-def turned_shape(shape: Shape, axis: str) -> Shape:
+def reoriented_shape(shape: Shape, axis: str) -> Shape:
     """[Z, Y, X] as slices along an axis: their number, rows and columns."""
     first = AXES.index(axis)
     rows, columns = (side for place, side in enumerate(shape) if place != first)
@@ -31,7 +31,7 @@ def turned_shape(shape: Shape, axis: str) -> Shape:
 
 
 @dataclass(frozen=True)
-class Census:
+class MaskStatistics:
     """How many voxels of a mask [Z, Y, X] lie in each row (rows_ZY) and in each column (columns_ZX) of each slice along
     z: int64, 8 Z (Y + X) bytes in all. through: how many lie on lines along z that are masked wholly."""
 
@@ -40,7 +40,7 @@ class Census:
     through: int
 
     @classmethod
-    def of(cls, read: Callable[[int], np.ndarray], slices: int) -> Census:
+    def of(cls, read: Callable[[int], np.ndarray], slices: int) -> MaskStatistics:
         """read: a slice of the mask, boolean [Y, X]."""
         rows, columns, through_YX = [], [], np.asarray(True)
         for mask_YX in map(read, range(slices)):
@@ -64,7 +64,7 @@ class Census:
 
     def full(self, axis: str) -> np.ndarray:
         """Which slices along an axis are masked wholly, boolean [N]."""
-        _, rows, columns = turned_shape(self.shape, axis)
+        _, rows, columns = reoriented_shape(self.shape, axis)
         return np.asarray(self.counts(axis) == rows * columns)
 
     def restorable(self, axis: str) -> list[int]:
@@ -82,7 +82,7 @@ class Census:
 
 
 @dataclass(frozen=True)
-class Turned:
+class Reoriented:
     """A copy of a volume [Z, Y, X] in slices along y or x, uncompressed in a file."""
 
     path: Path
@@ -92,14 +92,14 @@ class Turned:
 
     def read(self, index: int) -> np.ndarray:
         """Slice `index` along the axis, [Z, X] or [Z, Y]."""
-        _, rows, columns = turned_shape(self.shape, self.axis)
+        _, rows, columns = reoriented_shape(self.shape, self.axis)
         offset = index * rows * columns * self.dtype.itemsize
         return np.fromfile(self.path, self.dtype, rows * columns, offset=offset).reshape(rows, columns)
 
     def window(self, parts_ZYX: tuple[slice, slice, slice]) -> np.ndarray:
         """A part of the volume, [Z, Y, X]."""
         first = AXES.index(self.axis)
-        turned = np.memmap(self.path, self.dtype, "r", shape=turned_shape(self.shape, self.axis))
+        turned = np.memmap(self.path, self.dtype, "r", shape=reoriented_shape(self.shape, self.axis))
         return np.array(np.moveaxis(turned, 0, first)[parts_ZYX])
 
     @property
@@ -113,7 +113,7 @@ class Turned:
 
 
 def turn(
-    read: Callable[[int], np.ndarray], copies: Sequence[Turned], progress: Progress = unwatched, what: str = ""
+    read: Callable[[int], np.ndarray], copies: Sequence[Reoriented], progress: Progress = unwatched, what: str = ""
 ) -> None:
     """Makes copies along several axes of one volume. read: a slice along z, [Y, X]."""
     missing = [copy for copy in copies if not copy.is_whole]
@@ -145,12 +145,12 @@ class Restored:
 
     path: Path
     axis: str
-    census: Census
+    statistics: MaskStatistics
 
     def create(self) -> None:
         """Makes the file where it is not there; slices are zero until they are written."""
         with self.path.open("ab") as file:
-            file.truncate(4 * self.census.total)
+            file.truncate(4 * self.statistics.total)
 
     def write(self, index: int, values_P: np.ndarray) -> None:
         """The masked voxels of slice `index` along the axis, row by row. Returns when they are on the disk."""
@@ -161,19 +161,21 @@ class Restored:
             os.fsync(file.fileno())
 
     def _start(self, index: int) -> int:
-        starts = self.census.starts[self.axis]
+        starts = self.statistics.starts[self.axis]
         return int(starts[index] if self.axis == "z" else starts[index, 0])
 
     def read(self, index: int) -> np.ndarray:
         """As they were written of slice `index` along the axis, float32 [P]."""
-        return np.fromfile(self.path, "<f4", int(self.census.counts(self.axis)[index]), offset=4 * self._start(index))
+        return np.fromfile(
+            self.path, "<f4", int(self.statistics.counts(self.axis)[index]), offset=4 * self._start(index)
+        )
 
     def read_along_z(self, index: int, mask_YX: np.ndarray) -> np.ndarray:
         """The masked voxels of slice `index` along z, row by row, float32 [P]. mask_YX: of that slice."""
         if self.axis == "z":
             return self.read(index)
-        counts = (self.census.rows_ZY if self.axis == "y" else self.census.columns_ZX)[index]
-        starts, total = self.census.starts[self.axis][:, index], int(counts.sum())
+        counts = (self.statistics.rows_ZY if self.axis == "y" else self.statistics.columns_ZX)[index]
+        starts, total = self.statistics.starts[self.axis][:, index], int(counts.sum())
         places = np.repeat(starts - (np.cumsum(counts) - counts), counts) + np.arange(total)
         values = np.asarray(np.memmap(self.path, "<f4", "r")[places]) if total else np.zeros(0, np.float32)
         if self.axis == "y":

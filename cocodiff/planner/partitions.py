@@ -1,6 +1,6 @@
-"""How the ranks of a run are dealt to a job's images: so many replicas, each with so many guidance branches.
+"""How the ranks of a run are divided among a job's images: so many replicas, each with so many guidance branches.
 
-`partition.py` says what each takes; here is nothing that imports numpy or torch.
+`choice.py` says what each takes; here is nothing that imports numpy or torch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import NamedTuple
 from cocodiff.config.errors import UserError
 
 
-class Deal(NamedTuple):
+class Partition(NamedTuple):
     """replicas: sets of ranks that make images of their own. guidance: parts of a replica that compute one branch of
     classifier-free guidance each. The ranks of a part share a sequence, by the mesh that the settings say."""
 
@@ -27,11 +27,11 @@ def divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def deals_of(
+def partitions_of(
     ranks: int, guides: bool, replicas: int | None = None, guidance: int | None = None, least: int = 1
-) -> list[Deal]:
-    """Every deal of so many ranks, replicas ascending. replicas, guidance: one that is pinned. least: ranks that are
-    to share a sequence at least.
+) -> list[Partition]:
+    """Every partition of so many ranks, replicas ascending. replicas, guidance: one that is pinned. least: ranks that
+    are to share a sequence at least.
 
     guides: whether the run has two branches of guidance. Without them all ranks of a replica compute the one that there
     is, also where guidance is pinned. Raises UserError for pinned numbers that the ranks do not allow.
@@ -43,12 +43,12 @@ def deals_of(
     if guides and guidance is not None:
         branches = (guidance,)
     found = [
-        Deal(sets, parts)
+        Partition(sets, parts)
         for sets in (divisors(ranks) if replicas is None else [replicas])
         for parts in branches
         if ranks // sets % parts == 0
     ]
-    shared = [deal for deal in found if ranks // deal.parts >= least]
+    shared = [partition for partition in found if ranks // partition.parts >= least]
     rest = f"{ranks // replicas} of a replica" if replicas is not None else f"{ranks}"
     if not found:
         raise UserError(f"guidance_parallel {guidance} does not divide the ranks ({rest}): choose 1 or auto")

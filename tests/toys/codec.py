@@ -1,9 +1,9 @@
-"""A coding of the tests' own: q, k, v and the output travel in half precision."""
+"""A codec of the tests' own: q, k, v and the output travel in half precision."""
 
 import torch
 
-from cocodiff.exchange.coding import Coding
-from cocodiff.exchange.outgoing import CodedCall, Encoded
+from cocodiff.exchange.codec import Codec
+from cocodiff.exchange.outgoing import Encoded, EncodedCall
 from cocodiff.planner.costs import Costs
 
 
@@ -13,12 +13,12 @@ class HalfCosts(Costs):
         return 2 * head_dim
 
 
-class Half(Coding):
-    def call(self, exchange, layout, site):
+class Half(Codec):
+    def call(self, exchange, layout, layer_key):
         return HalfCall(layout)
 
 
-class HalfCall(CodedCall):
+class HalfCall(EncodedCall):
     dtype: torch.dtype
 
     def cell_bytes(self, x_BLHD):

@@ -1,4 +1,4 @@
-"""Which deal of its ranks a job takes: memory first, then the least predicted time of the whole job.
+"""Which partition of its ranks a job takes: memory first, then the least predicted time of the whole job.
 
 Every set of ranks that shares a sequence is priced (`layers.py`) as if it were alone on the machine: replicas that
 share a NIC or a sibling's link do not slow each other down. Two branches of guidance take as long as the longer of
@@ -22,10 +22,10 @@ from cocodiff.config.machine import Machine, Topology
 from cocodiff.engine.assemble import AttentionWork, chunking, exchange_table, mesh_of, with_codec_chosen
 from cocodiff.models.adapter import IMAGE
 from cocodiff.planner.costs import state_sizes
-from cocodiff.planner.deals import Deal, deals_of
 from cocodiff.planner.decisions import Decisions
 from cocodiff.planner.layers import Case, StepPlan, plan_step
 from cocodiff.planner.memory import Load, ModelShape, RankMemory, check_fits, misfit, size_run
+from cocodiff.planner.partitions import Partition, partitions_of
 from cocodiff.planner.traffic import Latencies, Traffic, Wires
 from cocodiff.topology.axes import Axes, Mesh
 from cocodiff.topology.layout import Segments
@@ -127,7 +127,7 @@ class Part:
         return self.work, self.topology.relative_places, self.topology.nics if self.topology.nodes > 1 else ()
 
 
-class DealStep(NamedTuple):
+class PartitionStep(NamedTuple):
     """A mean step of one replica, the slowest where they differ. plan.bytes: of attention, all ranks of the replica;
     outputs: bytes of the exchange of outputs between two guidance branches, likewise."""
 
@@ -141,12 +141,14 @@ def untimed(machine: Machine) -> str | None:
     return f"machine {machine.name} does not say how fast {' and '.join(lacking)} are: no times" if lacking else None
 
 
-def parts_of(topology: Topology, work: Workload, deal: Deal) -> list[list[Part]]:
-    """Of every replica its guidance branches. Raises UserError where the deal does not divide the ranks."""
-    axes = Axes.build(topology, replica=deal.replicas, guidance=deal.guidance)
+def parts_of(topology: Topology, work: Workload, partition: Partition) -> list[list[Part]]:
+    """Of every replica its guidance branches. Raises UserError where the partition does not divide the ranks."""
+    axes = Axes.build(topology, replica=partition.replicas, guidance=partition.guidance)
     return [
         [
-            Part(ranks, part := topology.part(ranks), work.of_branch(deal.guidance, branch).with_codec_chosen(part))
+            Part(
+                ranks, part := topology.part(ranks), work.of_branch(partition.guidance, branch).with_codec_chosen(part)
+            )
             for branch, ranks in enumerate(of_replica)
         ]
         for of_replica in axes.branches
@@ -154,75 +156,77 @@ def parts_of(topology: Topology, work: Workload, deal: Deal) -> list[list[Part]]
 
 
 class Pricer:
-    """Prices deals of the ranks of one topology. What a part takes is worked out once for all parts alike."""
+    """Prices partitions of the ranks of one topology. What a part takes is worked out once for all parts alike."""
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
-        self._dealt: dict[tuple[Workload, Deal], list[list[Part]]] = {}
+        self._divided: dict[tuple[Workload, Partition], list[list[Part]]] = {}
         self._known: dict[Hashable, Part] = {}
 
-    def need(self, work: Workload, deal: Deal) -> RankMemory:
-        """Memory of the fullest rank. Raises UserError where ranks, heads, tokens or settings do not allow the deal."""
-        return max((part.need for part in self._unlike(work, deal)), key=lambda need: need.total)
+    def need(self, work: Workload, partition: Partition) -> RankMemory:
+        """Memory of the fullest rank. Raises UserError where ranks, heads, tokens or settings do not allow the
+        partition."""
+        return max((part.need for part in self._unlike(work, partition)), key=lambda need: need.total)
 
-    def mesh(self, work: Workload, deal: Deal) -> Mesh:
+    def mesh(self, work: Workload, partition: Partition) -> Mesh:
         """Of the first part. Raises UserError as `need`."""
-        return self._parts(work, deal)[0][0].mesh
+        return self._parts(work, partition)[0][0].mesh
 
-    def check_same_bits(self, work: Workload, deal: Deal) -> None:
+    def check_same_bits(self, work: Workload, partition: Partition) -> None:
         """Raises UserError where an image would depend, in its last bits, on the replica that makes it."""
-        seats = {tuple(part.topology.relative_places for part in parts) for parts in self._parts(work, deal)}
-        config, ring = work.config, any(part.mesh.ring > 1 for part in self._unlike(work, deal))
+        seats = {tuple(part.topology.relative_places for part in parts) for parts in self._parts(work, partition)}
+        config, ring = work.config, any(part.mesh.ring > 1 for part in self._unlike(work, partition))
         by_card = config.selection == "v_major" and config.scoring == "card"
         if len(seats) > 1 and (ring or by_card or config.chunks != 1 or config.codec == "auto"):
             raise UserError(
-                f"{deal.replicas} replicas of {self.topology.size} ranks sit differently on cards and nodes, so "
+                f"{partition.replicas} replicas of {self.topology.size} ranks sit differently on cards and nodes, so "
                 f"that with rings, chunks, scoring by card or codec auto an image would depend on which replica makes "
                 f"it: choose another number"
             )
 
-    def step(self, work: Workload, deal: Deal) -> DealStep:
+    def step(self, work: Workload, partition: Partition) -> PartitionStep:
         """Raises UserError as `need`, and where a part's ranks are not joined by links."""
-        of_replicas = [[part.plan for part in parts] for parts in self._parts(work, deal)]
+        of_replicas = [[part.plan for part in parts] for parts in self._parts(work, partition)]
         slowest = max(of_replicas, key=lambda plans: max(plan.step_s for plan in plans))
         longer = max(slowest, key=lambda plan: plan.step_s)
-        outputs_s, outputs = self._outputs(work, deal)
+        outputs_s, outputs = self._outputs(work, partition)
         sent = {link: sum(plan.bytes[link] for plan in slowest) for link in LINK_CLASSES}
-        return DealStep(StepPlan(longer.step_s + outputs_s, longer.compute_s, sent, work.steps), outputs)
+        return PartitionStep(StepPlan(longer.step_s + outputs_s, longer.compute_s, sent, work.steps), outputs)
 
-    def _parts(self, work: Workload, deal: Deal) -> list[list[Part]]:
+    def _parts(self, work: Workload, partition: Partition) -> list[list[Part]]:
         """As `parts_of`; in the place of all that are alike stands the first of them."""
-        if (work, deal) not in self._dealt:
-            self._dealt[work, deal] = [
+        if (work, partition) not in self._divided:
+            self._divided[work, partition] = [
                 [self._known.setdefault(part.alike, part) for part in of_replica]
-                for of_replica in parts_of(self.topology, work, deal)
+                for of_replica in parts_of(self.topology, work, partition)
             ]
-        return self._dealt[work, deal]
+        return self._divided[work, partition]
 
-    def _unlike(self, work: Workload, deal: Deal) -> list[Part]:
+    def _unlike(self, work: Workload, partition: Partition) -> list[Part]:
         """One of all parts that are alike."""
-        return list(dict.fromkeys(part for of_replica in self._parts(work, deal) for part in of_replica))
+        return list(dict.fromkeys(part for of_replica in self._parts(work, partition) for part in of_replica))
 
-    def _outputs(self, work: Workload, deal: Deal) -> tuple[float, dict[str, float]]:
+    def _outputs(self, work: Workload, partition: Partition) -> tuple[float, dict[str, float]]:
         """Seconds of a step and bytes of a replica: each rank sends its partner in the other branch its own branch's
         whole output [B, image tokens, OUTPUT_CHANNELS]."""
-        if deal.guidance == 1:
+        if partition.guidance == 1:
             return 0.0, dict.fromkeys(LINK_CLASSES, 0.0)
-        axes = Axes.build(self.topology, replica=deal.replicas, guidance=deal.guidance)
-        load = work.of_branch(deal.guidance, 0).load
+        axes = Axes.build(self.topology, replica=partition.replicas, guidance=partition.guidance)
+        load = work.of_branch(partition.guidance, 0).load
         size = load.batch * load.tokens(IMAGE) * OUTPUT_CHANNELS * load.itemsize
         pairs = [axes.partners(rank) for rank in range(self.topology.size)]
         partners_P = np.array([sum(pair) - rank for rank, pair in enumerate(pairs)])
         traffic = Traffic(Wires(self.topology))
         traffic.send(np.arange(self.topology.size), partners_P, np.full(self.topology.size, size))
         return traffic.seconds() + Latencies.of(self.topology.machine).latency_s, {
-            link: count / deal.replicas for link, count in traffic.bytes.items()
+            link: count / partition.replicas for link, count in traffic.bytes.items()
         }
 
 
 @dataclass(frozen=True)
-class PricedDeal:
-    """A deal of a job's ranks. ulysses, ring: the mesh of the ranks that share a sequence. need: of the fullest rank.
+class PricedPartition:
+    """A partition of a job's ranks. ulysses, ring: the mesh of the ranks that share a sequence. need: of the fullest
+    rank.
 
     tile: bytes of memory that a rank has, None where the machine does not say. batches: calls of the pipeline that make
     the job's images. batch_s: seconds of one, denoising alone; sent, outputs: bytes of one by link class, of attention
@@ -230,7 +234,7 @@ class PricedDeal:
     replica's first batch takes longer: in its first step both branches of calls in turn are computed by all.
     """
 
-    deal: Deal
+    partition: Partition
     ulysses: int
     ring: int
     need: RankMemory
@@ -249,7 +253,7 @@ class PricedDeal:
     @property
     def rounds(self) -> int:
         """Batches that the replica with the most of them makes."""
-        return ceil(self.batches / self.deal.replicas)
+        return ceil(self.batches / self.partition.replicas)
 
     @property
     def job_s(self) -> float:
@@ -264,9 +268,9 @@ class PricedDeal:
     def __str__(self) -> str:
         """As "4 replicas of 24 ranks, each guidance branch on 12 of them (Ulysses 12)"."""
         ranks = self.ulysses * self.ring
-        count, all_ranks = self.deal.replicas, ranks * self.deal.guidance
+        count, all_ranks = self.partition.replicas, ranks * self.partition.guidance
         told = f"{count} replica{'s' * (count > 1)} of {all_ranks} rank{'s' * (all_ranks > 1)}"
-        if self.deal.guidance > 1:
+        if self.partition.guidance > 1:
             told += f", each guidance branch on {ranks} of them"
         axes = [f"{name} {n}" for name, n in (("Ulysses", self.ulysses), ("ring", self.ring)) if n > 1]
         return told + (f" ({' x '.join(axes)})" if axes else "")
@@ -274,32 +278,32 @@ class PricedDeal:
 
 @dataclass(frozen=True)
 class Choice:
-    """taken: the deal of the job; it does not fit where none does. following: the best of the others that were timed.
-    listed: all that were looked at, as `deals_of` lists them. refused: why others cannot be. reason: why nothing is
-    timed; None where it is."""
+    """taken: the partition of the job; it does not fit where none does. following: the best of the others that were
+    timed. listed: all that were looked at, as `partitions_of` lists them. refused: why others cannot be. reason: why
+    nothing is timed; None where it is."""
 
     topology: Topology
-    taken: PricedDeal
-    following: PricedDeal | None
-    listed: list[PricedDeal]
-    refused: dict[Deal, UserError]
+    taken: PricedPartition
+    following: PricedPartition | None
+    listed: list[PricedPartition]
+    refused: dict[Partition, UserError]
     reason: str | None
 
     def check_fits(self) -> None:
-        """Raises UserError where no deal fits the memory of a rank."""
+        """Raises UserError where no partition fits the memory of a rank."""
         if self.taken.tile is not None:
-            least = f"the deal that needs least, {self.taken}" if len(self.listed) > 1 else f"{self.taken}"
+            least = f"the partition that needs least, {self.taken}" if len(self.listed) > 1 else f"{self.taken}"
             check_fits(self.taken.need, self.taken.tile, f"the fullest rank in {least}")
 
     def line(self) -> str:
         """What was taken, why, and what the next best would cost."""
         taken, following, machine = self.taken, self.following, self.topology.machine.name
-        told = f"ranks dealt to {taken}"
+        told = f"ranks divided into {taken}"
         if len(self.listed) == 1:
             predicted = "" if taken.batch_s is None else f", {_seconds(taken)} by prediction"
-            return f"{told}: with what is given there is no other deal{predicted}"
+            return f"{told}: with what is given there is no other partition{predicted}"
         misfits = sum(one.fits is False for one in self.listed)
-        kept_out = f" ({misfits} of {len(self.listed)} deals do not fit the memory)" if misfits else ""
+        kept_out = f" ({misfits} of {len(self.listed)} partitions do not fit the memory)" if misfits else ""
         if self.reason:
             order = "replicas first, then guidance, then Ulysses"
             return f"{told}: {order}, as machine {machine} does not say what others would take{kept_out}"
@@ -310,7 +314,7 @@ class Choice:
         return f"{told}: the least time by prediction, {_seconds(taken)}{kept_out}{next_best}"
 
 
-def _seconds(one: PricedDeal) -> str:
+def _seconds(one: PricedPartition) -> str:
     seconds = one.job_s
     return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:.0f} s"
 
@@ -324,67 +328,69 @@ def choose(
     guidance: int | None = None,
     least: int = 1,
 ) -> Choice:
-    """The deal of a job that makes so many images, in so many calls of the pipeline, in each of several presets.
+    """The partition of a job that makes so many images, in so many calls of the pipeline, in each of several presets.
 
-    works: of one model, one for each preset; their times add up. replicas, guidance, least: as in `deals_of`. Where the
-    machine tells no rates, replicas come first, up to one for each batch, then guidance; the ranks of a part share a
-    sequence as the settings say.
-    Raises UserError where no deal is possible.
+    works: of one model, one for each preset; their times add up. replicas, guidance, least: as in `partitions_of`.
+    Where the machine tells no rates, replicas come first, up to one for each batch, then guidance; the ranks of a part
+    share a sequence as the settings say.
+    Raises UserError where no partition is possible.
     """
     topology, guides = pricer.topology, any(work.guides for work in works)
-    refused: dict[Deal, UserError] = {}
-    sized: list[PricedDeal] = []
-    for deal in deals_of(topology.size, guides, replicas, guidance, least):
+    refused: dict[Partition, UserError] = {}
+    sized: list[PricedPartition] = []
+    for partition in partitions_of(topology.size, guides, replicas, guidance, least):
         try:
-            sized.append(size_deal(pricer, works, deal, images, batches))
+            sized.append(size_partition(pricer, works, partition, images, batches))
         except UserError as error:
-            refused[deal] = error
+            refused[partition] = error
     if not sized:
         raise next(iter(refused.values()))
     fitting = [one for one in sized if one.fits is not False]
     reason = untimed(topology.machine)
-    if reason and refused and min(one.deal.replicas for one in sized) > max(batches, replicas or 1):
+    if reason and refused and min(one.partition.replicas for one in sized) > max(batches, replicas or 1):
         raise next(iter(refused.values()))  # more ranks than so few images can use
     if reason:
         taken = by_rule(fitting) if fitting else min(sized, key=lambda one: one.need.total)
         return Choice(topology, taken, None, sized, refused, reason)
-    timed: dict[Deal, PricedDeal] = {}
+    timed: dict[Partition, PricedPartition] = {}
     for one in sized:
         try:
-            timed[one.deal] = time_deal(pricer, works, one)
+            timed[one.partition] = time_partition(pricer, works, one)
         except UserError as error:
-            refused[one.deal] = error
+            refused[one.partition] = error
     if not timed:
         raise next(iter(refused.values()))
-    listed = [timed[one.deal] for one in sized if one.deal in timed]
+    listed = [timed[one.partition] for one in sized if one.partition in timed]
     able = [one for one in timed.values() if one.fits is not False]
     if not able:
         return Choice(topology, min(listed, key=lambda one: one.need.total), None, listed, refused, None)
     able.sort(key=lambda one: one.job_s)
     near = [one for one in able if one.job_s <= SAME * able[0].job_s]
-    taken = max(near, key=lambda one: (one.deal, -one.ring))
+    taken = max(near, key=lambda one: (one.partition, -one.ring))
     following = next((one for one in able if one is not taken), None)
     return Choice(topology, taken, following, listed, refused, None)
 
 
-def size_deal(pricer: Pricer, works: Sequence[Workload], deal: Deal, images: int, batches: int) -> PricedDeal:
-    """A deal with its memory. Raises UserError where ranks, heads, tokens or settings do not allow it."""
-    need = max((pricer.need(work, deal) for work in works), key=lambda need: need.total)
+def size_partition(
+    pricer: Pricer, works: Sequence[Workload], partition: Partition, images: int, batches: int
+) -> PricedPartition:
+    """A partition with its memory. Raises UserError where ranks, heads, tokens or settings do not allow it."""
+    need = max((pricer.need(work, partition) for work in works), key=lambda need: need.total)
     for work in works:
-        pricer.check_same_bits(work, deal)
-    mesh = pricer.mesh(works[0], deal)
+        pricer.check_same_bits(work, partition)
+    mesh = pricer.mesh(works[0], partition)
     tile = int(pricer.topology.machine.device.memory_gib * 2**30) or None
-    return PricedDeal(deal, mesh.ulysses, mesh.ring, need, tile, images, batches)
+    return PricedPartition(partition, mesh.ulysses, mesh.ring, need, tile, images, batches)
 
 
-def by_rule(sized: Sequence[PricedDeal]) -> PricedDeal:
+def by_rule(sized: Sequence[PricedPartition]) -> PricedPartition:
     """Replicas first, as long as each has a batch to make, then guidance."""
-    most = max(sized[0].batches, min(one.deal.replicas for one in sized))
-    return max((one for one in sized if one.deal.replicas <= most), key=lambda one: one.deal)
+    most = max(sized[0].batches, min(one.partition.replicas for one in sized))
+    return max((one for one in sized if one.partition.replicas <= most), key=lambda one: one.partition)
 
 
-def time_deal(pricer: Pricer, works: Sequence[Workload], one: PricedDeal) -> PricedDeal:
-    steps = [pricer.step(work, one.deal) for work in works]
+def time_partition(pricer: Pricer, works: Sequence[Workload], one: PricedPartition) -> PricedPartition:
+    steps = [pricer.step(work, one.partition) for work in works]
 
     def total(counts: Sequence[dict[str, float]]) -> dict[str, float]:
         return {
@@ -400,6 +406,6 @@ def time_deal(pricer: Pricer, works: Sequence[Workload], one: PricedDeal) -> Pri
         first_s=sum(
             step.plan.step_s
             for work, step in zip(works, steps, strict=True)
-            if one.deal.guidance > 1 and work.load.branches > 1
+            if one.partition.guidance > 1 and work.load.branches > 1
         ),
     )

@@ -1,7 +1,7 @@
-"""Codings: what is sent in a tensor's place, and what the receiver makes of it.
+"""Codecs: what is sent in a tensor's place, and what the receiver makes of it.
 
-A `Coding` belongs to one rank's attention for as long as the engine lives; the engine calls its lifecycle. For every
-attention call it gives a `CodedCall` (`outgoing.py`), whose two ends encode on the sender's lane and decode where the
+A `Codec` belongs to one rank's attention for as long as the engine lives; the engine calls its lifecycle. For every
+attention call it gives a `EncodedCall` (`outgoing.py`), whose two ends encode on the sender's lane and decode where the
 receiver waits, and the `Transfer` that sends it.
 """
 
@@ -13,12 +13,12 @@ from typing import Any, NamedTuple, Protocol
 from cocodiff.comm.transport import Ranks
 from cocodiff.config.machine import Topology
 from cocodiff.exchange.exchange import Exchange
-from cocodiff.exchange.outgoing import CodedCall
+from cocodiff.exchange.outgoing import EncodedCall
 from cocodiff.exchange.transfer import Transfer
 from cocodiff.topology.layout import Layout
 
 
-class Moment(NamedTuple):
+class StepInfo(NamedTuple):
     """Where denoising stands: which run of the model, which of its steps; `steps` is None where nobody has told. sigma:
     the noise level, in the scheduler's units, or a bare transformer's timestep; None where there is neither."""
 
@@ -36,7 +36,7 @@ class AllRanks(NamedTuple):
 
 
 class StepNotes(Protocol):
-    """Notes of a coding about one step, over a rank's sites."""
+    """Notes of a codec about one step, over a rank's layers."""
 
     @classmethod
     def merged(cls, parts: Sequence[Any]) -> dict[str, Any]:
@@ -45,7 +45,7 @@ class StepNotes(Protocol):
 
 
 def merge_notes(reports: Sequence[Mapping[int, StepNotes]]) -> list[dict[str, Any]]:
-    """The profile over all ranks' reports (`Coding.report`, and the step cache's), one row a step: "step" and what each
+    """The profile over all ranks' reports (`Codec.report`, and the step cache's), one row a step: "step" and what each
     kind of notes says."""
     rows: list[dict[str, Any]] = []
     for step in sorted({step for report in reports for step in report}):
@@ -59,7 +59,7 @@ def merge_notes(reports: Sequence[Mapping[int, StepNotes]]) -> list[dict[str, An
     return rows
 
 
-class Coding:
+class Codec:
     """Decides what all calls of a run send. This one sends every tensor whole and keeps nothing between calls."""
 
     keeps_state = False  # whether memory is held between calls, so that a run is checked for room before it starts
@@ -68,24 +68,24 @@ class Coding:
     @classmethod
     def of(
         cls, settings: Any, topology: Topology, exchange: Exchange | None, transport: Any, everyone: AllRanks
-    ) -> Coding:
-        """The coding of one rank of a Ulysses group by the engine's settings. exchange: None for one rank. transport:
+    ) -> Codec:
+        """The codec of one rank of a Ulysses group by the engine's settings. exchange: None for one rank. transport:
         of the group's ranks. everyone: these and, with a ring, those of the other groups."""
         return cls()
 
-    def call(self, exchange: Exchange, layout: Layout, site: Any) -> CodedCall:
-        """The coding of one attention call. site: which layer and guidance branch."""
-        return CodedCall(layout)
+    def call(self, exchange: Exchange, layout: Layout, layer_key: Any) -> EncodedCall:
+        """The codec of one attention call. layer_key: which layer and guidance branch."""
+        return EncodedCall(layout)
 
-    def open(self, exchange: Exchange, layout: Layout, site: Any) -> Transfer:
+    def open(self, exchange: Exchange, layout: Layout, layer_key: Any) -> Transfer:
         """The messages of one attention call."""
-        return Transfer(exchange, self.call(exchange, layout, site), site.kind)
+        return Transfer(exchange, self.call(exchange, layout, layer_key), layer_key.kind)
 
-    def begin_step(self, moment: Moment) -> None:
+    def begin_step(self, moment: StepInfo) -> None:
         """The model is called: for another run, another step, or another guidance branch of the same step."""
 
-    def forget(self, site: Any) -> None:
-        """The site's next call is made elsewhere: what is kept for it is given back."""
+    def forget(self, layer_key: Any) -> None:
+        """The layer's next call is made elsewhere: what is kept for it is given back."""
 
     def end(self, drain: bool = True) -> None:
         """The engine is left: memory is given back. drain: once nothing is under way any more; not where ranks may have

@@ -1,7 +1,7 @@
 """V-Major (CoCoDiff section III-D): only tokens whose v changed travel; the others are what they were when they last
 did, for every rank alike.
 
-Each rank keeps, for every site, the q, k and v it received: whole sequences of its own heads. A selective step gathers
+Each rank keeps, for every layer, the q, k and v it received: whole sequences of its own heads. A selective step gathers
 the active rows, sends them through the very exchange that carries full ones, and writes what arrives into those caches.
 The output always travels whole.
 
@@ -22,15 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cocodiff.attention.strategy import Site
+from cocodiff.attention.strategy import LayerKey
 from cocodiff.attention.v_major.selection import Cards, DriftNotes, Schedule, Selection, scored_blocks, staying
-from cocodiff.comm.transport import LanePending, Ranks
+from cocodiff.comm.transport import LaneFuture, Ranks
 from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Topology
-from cocodiff.exchange.coding import AllRanks, Coding, Moment, StepNotes
+from cocodiff.exchange.codec import AllRanks, Codec, StepInfo, StepNotes
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.messages import BlockSet, Payload, Target
-from cocodiff.exchange.outgoing import Arriving, CodedCall, Encoded, TensorsToHeads
+from cocodiff.exchange.outgoing import Encoded, EncodedCall, TensorFuture, TensorsToHeads
 from cocodiff.exchange.transfer import Transfer, arriving_whole
 from cocodiff.kernels import Rows
 from cocodiff.topology.layout import Layout, slices
@@ -38,8 +38,8 @@ from cocodiff.topology.routes.plans import Block, Phase
 
 
 @dataclass
-class SiteCache:
-    """The state of a site between steps. reference: v at the scored rows; received: q, k and v, each [B, S, G, D].
+class LayerCache:
+    """The state of a layer between steps. reference: v at the scored rows; received: q, k and v, each [B, S, G, D].
     inference: whether they were made in torch's inference mode, outside of which they cannot be written to."""
 
     shape: tuple[int, ...] = ()
@@ -50,7 +50,7 @@ class SiteCache:
     received: dict[str, Tensor] = field(default_factory=dict)
 
 
-class VMajor(Coding):
+class VMajor(Codec):
     """Sends active tokens only. On one rank nothing travels, and nothing is selected."""
 
     keeps_state = prefers_ulysses = True
@@ -62,10 +62,10 @@ class VMajor(Coding):
         before they travel) or "card" (after v's first phase the card's first tile scores the card's tokens with its
         plane's heads; TAPA only). reference: "prev" (v at the call before) or "sent" (v as it was last sent)."""
         self.schedule, self.scoring, self.reference = schedule, scoring, reference
-        self.rank, self.transport, self.moment = transport.rank, transport, Moment(-1, 0, None)
+        self.rank, self.transport, self.moment = transport.rank, transport, StepInfo(-1, 0, None)
         self.drift = DriftNotes()
         self._exchange = exchange
-        self._caches: dict[Site, SiteCache] = {}
+        self._caches: dict[LayerKey, LayerCache] = {}
         self._cards: dict[tuple[Layout, torch.device], Cards] = {}
 
     @classmethod
@@ -74,14 +74,14 @@ class VMajor(Coding):
     ) -> VMajor:
         return cls(exchange, transport, Schedule.of(settings), settings.scoring, settings.reference)
 
-    def open(self, exchange: Exchange, layout: Layout, site: Site) -> Transfer:
+    def open(self, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> Transfer:
         call, transfer = (SourceCall, SourceTransfer) if self.scoring == "source" else (CardCall, CardTransfer)
-        cache = self._caches.setdefault(site, SiteCache())
-        return transfer(exchange, call(self, exchange, layout, site, cache), site.kind)
+        cache = self._caches.setdefault(layer_key, LayerCache())
+        return transfer(exchange, call(self, exchange, layout, layer_key, cache), layer_key.kind)
 
     # Lifecycle --------------------------------------------------------------------------------------------------------
 
-    def begin_step(self, moment: Moment) -> None:
+    def begin_step(self, moment: StepInfo) -> None:
         if moment.steps is None and self._exchange is not None:
             raise UserError("V-Major needs to know how many steps run: parallelize(..., steps=N)")
         if moment.run != self.moment.run:  # a new image: nothing of the last one may be seen
@@ -89,8 +89,8 @@ class VMajor(Coding):
             self.drift.sync_to_host()
         self.moment = moment
 
-    def forget(self, site: Site) -> None:
-        self._caches.pop(site, None)
+    def forget(self, layer_key: LayerKey) -> None:
+        self._caches.pop(layer_key, None)
 
     def end(self, drain: bool = True) -> None:
         self._caches.clear()
@@ -132,15 +132,17 @@ class VMajor(Coding):
 # One call, whoever scores ---------------------------------------------------------------------------------------------
 
 
-class SelectiveCall(CodedCall, ABC):
+class SelectiveCall(EncodedCall, ABC):
     """One attention call of V-Major; how it scores is the subclass's. full: whether all tokens travel, known once the
     call has begun."""
 
     full = True
 
-    def __init__(self, coding: VMajor, exchange: Exchange, layout: Layout, site: Site, cache: SiteCache) -> None:
+    def __init__(
+        self, codec: VMajor, exchange: Exchange, layout: Layout, layer_key: LayerKey, cache: LayerCache
+    ) -> None:
         super().__init__(layout)
-        self.coding, self.exchange, self.cache, self.layer = coding, exchange, cache, site.kind
+        self.codec, self.exchange, self.cache, self.layer = codec, exchange, cache, layer_key.kind
         self.kernels = exchange.kernels
 
     @abstractmethod
@@ -148,11 +150,11 @@ class SelectiveCall(CodedCall, ABC):
         """The rows that travel in a selective call; waits for the choice."""
 
     def begin(self, like_BLHD: Tensor) -> None:
-        cache, step, inference = self.cache, self.coding.moment.step, torch.is_inference_mode_enabled()
+        cache, step, inference = self.cache, self.codec.moment.step, torch.is_inference_mode_enabled()
         same = cache.shape == like_BLHD.shape and cache.layout == self.layout and cache.inference == inference
         known = same and cache.last_step == step - 1
-        self.coding.drift.ensure_step(step)
-        self.full = not known or self.coding.schedule.is_full(step, self.coding.steps)
+        self.codec.drift.ensure_step(step)
+        self.full = not known or self.codec.schedule.is_full(step, self.codec.steps)
         if not known:
             cache.reference, cache.received = None, {}
         cache.last_step, cache.shape, cache.layout = step, tuple(like_BLHD.shape), self.layout
@@ -162,7 +164,7 @@ class SelectiveCall(CodedCall, ABC):
         if self.full:
             return super().encode(tensors_BLHD)
         selection = self.selection()
-        own = selection.of_rank[self.coding.rank]
+        own = selection.of_rank[self.codec.rank]
         payloads = [travelling_rows(x_BLHD, own) for x_BLHD in tensors_BLHD.values()]
         return Encoded(payloads, selection.layout)
 
@@ -181,7 +183,7 @@ class SelectiveCall(CodedCall, ABC):
         """Updates the reference where scoring has not: all of it at the first call, else the tokens that travel."""
         if self.cache.reference is None:
             self.cache.reference = v_BNHD.clone(memory_format=torch.contiguous_format)
-        elif active_BN is not None and self.coding.reference == "sent":
+        elif active_BN is not None and self.codec.reference == "sent":
             self.cache.reference[active_BN] = v_BNHD[active_BN]
 
     def score(self, v_BNHD: Tensor) -> tuple[Tensor, Tensor]:
@@ -189,15 +191,15 @@ class SelectiveCall(CodedCall, ABC):
         steps, and where the reference is "prev", the same pass makes v the reference."""
         assert self.cache.reference is not None, "a selective step follows a full one"
         with self.exchange.trace.span("score", "select", self.layer):
-            renew = self.full or self.coding.reference == "prev"
+            renew = self.full or self.codec.reference == "prev"
             change_BN, norm_BN = self.kernels.l1_score(v_BNHD, self.cache.reference, renew)
-        self.coding.drift.scored(self.coding.moment.step, change_BN, norm_BN)
+        self.codec.drift.scored(self.codec.moment.step, change_BN, norm_BN)
         return change_BN, norm_BN
 
     def gather(self, own_BN: Tensor, parts_BN: list[Tensor]) -> None:
         """Every rank's scores or selection, on the lane that calls; counted like all bytes of attention."""
         with self.exchange.trace.span("gather selection", "select", self.layer):
-            self.coding.transport.world.all_gather(own_BN.contiguous(), parts_BN).wait()
+            self.codec.transport.world.all_gather(own_BN.contiguous(), parts_BN).wait()
         for peer in range(len(parts_BN)):
             self.exchange.port.count(peer, own_BN.nbytes)
 
@@ -225,7 +227,7 @@ def travelling_rows(x_BLHD: Tensor, index_N: Tensor) -> Rows:
 class SourceTransfer(SelectiveTransfer):
     coded: SourceCall
 
-    def post(self, tensors_BLHD: Mapping[str, Tensor]) -> dict[str, Arriving]:
+    def post(self, tensors_BLHD: Mapping[str, Tensor]) -> dict[str, TensorFuture]:
         if "v" in tensors_BLHD:
             self.coded.observe(tensors_BLHD["v"])
         return super().post(tensors_BLHD)
@@ -235,13 +237,13 @@ class SourceCall(SelectiveCall):
     """Every rank scores its own tokens; scores are gathered while q and k are made; active rows travel in every
     phase."""
 
-    chosen: LanePending[Selection] | None = None
+    chosen: LaneFuture[Selection] | None = None
 
     def observe(self, v_BLHD: Tensor) -> None:
         """Scores this rank's tokens, if it is a selective call in the background."""
-        own_BNHD = v_BLHD[:, self.layout.may_stay_slices[self.coding.rank]]
+        own_BNHD = v_BLHD[:, self.layout.may_stay_slices[self.codec.rank]]
         if not self.full:
-            self.chosen = self.coding.transport.control.submit(self._choose, own_BNHD)
+            self.chosen = self.codec.transport.control.submit(self._choose, own_BNHD)
             return
         if self.cache.reference is not None:
             self.score(own_BNHD)
@@ -252,21 +254,21 @@ class SourceCall(SelectiveCall):
         return self.chosen.wait()
 
     def _choose(self, own_BNHD: Tensor) -> Selection:
-        coding, layout, batch = self.coding, self.layout, len(own_BNHD)
+        codec, layout, batch = self.codec, self.layout, len(own_BNHD)
         change_BN, norm_BN = self.score(own_BNHD)
-        columns = 2 if coding.schedule.kind == "threshold" else 1
+        columns = 2 if codec.schedule.kind == "threshold" else 1
         sent = torch.stack([change_BN, norm_BN][:columns])
         parts = [sent.new_empty(columns, batch, tokens) for tokens in layout.may_stay]
         self.gather(sent, parts)
         of_all = torch.cat(parts, 2)
-        cards, threshold = coding.cards(layout, of_all.device), coding.schedule.threshold
-        active_BS = cards.active(of_all[0], of_all[-1], coding.fraction, threshold, self.kernels)
-        coding.drift.chosen(coding.moment.step, active_BS[:, slices(layout.may_stay)[coding.rank]])
+        cards, threshold = codec.cards(layout, of_all.device), codec.schedule.threshold
+        active_BS = cards.active(of_all[0], of_all[-1], codec.fraction, threshold, self.kernels)
+        codec.drift.chosen(codec.moment.step, active_BS[:, slices(layout.may_stay)[codec.rank]])
         return Selection.build(active_BS, layout, cards)
 
     def encode(self, tensors_BLHD: Mapping[str, Tensor]) -> Encoded:
         payloads, layout = super().encode(tensors_BLHD)
-        if self.full or self.coding.reference != "sent" or "v" not in tensors_BLHD:
+        if self.full or self.codec.reference != "sent" or "v" not in tensors_BLHD:
             return Encoded(payloads, layout)
         updating = [
             self.rows_updating_reference(rows) if name == "v" and isinstance(rows, Rows) else rows
@@ -276,9 +278,9 @@ class SourceCall(SelectiveCall):
 
     def rows_updating_reference(self, v_KHD: Rows) -> Rows:
         """The chosen rows of v, of which those that may stay become their reference when they are packed."""
-        reference_BNHD, chosen = self.cache.reference, self.layout.may_stay_slices[self.coding.rank]
+        reference_BNHD, chosen = self.cache.reference, self.layout.may_stay_slices[self.codec.rank]
         assert reference_BNHD is not None, "a selective step follows a full one"
-        tokens, rows = reference_BNHD.shape[1], self.layout.rows[self.coding.rank]
+        tokens, rows = reference_BNHD.shape[1], self.layout.rows[self.codec.rank]
         row_K = v_KHD.index_K % rows - chosen.start
         place_K = v_KHD.index_K // rows * tokens + row_K
         place_K[(row_K < 0) | (row_K >= tokens)] = -1  # what may not stay has no reference
@@ -293,7 +295,7 @@ class CardTransfer(SelectiveTransfer):
 
     coded: CardCall
 
-    def post(self, tensors_BLHD: Mapping[str, Tensor]) -> dict[str, Arriving]:
+    def post(self, tensors_BLHD: Mapping[str, Tensor]) -> dict[str, TensorFuture]:
         others = {name: x_BLHD for name, x_BLHD in tensors_BLHD.items() if name != "v"}
         if "v" not in tensors_BLHD:
             return super().post(others)
@@ -308,14 +310,16 @@ class CardTransfer(SelectiveTransfer):
 class CardCall(SelectiveCall):
     """One attention call whose v decides between its two phases what of q, k and v travels on."""
 
-    def __init__(self, coding: VMajor, exchange: Exchange, layout: Layout, site: Site, cache: SiteCache) -> None:
-        super().__init__(coding, exchange, layout, site, cache)
-        self.chosen: Future[LanePending[Selection]] = Future()
+    def __init__(
+        self, codec: VMajor, exchange: Exchange, layout: Layout, layer_key: LayerKey, cache: LayerCache
+    ) -> None:
+        super().__init__(codec, exchange, layout, layer_key, cache)
+        self.chosen: Future[LaneFuture[Selection]] = Future()
 
     def selection(self) -> Selection:
         return self.chosen.result().wait()
 
-    def second_phase(self, phase: Phase, swapped: LanePending[BlockSet], outgoing: TensorsToHeads) -> Target:
+    def second_phase(self, phase: Phase, swapped: LaneFuture[BlockSet], outgoing: TensorsToHeads) -> Target:
         on_card = swapped.wait()
         if self.full:
             self._update_at_full_step(on_card)
@@ -326,8 +330,8 @@ class CardCall(SelectiveCall):
 
     def _scored_rows(self, on_card: BlockSet) -> Tensor | None:
         """The card's image tokens with its first tile's plane's heads: on that tile, [B, N, H_k, D]; else None."""
-        card, heads = scored_blocks(self.exchange.topology, self.coding.rank)
-        if card[0] != self.coding.rank:
+        card, heads = scored_blocks(self.exchange.topology, self.codec.rank)
+        if card[0] != self.codec.rank:
             return None
         rows = [
             torch.cat(
@@ -347,12 +351,12 @@ class CardCall(SelectiveCall):
     def _active_rows(self, on_card: BlockSet) -> BlockSet:
         """Scores, shares the selection, and leaves the active rows of v for the second phase."""
         try:
-            self.chosen.set_result(self.coding.transport.control.submit(self._choose, on_card))
+            self.chosen.set_result(self.codec.transport.control.submit(self._choose, on_card))
         except BaseException as error:
             self.chosen.set_exception(error)
             raise
         selection, topology = self.selection(), self.exchange.topology
-        served = topology.served_planes[self.coding.rank]
+        served = topology.served_planes[self.codec.rank]
         blocks = {
             block: [travelling_rows(dense(x), selection.of_rank[block.rows]) for x in parts]
             for block, parts in on_card.blocks.items()
@@ -361,18 +365,18 @@ class CardCall(SelectiveCall):
         return BlockSet(blocks, selection.layout, on_card.whole)
 
     def _choose(self, on_card: BlockSet) -> Selection:
-        coding, layout, topology = self.coding, self.layout, self.exchange.topology
+        codec, layout, topology = self.codec, self.layout, self.exchange.topology
         scored_BNHD = self._scored_rows(on_card)
         some = dense(next(iter(on_card.blocks.values()))[0])
         batch, own = len(some), torch.empty(0, dtype=torch.uint8, device=some.device)
         if scored_BNHD is not None:
             change_BN, norm_BN = self.score(scored_BNHD)
-            active_BN = ~staying(change_BN, norm_BN, coding.fraction, coding.schedule.threshold, self.kernels)
-            coding.drift.chosen(coding.moment.step, active_BN)
+            active_BN = ~staying(change_BN, norm_BN, codec.fraction, codec.schedule.threshold, self.kernels)
+            codec.drift.chosen(codec.moment.step, active_BN)
             self.update_reference(scored_BNHD, active_BN)
             own = active_BN.to(torch.uint8)
         scorers = [min(ranks) for ranks in topology.cards.values()]  # the first tile of every card
-        cards = coding.cards(layout, own.device)
+        cards = codec.cards(layout, own.device)
         of_scorer = dict(zip(scorers, cards.sizes, strict=True))
         sizes = [batch * of_scorer.get(rank, 0) for rank in range(len(layout.rows))]
         parts = list(own.new_empty(sum(sizes)).split_with_sizes(sizes))
@@ -387,7 +391,7 @@ class WholeFirst(TensorsToHeads):
     """v, of which all rows travel in the first phase."""
 
     def encoded(self) -> Encoded:
-        return CodedCall.encode(self.coded, self._tensors)
+        return EncodedCall.encode(self.coded, self._tensors)
 
 
 def dense(x_BLHD: Payload) -> Tensor:

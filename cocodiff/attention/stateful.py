@@ -1,4 +1,4 @@
-"""Codings that keep the last values of every site at both ends: which calls of a site follow one another, what all
+"""Codecs that keep the last values of every layer at both ends: which calls of a layer follow one another, what all
 ranks noted of the last one, the values, and the life of a run.
 
 Of q, k, v and the output every call has a row of notes, whole numbers that ranks add up: see `kernels.residual`.
@@ -14,12 +14,12 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from cocodiff.attention.strategy import Site
+from cocodiff.attention.strategy import LayerKey
 from cocodiff.comm.trace import Trace
-from cocodiff.comm.transport import LanePending
-from cocodiff.exchange.coding import AllRanks, Coding, Moment, StepNotes
+from cocodiff.comm.transport import LaneFuture
+from cocodiff.exchange.codec import AllRanks, Codec, StepInfo, StepNotes
 from cocodiff.exchange.exchange import Exchange
-from cocodiff.exchange.outgoing import OUTPUT, CodedCall
+from cocodiff.exchange.outgoing import OUTPUT, EncodedCall
 from cocodiff.kernels.residual import NOTES, Reconstructions
 from cocodiff.topology.layout import Layout
 
@@ -30,7 +30,7 @@ TakeNotes = Callable[[Sequence[Sequence[int]]], None]
 
 
 @dataclass
-class SiteCalls:
+class LayerState:
     """form: shape, dtype, layout and inference mode of the last call, which was at `last_step`.
     follows: the calls since the last one that began anew, which nothing could predict. levels: the noise levels of
     the newest of these, that one too.
@@ -42,9 +42,9 @@ class SiteCalls:
     levels: list[float] = field(default_factory=list)
     fits: bool = True
 
-    def begin(self, like_BLHD: Tensor, layout: Layout, moment: Moment, anew: bool) -> None:
+    def begin(self, like_BLHD: Tensor, layout: Layout, moment: StepInfo, anew: bool) -> None:
         """A call begins. It follows the last one that ran, at an earlier step of the run, if that was of the same form
-        and all groups had a scale. anew: it does not in any case. Steps between that left the site out change nothing:
+        and all groups had a scale. anew: it does not in any case. Steps between that left the layer out change nothing:
         both ends have what the last call left."""
         form = tuple(like_BLHD.shape), like_BLHD.dtype, layout, torch.is_inference_mode_enabled()
         level = float(moment.step) if moment.sigma is None else moment.sigma
@@ -92,7 +92,7 @@ def continuation(levels: Sequence[float]) -> float:
     return min(factor, 2.0) if factor > 0 else 0.0  # NaN is none
 
 
-def is_fine(moment: Moment, fine_steps: int) -> bool:
+def is_fine(moment: StepInfo, fine_steps: int) -> bool:
     """Whether this is one of the last steps, whose errors no later step corrects."""
     return moment.steps is not None and moment.step >= moment.steps - fine_steps
 
@@ -114,11 +114,11 @@ class SharedNotes:
 
     def __init__(self, everyone: AllRanks, trace: Trace) -> None:
         self._everyone, self._trace = everyone, trace
-        self._moment: Moment | None = None
+        self._moment: StepInfo | None = None
         self._noted: list[Noted] = []
         self._largest: list[int] = []  # of the rows of these, those of which the largest counts
-        self._blocks: list[Tensor] = []  # theirs, of so many sites each
-        self._deciding: tuple[list[Noted], LanePending[list[Any] | None]] | None = None
+        self._blocks: list[Tensor] = []  # theirs, of so many layers each
+        self._deciding: tuple[list[Noted], LaneFuture[list[Any] | None]] | None = None
 
     def of_call(self, device: torch.device, largest: bool = False) -> Noted:
         """Room for the notes of one more call. largest: of which ranks take the largest, not the sum."""
@@ -130,7 +130,7 @@ class SharedNotes:
         self._noted.append(Noted(self._blocks[-1][first : first + len(TENSORS)], []))
         return self._noted[-1]
 
-    def begin_step(self, moment: Moment) -> None:
+    def begin_step(self, moment: StepInfo) -> None:
         """Has the notes of the model's last call summed. Whoever takes notes calls it; the first of them has it done,
         so the same object tells the same call of the model."""
         if moment is self._moment:
@@ -199,8 +199,8 @@ class End:
 
 
 @dataclass
-class SiteEnds(SiteCalls):
-    """sent, received: what both ends hold of a site, by the tensors' names: of q, k and v the sender has its own rows
+class LayerEnds(LayerState):
+    """sent, received: what both ends hold of a layer, by the tensors' names: of q, k and v the sender has its own rows
     and all heads, the receiver all rows and its own heads; of the output it is the other way round."""
 
     sent: dict[str, End] = field(default_factory=dict)
@@ -250,12 +250,12 @@ class CodedStep:
         }
 
 
-S = TypeVar("S", bound=SiteCalls)
+S = TypeVar("S", bound=LayerState)
 N = TypeVar("N", bound=StepNotes)
 
 
-class SiteCoding(Coding, Generic[S, N]):
-    """Keeps the last values of every site, and decides by what all ranks noted of the last call. On one rank nothing
+class StatefulCodec(Codec, Generic[S, N]):
+    """Keeps the last values of every layer, and decides by what all ranks noted of the last call. On one rank nothing
     travels, and nothing is coded."""
 
     keeps_state = prefers_ulysses = True
@@ -265,27 +265,27 @@ class SiteCoding(Coding, Generic[S, N]):
         self,
         exchange: Exchange | None,
         everyone: AllRanks,
-        site: Callable[[], S],
+        layer_key: Callable[[], S],
         step: Callable[[], N],
         notes: SharedNotes | None = None,
     ) -> None:
-        """everyone: the ranks that share the sequence, who decide together. site, step: make what is kept of a site,
-        and noted of a step. notes: of another coding, which are shared."""
-        self.moment, self.notes = Moment(-1, 0, None), notes
+        """everyone: the ranks that share the sequence, who decide together. layer, step: make what is kept of a layer,
+        and noted of a step. notes: of another codec, which are shared."""
+        self.moment, self.notes = StepInfo(-1, 0, None), notes
         if notes is None and exchange is not None:
             self.notes = SharedNotes(everyone, exchange.trace)
-        self._sites: dict[Any, S] = {}
-        self._site, self._report = site, defaultdict[int, N](step)
+        self._layers: dict[Any, S] = {}
+        self._layer_key, self._report = layer_key, defaultdict[int, N](step)
 
-    def state_of(self, site: Site) -> S:
-        return self._sites.setdefault(site, self._site())
+    def state_of(self, layer_key: LayerKey) -> S:
+        return self._layers.setdefault(layer_key, self._layer_key())
 
     def begin_call(self, call: Any, like_BLHD: Tensor) -> None:
-        """Decides how a `SiteCall` is coded, alike on all ranks. Begins with `begun`."""
+        """Decides how a `StatefulCall` is coded, alike on all ranks. Begins with `begun`."""
         raise NotImplementedError(type(self).__name__)
 
-    def begun(self, call: SiteCall[S], like_BLHD: Tensor) -> SharedNotes:
-        """Takes the notes of earlier calls, and tells a call which one of its site it is; returns where it notes."""
+    def begun(self, call: StatefulCall[S], like_BLHD: Tensor) -> SharedNotes:
+        """Takes the notes of earlier calls, and tells a call which one of its layer it is; returns where it notes."""
         assert self.notes is not None, "one rank alone codes nothing"
         self.notes.hand_out()
         anew = self.fixed_kind is not None and self.fixed_kind.anew
@@ -293,7 +293,7 @@ class SiteCoding(Coding, Generic[S, N]):
         call.number = call.state.follows
         return self.notes
 
-    def begin_step(self, moment: Moment) -> None:
+    def begin_step(self, moment: StepInfo) -> None:
         """Has all ranks' notes of the last call summed, behind what comes before the first attention."""
         if self.notes is None:
             return
@@ -302,18 +302,18 @@ class SiteCoding(Coding, Generic[S, N]):
         self.moment = moment
         self.notes.begin_step(moment)
 
-    def forget(self, site: Site) -> None:
-        self._sites.pop(site, None)
+    def forget(self, layer_key: LayerKey) -> None:
+        self._layers.pop(layer_key, None)
 
     def end(self, drain: bool = True) -> None:
         if self.notes is not None:
             if drain:
                 self.notes.hand_out()
             self.notes.clear()
-        self._sites.clear()
+        self._layers.clear()
 
     def bytes_held(self) -> int:
-        return sum(site.bytes_held() for site in self._sites.values())
+        return sum(layer_key.bytes_held() for layer_key in self._layers.values())
 
     def report(self) -> dict[int, StepNotes]:
         return {**self._report}
@@ -322,16 +322,21 @@ class SiteCoding(Coding, Generic[S, N]):
         self._report.clear()
 
 
-class SiteCall(CodedCall, Generic[S]):
-    """One attention call of such a coding. number: of the call among those that follow one another, 0 for the first;
+class StatefulCall(EncodedCall, Generic[S]):
+    """One attention call of such a codec. number: of the call among those that follow one another, 0 for the first;
     known once the call has begun."""
 
     number: int
 
-    def __init__(self, coding: SiteCoding[S, Any], exchange: Exchange, layout: Layout, site: Site) -> None:
+    def __init__(self, codec: StatefulCodec[S, Any], exchange: Exchange, layout: Layout, layer_key: LayerKey) -> None:
         super().__init__(layout)
-        self._coding, self.state, self._exchange, self._layer = coding, coding.state_of(site), exchange, site.kind
+        self._codec, self.state, self._exchange, self._layer = (
+            codec,
+            codec.state_of(layer_key),
+            exchange,
+            layer_key.kind,
+        )
         self._kernels, self._trace = exchange.kernels, exchange.trace
 
     def begin(self, like_BLHD: Tensor) -> None:
-        self._coding.begin_call(self, like_BLHD)
+        self._codec.begin_call(self, like_BLHD)

@@ -1,4 +1,4 @@
-"""Deals of ranks to replicas and guidance: their prices against hand arithmetic, and which of them is taken."""
+"""Partitions of ranks to replicas and guidance: their prices against hand arithmetic, and which of them is taken."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Topology
 from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.models.adapter import image_and_text
-from cocodiff.planner.deals import Deal, deals_of
+from cocodiff.planner.choice import OUTPUT_CHANNELS, Pricer, Workload, choose
 from cocodiff.planner.layers import Case, plan_step
 from cocodiff.planner.memory import Load, ModelShape
-from cocodiff.planner.partition import OUTPUT_CHANNELS, Pricer, Workload, choose
+from cocodiff.planner.partitions import Partition, partitions_of
 from cocodiff.planner.traffic import Latencies
 from cocodiff.topology.axes import Axes
 
@@ -35,24 +35,24 @@ def on_machine(topology: Topology, **device: float) -> Topology:
 
 
 def test_every_deal_that_divides_the_ranks():
-    assert deals_of(4, guides=True) == [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1)]
-    assert deals_of(4, guides=False, guidance=2) == [(1, 1), (2, 1), (4, 1)]
-    assert deals_of(12, guides=True, replicas=3) == [(3, 1), (3, 2)]
-    assert deals_of(6, guides=True, guidance=2) == [(1, 2), (3, 2)]
-    assert deals_of(4, guides=True, least=2) == [(1, 1), (1, 2), (2, 1)]
+    assert partitions_of(4, guides=True) == [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1)]
+    assert partitions_of(4, guides=False, guidance=2) == [(1, 1), (2, 1), (4, 1)]
+    assert partitions_of(12, guides=True, replicas=3) == [(3, 1), (3, 2)]
+    assert partitions_of(6, guides=True, guidance=2) == [(1, 2), (3, 2)]
+    assert partitions_of(4, guides=True, least=2) == [(1, 1), (1, 2), (2, 1)]
     with pytest.raises(UserError, match=r"of the ranks \(1 of a replica\) 2 or more have to share an image"):
-        deals_of(4, guides=True, replicas=4, least=2)
+        partitions_of(4, guides=True, replicas=4, least=2)
     with pytest.raises(UserError, match=r"replicas 5 does not divide 12 ranks: choose one of 1, 2, 3, 4, 6, 12"):
-        deals_of(12, guides=True, replicas=5)
+        partitions_of(12, guides=True, replicas=5)
     with pytest.raises(UserError, match=r"guidance_parallel 2 does not divide the ranks \(3 of a replica\)"):
-        deals_of(12, guides=True, replicas=4, guidance=2)
+        partitions_of(12, guides=True, replicas=4, guidance=2)
 
 
 def test_two_branches_take_as_long_as_one_on_its_plane_and_the_exchange_of_outputs():
     """On one Aurora node a branch has a plane: 6 ranks with a link between any two. Flat sends each of the other five a
     sixth of a rank's rows; outputs go to the sibling, 64 channels of every image token."""
     work, latency_s = work_of(), 10e-6
-    step = Pricer(AURORA).step(work, Deal(1, 2))
+    step = Pricer(AURORA).step(work, Partition(1, 2))
     one = replace(work.load, branches=1)
     plane = AURORA.part(Axes.build(AURORA, guidance=2).branch(0))
     alone = plan_step(Case(TOY, plane, work.config, one, 10), Latencies.of(AURORA.machine))
@@ -66,29 +66,29 @@ def test_two_branches_take_as_long_as_one_on_its_plane_and_the_exchange_of_outpu
 def test_halves_of_a_batch_and_calls_are_guidance_alike():
     """A model that calls once with two rows, and one that calls twice: a branch is the same work."""
     batched = work_of(replace(TOY, branches=1, rows_per_image=2))
-    pricer, deal = Pricer(AURORA), Deal(2, 2)
+    pricer, partition = Pricer(AURORA), Partition(2, 2)
     in_turn, at_once = (choose(pricer, [work], 4, 4, 2, 2).taken for work in (work_of(), batched))
     assert at_once.job_s == 2 * at_once.batch_s == 2 * in_turn.batch_s
     assert in_turn.job_s == pytest.approx(at_once.job_s + in_turn.batch_s / 10)  # the first of ten steps, once more
-    assert pricer.step(batched, deal) == pricer.step(work_of(), deal)
-    assert pricer.need(batched, deal) == pricer.need(work_of(), deal)
+    assert pricer.step(batched, partition) == pricer.step(work_of(), partition)
+    assert pricer.need(batched, partition) == pricer.need(work_of(), partition)
 
 
 def test_of_unequal_texts_the_longer_branch_decides():
     pricer = Pricer(AURORA)
     long, short = (work_of(replace(TOY, text_tokens=tokens)) for tokens in (480, 24))
     unequal = replace(long, negative=short.load.segments)
-    times = [pricer.step(work, Deal(1, 2)).plan.step_s for work in (long, short, unequal)]
+    times = [pricer.step(work, Partition(1, 2)).plan.step_s for work in (long, short, unequal)]
     assert times[1] < times[0] == times[2]
-    in_turn = [pricer.step(work, Deal(1, 1)).plan.step_s for work in (long, short, unequal)]
+    in_turn = [pricer.step(work, Partition(1, 1)).plan.step_s for work in (long, short, unequal)]
     assert in_turn[2] == pytest.approx((in_turn[0] + in_turn[1]) / 2)
 
 
 def test_two_nodes_with_a_branch_each_send_nothing_but_outputs_between_them():
     two = topology_of("aurora", 24)
-    step = Pricer(two).step(work_of(preset="split"), Deal(1, 2))
+    step = Pricer(two).step(work_of(preset="split"), Partition(1, 2))
     assert step.plan.bytes["node"] == 0 < step.outputs["node"]
-    assert Pricer(two).step(work_of(preset="split"), Deal(1, 1)).plan.bytes["node"] > 0
+    assert Pricer(two).step(work_of(preset="split"), Partition(1, 1)).plan.bytes["node"] > 0
 
 
 @pytest.mark.parametrize("model", ["sd3.5", "qwen-image"])
@@ -98,20 +98,20 @@ def test_auto_is_the_best_of_all_deals(ranks, model):
     work, pricer = work_of(shape, shape.image_tokens(1024), "tapa", 50), Pricer(topology_of("aurora", ranks))
     for images in (1, 12, 2000):
         auto = every = choose(pricer, [work], images, images)
-        jobs = {one.deal: one.job_s for one in every.listed}
-        assert set(jobs) | set(every.refused) == set(deals_of(ranks, guides=True)) and len(jobs) >= 10
+        jobs = {one.partition: one.job_s for one in every.listed}
+        assert set(jobs) | set(every.refused) == set(partitions_of(ranks, guides=True)) and len(jobs) >= 10
         assert all("sit differently" in str(why) for why in every.refused.values())
-        assert auto.taken.job_s == jobs[auto.taken.deal] <= 1.05 * min(jobs.values())
+        assert auto.taken.job_s == jobs[auto.taken.partition] <= 1.05 * min(jobs.values())
         assert auto.following is not None and auto.following == every.following
         assert f"next best: {auto.following}, " in auto.line() and "the least time by prediction" in auto.line()
-        assert auto.taken.rounds * auto.taken.deal.replicas >= images
+        assert auto.taken.rounds * auto.taken.partition.replicas >= images
 
 
 def test_memory_comes_first():
     """A tile that holds a third of the activations that one rank alone would have."""
     work = work_of(image=4096)
-    alone, together = (Pricer(AURORA).need(work, deal) for deal in (Deal(12, 1), Deal(1, 1)))
-    assert choose(Pricer(AURORA), [work], 120, 120).taken.deal.replicas == 12
+    alone, together = (Pricer(AURORA).need(work, partition) for partition in (Partition(12, 1), Partition(1, 1)))
+    assert choose(Pricer(AURORA), [work], 120, 120).taken.partition.replicas == 12
     tight = on_machine(AURORA, memory_gib=(alone.weights + alone.activations / 3) / 2**30)
     choice = choose(Pricer(tight), [work], 120, 120)
     assert (
@@ -120,7 +120,7 @@ def test_memory_comes_first():
     choice.check_fits()
     none = choose(Pricer(on_machine(AURORA, memory_gib=together.weights / 2**30)), [work], 120, 120)
     assert none.taken.need.total == min(one.need.total for one in none.listed) and not none.taken.fits
-    with pytest.raises(UserError, match=r"the deal that needs least, .*replica.* activations .* MiB are there"):
+    with pytest.raises(UserError, match=r"the partition that needs least, .*replica.* activations .* MiB are there"):
         none.check_fits()
 
 
@@ -131,7 +131,7 @@ def test_memory_comes_first():
 )  # fmt: skip
 def test_without_rates_replicas_come_first_then_guidance(images, pins, taken):
     choice = choose(Pricer(topology_of("local", 12)), [work_of()], images, images, **pins)
-    assert choice.taken.deal == taken and choice.taken.fits is None
+    assert choice.taken.partition == taken and choice.taken.fits is None
     assert len(choice.listed) == 1 or "machine local does not say what others would take" in choice.line()
 
 
@@ -139,12 +139,12 @@ def test_what_cannot_be_says_why():
     """A table of chunks knows one and two nodes; chunks on ranks that sit differently; more ranks than tokens."""
     work = replace(work_of(), config=Config.preset("flat", chunks="auto"))
     choice = choose(Pricer(topology_of("aurora", 36)), [work], 1, 1, guidance=1)
-    assert choice.taken.deal.replicas > 1 and "chunks auto" in str(choice.refused[Deal(1, 1)])
+    assert choice.taken.partition.replicas > 1 and "chunks auto" in str(choice.refused[Partition(1, 1)])
     apart = replace(work_of(preset="flat"), config=Config.preset("flat", chunks=2))
     choice = choose(Pricer(topology_of("aurora", 24)), [apart], 3, 3)
     assert set(choice.refused) == {(3, 1), (3, 2), (6, 1)}  # cards of a node have their planes in two orders
-    assert "sit differently" in str(choice.refused[Deal(3, 1)])
+    assert "sit differently" in str(choice.refused[Partition(3, 1)])
     few = choose(Pricer(topology_of("local", 12)), [work_of(image=4)], 3, 3)
-    assert set(few.refused) == {(1, 1), (1, 2), (2, 1)} and few.taken.deal == (3, 2)
+    assert set(few.refused) == {(1, 1), (1, 2), (2, 1)} and few.taken.partition == (3, 2)
     with pytest.raises(UserError, match="12 ranks"):
         choose(Pricer(topology_of("local", 12)), [work_of(image=4)], 1, 1)
