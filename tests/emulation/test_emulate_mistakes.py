@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,9 @@ def test_what_a_killed_emulation_left_is_ended_and_a_running_one_is_left_alone()
     ended = running.replace("-", "-9")  # this process's number was another one's before
     of_both = {token: subprocess.Popen(["sleep", "60"], env={emulation.TOKEN: token}) for token in (running, ended)}
     try:
+        for token, process in of_both.items():  # Popen returns when the program is found, before it has its variables
+            while token not in Path(f"/proc/{process.pid}/environ").read_text():
+                time.sleep(0.01)
         assert emulation.new_token() == running
         assert of_both[ended].wait(60) == -signal.SIGKILL and of_both[running].poll() is None
     finally:
