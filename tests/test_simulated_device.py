@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from cocodiff.comm.connect import place_rank
 from cocodiff.comm.health import Health
 from cocodiff.comm.launch import Launch
 from cocodiff.comm.transport import Lane
-from cocodiff.config.errors import OwnRankError
+from cocodiff.config.errors import OwnRankError, PeerLost
 from cocodiff.kernels.device import HandedOver, free_memory, rank_device, used_on_current_stream
 from cocodiff.kernels.dispatch import OPS
 
@@ -158,6 +159,57 @@ def test_what_does_not_tell_its_tensors_is_not_handed_over(sim):
         with pytest.raises(TypeError, match="a Forgetful passes to another stream and does not tell what tensors"):
             handed.take()
     assert used_on_current_stream([1, "a", None, {"b": torch.ones(1)}])
+
+
+# A library that blocks ------------------------------------------------------------------------------------------------
+
+
+def in_two_groups(transport: Any) -> list[float]:
+    """What a rank of four gets from a sibling and along a plane, over two lanes; half of the ranks come late to the
+    first message, as those do that have more to encode, the others to the second."""
+    rank, device = transport.rank, transport.device
+    pairs = {"sibling": rank ^ 1, "plane": rank ^ 2}
+    groups = {lane: transport.group(sorted((rank, peer))) for lane, peer in pairs.items()}
+
+    def exchange(lane: str, into: torch.Tensor) -> torch.Tensor:
+        time.sleep(1.0 if (lane == "sibling") == (rank in (1, 2)) else 0.0)
+        peer, own = groups[lane].ranks.index(pairs[lane]), torch.full((4,), float(rank), device=device)
+        groups[lane].send_recv([(own, peer)], [(into, peer)]).wait()
+        return into
+
+    pending = [transport.lane(lane).submit(exchange, lane, torch.empty(4, device=device)) for lane in pairs]
+    return [float(one.wait().cpu()[0]) for one in pending]
+
+
+def test_lanes_of_one_thread_post_in_one_order_and_those_of_threads_of_their_own_never_end(sim):
+    """Four ranks on two cards: each waits for the next one in a circle, where a late rank posts its second batch first,
+    which the library lets nothing overtake."""
+    from simulated_device.ranks import NeverEnds, SimulatedTransport, run_ranks
+
+    class Threads(SimulatedTransport):
+        one_thread, timeout_s = False, 3.0
+
+    with sim.devices(4) as found:
+        assert run_ranks(4, in_two_groups) == [[float(rank ^ 1), float(rank ^ 2)] for rank in range(4)]
+    assert found.reports == []
+    with sim.devices(4), pytest.raises((NeverEnds, PeerLost)):
+        run_ranks(4, in_two_groups, Threads)
+
+
+def test_messages_one_way_alone_have_a_byte_the_other_way(sim):
+    from simulated_device.ranks import run_ranks
+
+    def work(transport: Any) -> list[float]:
+        group, x = transport.group(range(3)), torch.full((2,), float(transport.rank), device=transport.device)
+        to_the_next = [(x, 1)] if transport.rank == 0 else []
+        from_the_last = [(x, 0)] if transport.rank == 1 else []
+        group.send_recv(to_the_next, from_the_last).wait()
+        values = transport.gather_object(x.cpu().tolist())
+        return transport.broadcast_object(values)
+
+    with sim.devices(3) as found:
+        assert run_ranks(3, work) == [[[0.0, 0.0], [0.0, 0.0], [2.0, 2.0]]] * 3
+    assert found.reports == []
 
 
 # The command line -----------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ SELECTIONS: dict[str, dict[str, Any]] = {
     "int4": {"codec": "int4", "predictor": "taylor"},
     "int2": {"codec": "int2", "predictor": "auto"},
     "lossless": {"codec": "lossless", "predictor": "taylor"},  # of a model in 16 bits
+    "cached": {"step_cache": "first_block", "step_cache_threshold": 0.5},
 }
 # family and calls of a step: without guidance, with both branches in one call, with a call for each
 CALLS = {"unguided": ("sd3", 1, 1), "one call": ("sd3", 1, 2), "two calls": ("flux", 2, 2)}
@@ -73,6 +74,12 @@ FURTHER = [
     *((4, "tapa", "v_first", "v_major", "now", 1, (2, kind), "two calls", None) for kind in ("token", "streaming")),
 ]
 CASES = [*covering_set(*AXES, fits=fits), *FURTHER]
+LARGE = [
+    (12, "tapa", "v_first", "whole", "now", 1, 2, "unguided", None),
+    (12, "split", "v_first", "v_major", "now", 2, 2, "unguided", 6),
+    (24, "split", "v_first", "int4", "displaced", 1, 2, "two calls", 12),
+    (24, "tapa", "joint", "by card", "now", 1, 2, "two calls", 12),
+]
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 
@@ -118,13 +125,17 @@ def at_case(case: tuple[Any, ...]) -> Iterator[tuple[int, dict[str, Any], str, i
         yield size, settings | {"guidance_parallel": parts, **SELECTIONS[codec]}, family, calls
 
 
-def check(simulated: Any, case: tuple[Any, ...], **devices: Any) -> None:
-    from simulated_device.ranks import run_ranks
+def check(simulated: Any, case: tuple[Any, ...], late: float = 0.0, **devices: Any) -> None:
+    """late: seconds by which a rank may come late to any batch."""
+    from simulated_device.ranks import SimulatedTransport, run_ranks
+
+    class Late(SimulatedTransport):
+        late_s = late
 
     with at_case(case) as (size, settings, family, calls):
         expected = loopback.run_ranks(size, lambda transport: outputs_of(transport, settings, family, calls))
         with simulated.devices(size, strict=True, **devices) as found:
-            of_ranks = run_ranks(size, lambda transport: outputs_of(transport, settings, family, calls))
+            of_ranks = run_ranks(size, lambda transport: outputs_of(transport, settings, family, calls), Late)
     assert found.reports == []
     for outputs in of_ranks:
         assert torch.equal(outputs, expected[0])
@@ -134,6 +145,13 @@ def check(simulated: Any, case: tuple[Any, ...], **devices: Any) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_the_cpus_bits_and_no_access_without_an_order(simulated, case):
     check(simulated, case)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("case", [*CASES, *LARGE], ids=lambda case: "-".join(map(str, case)))
+def test_no_rank_waits_without_end_in_a_library_that_blocks(simulated, case):
+    """See `simulated_device.ranks`: one batch of a process at a time, whatever the time at which ranks come to it."""
+    check(simulated, case, late=0.004)
 
 
 @pytest.mark.exhaustive

@@ -89,7 +89,8 @@ def check_messages(transport: LaneOwner) -> None:
     """Has a checksum travel with every message from now on: a wrong message is an error that names both ranks. All
     ranks call it, before they make groups."""
     transport.around = partial(CheckedGroup, health=transport.health)
-    transport.world = transport.around(transport.world)
+    for owner in filter(None, (transport, transport.carrier)):  # whose world has values
+        owner.world = transport.around(owner.world)
 
 
 class CheckedPending:

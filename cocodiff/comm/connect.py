@@ -138,18 +138,9 @@ def connect(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     transport: LaneOwner
     with _blamed_on_a_lost_rank(health), health.blocking():
-        if name == "mpi":
-            from cocodiff.comm.mpi import MpiTransport
-
-            transport = MpiTransport(health)
-        elif name == "mpi-rma":
-            from cocodiff.comm.rma import RmaTransport
-
-            transport = RmaTransport(health)
-        else:
-            if owns:
-                _initialise(meeting, name, carried, limits)
-            transport = TorchDistTransport(carried, health, owns, "gloo" if through_host else None)
+        if owns:
+            _initialise(meeting, name, carried, limits)
+        transport = _transport(launch, name, carried, health, owns, through_host)
         if through_host:
             from cocodiff.comm.host import HostTransport
 
@@ -158,6 +149,25 @@ def connect(
         checked.check_messages(transport)
     _tell_of_blocking(transport)
     return transport
+
+
+def _transport(
+    launch: Launch, name: str, carried: torch.device, health: Health, owns: bool, gloo: bool = False
+) -> LaneOwner:
+    """What carries tensors of the device `carried`. gloo: its groups are gloo's, whatever the default group's are."""
+    if name == "mpi":
+        from cocodiff.comm.mpi import MpiTransport
+
+        return MpiTransport(health)
+    if name == "mpi-rma":
+        from cocodiff.comm.rma import RmaTransport
+
+        return RmaTransport(health)
+    carrier = None
+    if carried.type != "cpu":  # values go over host memory
+        over_mpi = "mpi" if launch.kind == "mpi" else "gloo"
+        carrier = _transport(launch, over_mpi, torch.device("cpu"), health, owns=False, gloo=True)
+    return TorchDistTransport(carried, health, owns, "gloo" if gloo else None, carrier)
 
 
 @contextmanager

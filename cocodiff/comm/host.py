@@ -125,17 +125,14 @@ class HostTransport(LaneOwner):
         """carrier: gloo's or MPI's, closed with this one."""
         super().__init__(device, carrier.health)
         self.rank, self.size, self.library = carrier.rank, carrier.size, f"{THROUGH_HOST} over {carrier.library}"
-        self._carrier, self.drawback = carrier, carrier.drawback
+        self.carrier, self._group_on_host, self.drawback = carrier, carrier.group, carrier.drawback
         self.world = self._over(carrier.world)
 
     def _new_group(self, ranks: tuple[int, ...]) -> HostGroup:
-        return self._over(self._carrier.group(ranks))
+        return self._over(self._group_on_host(ranks))
 
     def _over(self, group: Group) -> HostGroup:
         return HostGroup(group, self.device)
-
-    def _release(self) -> None:
-        self._carrier.close()
 
 
 def _bits(tensor: Tensor) -> Any:

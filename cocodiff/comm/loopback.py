@@ -153,9 +153,6 @@ class LoopbackTransport(LaneOwner):
         self._contexts[ranks] += 1
         return LoopbackGroup(self._world, (ranks, self._contexts[ranks]), ranks, self.rank)
 
-    def _release(self) -> None:
-        return
-
 
 def run_ranks(size: int, work: Callable[[LoopbackTransport], T], timeout_s: float = 120.0) -> list[T]:
     """Runs `work(transport)` once per rank and returns the results in rank order. Raises as `run_threads`."""

@@ -71,6 +71,7 @@ class TorchDistGroup(Group):
     def __init__(self, process_group: Any, ranks: tuple[int, ...], rank: int, device: torch.device) -> None:
         self._process_group = process_group
         self._on_cpu = device.type == "cpu"
+        self._nothing: dict[int, Tensor] = {}
         self.ranks, self.index = ranks, ranks.index(rank)
         self.receives_ahead = self._on_cpu  # device backends match the two lists of one batch
 
@@ -83,11 +84,26 @@ class TorchDistGroup(Group):
             received = [group.recv([tensor], peer, 0) for tensor, peer in recvs]
             sent = [group.send([tensor], peer, 0) for tensor, peer in sends]
             return _Works(received + sent)
+        sends, recvs = self._both_ways(sends, recvs)
         # Device backends match the two lists of one batch; with receives listed first some of them deadlock.
         operations = [dist.P2POp(dist.isend, tensor, group=group, group_peer=peer) for tensor, peer in sends]
         operations += [dist.P2POp(dist.irecv, tensor, group=group, group_peer=peer) for tensor, peer in recvs]
         tensors = [tensor for tensor, _ in sends + recvs]
         return _Works(dist.batch_isend_irecv(operations) if operations else [], tensors)
+
+    def _both_ways(self, *lists: list[tuple[Tensor, int]]) -> list[list[tuple[Tensor, int]]]:
+        """Sends and receives with a byte more where two ranks have messages one way alone in a call, as both of them
+        see: sends or receives alone may never end in oneCCL 2021.17 (torch-xpu-ops 2688, oneCCL 192)."""
+        sent, received = ({peer: x for x, peer in messages} for messages in lists)
+        for ways, others, messages in ((received, sent, lists[0]), (sent, received, lists[1])):
+            messages += [(self._byte(peer, x), peer) for peer, x in ways.items() if peer not in others]
+        return [*lists]
+
+    def _byte(self, peer: int, like: Tensor) -> Tensor:
+        """Of every peer the same one, whatever is in it, so that its address stays."""
+        if peer not in self._nothing:
+            self._nothing[peer] = like.new_zeros(1, dtype=torch.uint8)
+        return self._nothing[peer]
 
     def barrier(self) -> None:
         if self._on_cpu:
@@ -101,9 +117,16 @@ class TorchDistTransport(LaneOwner):
     over it is closed."""
 
     def __init__(
-        self, device: torch.device, health: Health, owns_process_group: bool, library: str | None = None
+        self,
+        device: torch.device,
+        health: Health,
+        owns_process_group: bool,
+        library: str | None = None,
+        carrier: LaneOwner | None = None,
     ) -> None:
-        """library: the backend of its groups, by default that of the default process group."""
+        """library: the backend of its groups, by default that of the default process group. carrier: of a device's
+        transport, what carries its values, over host memory; closed with this one."""
+        self.one_thread, self.carrier = device.type != "cpu", carrier
         super().__init__(device, health)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.library = library or dist.get_backend()

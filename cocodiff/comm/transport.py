@@ -2,7 +2,8 @@
 
 Every group call returns at once with a `Pending`; on accelerators its `wait` orders streams and does not block the
 host. A *lane* is an ordered background worker: packing and communication are submitted to it as one job, so both stay
-off the critical path. All ranks submit to a lane in program order, which is all the agreement they need.
+off the critical path. All ranks submit to a lane in program order, which is all the agreement they need. Where the
+library of a device wants one order of all messages of a process, all lanes share a thread (`LaneOwner.one_thread`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -21,7 +23,7 @@ from torch import Tensor
 from cocodiff.comm.health import Health
 from cocodiff.comm.objects import as_bytes, as_value
 from cocodiff.config.errors import PeerLost, UserError
-from cocodiff.kernels.device import HandedOver, lane_stream
+from cocodiff.kernels.device import HandedOver, OwnStream
 
 T = TypeVar("T")
 CHECK_S = 0.25  # how often a blocked wait asks whether a peer was lost
@@ -110,6 +112,12 @@ class Transport(Ranks):
     _closed = False
 
     @property
+    def host_world(self) -> Group:
+        """A group of all these ranks whose messages lie in host memory: for values and set-up. A device's library need
+        not bear messages that go one way alone, as those do (oneCCL 2021.17)."""
+        return self.world
+
+    @property
     def closed(self) -> bool:
         return self._closed
 
@@ -136,11 +144,11 @@ class Transport(Ranks):
     def gather_object(self, value: Any) -> list[Any] | None:
         """The values of all ranks on rank 0, None elsewhere: plain data as `objects.as_bytes` takes it, tensors on the
         CPU. Blocks; for set-up and results."""
-        return self.blocking(lambda: gather_values(self.world, self.device, value), "gather_object")
+        return self.blocking(lambda: gather_values(self.host_world, value), "gather_object")
 
     def broadcast_object(self, value: Any) -> Any:
         """Rank 0's value; see `gather_object`."""
-        return self.blocking(lambda: broadcast_value(self.world, self.device, value), "broadcast_object")
+        return self.blocking(lambda: broadcast_value(self.host_world, value), "broadcast_object")
 
     @abstractmethod
     def close(self) -> None:
@@ -153,15 +161,26 @@ class LaneOwner(Transport):
     library = "none"  # what carries messages, in words
     drawback = ""  # what is wrong with the transport that was asked for, in words
     around: Callable[[Group], Group] | None = None  # what every group that is made is put into
+    # Whether one thread runs the jobs of all lanes, in the order in which they are submitted. A device's library may
+    # take one group of messages of a process at a time and block the host until the peers have come to it (oneCCL,
+    # src/coll/group): in another order than theirs ranks would wait for each other in a circle. Lanes overlap by their
+    # streams then.
+    one_thread = False
+    carrier: LaneOwner | None = None  # of a device's transport: what carries values, and with `host` all messages
 
     def __init__(self, device: torch.device, health: Health) -> None:
         self.device, self.health = device, health
         self._lanes: dict[str, Lane] = {}
         self.control = self.lane("control")
 
+    @property
+    def host_world(self) -> Group:
+        return self.world if self.carrier is None else self.carrier.world
+
     def lane(self, name: str) -> Lane:
         if name not in self._lanes:
-            self._lanes[name] = Lane(name, self.device, self.health)
+            worker = next(iter(self._lanes.values())).worker if self.one_thread and self._lanes else None
+            self._lanes[name] = Lane(name, self.device, self.health, worker)
         return self._lanes[name]
 
     def group(self, ranks: Sequence[int]) -> Group:
@@ -175,14 +194,16 @@ class LaneOwner(Transport):
         self.health.close()
         for lane in self._lanes.values():
             lane.close()
+        if self.carrier is not None:
+            self.carrier.close()
         self._release()
 
     @abstractmethod
     def _new_group(self, ranks: tuple[int, ...]) -> Group: ...
 
-    @abstractmethod
     def _release(self) -> None:
         """Gives back what the communication library holds."""
+        return
 
 
 class PartGroup(Group):
@@ -219,7 +240,15 @@ class Part(Transport):
         self.rank, self.size, self.control = self._ranks.index(whole.rank), len(self._ranks), whole.control
         self.device = whole.device
         self.health = whole.health  # a rank lost anywhere ends the part too, and is named by its number in the run
-        self.world = PartGroup(whole.world, tuple(range(self.size)), self._ranks, self.device)
+        self.world = self._part_of(whole.world, self.device)
+        self._host_world = self._part_of(whole.host_world, torch.device("cpu"))
+
+    def _part_of(self, group: Group, device: torch.device) -> PartGroup:
+        return PartGroup(group, tuple(range(self.size)), self._ranks, device)
+
+    @property
+    def host_world(self) -> Group:
+        return self._host_world
 
     @property
     def closed(self) -> bool:
@@ -260,30 +289,27 @@ def check_counts(peers: int, *lists: list[Tensor]) -> None:
                 raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is not contiguous: pack it first")
 
 
-def pass_values(
-    group: Group, device: torch.device, sent: Mapping[int, Tensor], sources: Iterable[int]
-) -> dict[int, Tensor]:
-    """Sends each peer of `sent` its bytes, and returns those of `sources` on the CPU: first their sizes, then they
-    themselves. Blocks; for a job of a lane."""
-    contents = {peer: content.to(device) for peer, content in sent.items()}
-    lengths = {peer: torch.tensor([len(content)], device=device) for peer, content in contents.items()}
-    expected = {peer: torch.empty(1, dtype=torch.int64, device=device) for peer in sources}
+def pass_values(group: Group, sent: Mapping[int, Tensor], sources: Iterable[int]) -> dict[int, Tensor]:
+    """Sends each peer of `sent` its bytes, and returns those of `sources`: first their sizes, then they themselves.
+    group: over host memory. Blocks; for a job of a lane."""
+    lengths = {peer: torch.tensor([len(content)], device="cpu") for peer, content in sent.items()}
+    expected = {peer: torch.empty(1, dtype=torch.int64, device="cpu") for peer in sources}
     group.send_recv(_by_peer(lengths), _by_peer(expected)).wait()
-    found = {peer: torch.empty(int(length), dtype=torch.uint8, device=device) for peer, length in expected.items()}
-    group.send_recv(_by_peer(contents), _by_peer(found)).wait()
-    return {peer: content.cpu() for peer, content in found.items()}
+    found = {peer: torch.empty(int(length), dtype=torch.uint8, device="cpu") for peer, length in expected.items()}
+    group.send_recv(_by_peer(sent), _by_peer(found)).wait()
+    return found
 
 
-def gather_values(group: Group, device: torch.device, value: Any) -> list[Any] | None:
+def gather_values(group: Group, value: Any) -> list[Any] | None:
     """The values of all ranks of a group on its first one, None elsewhere."""
     if group.index:
-        pass_values(group, device, {0: as_bytes(value)}, ())
+        pass_values(group, {0: as_bytes(value)}, ())
         return None
-    received = pass_values(group, device, {}, range(1, len(group.ranks)))
+    received = pass_values(group, {}, range(1, len(group.ranks)))
     return [value, *(as_value(received[peer]) for peer in range(1, len(group.ranks)))]
 
 
-def broadcast_value(group: Group, device: torch.device, value: Any) -> Any:
+def broadcast_value(group: Group, value: Any) -> Any:
     """The value of a group's first rank, along a binomial tree."""
     own, size, bit = group.index, len(group.ranks), 1
     if size == 1:
@@ -291,10 +317,10 @@ def broadcast_value(group: Group, device: torch.device, value: Any) -> Any:
     while bit < size and not own & bit:
         bit *= 2
     # `bit` is the lowest one that is set in this rank's number: the rank without it sends, those below it receive.
-    content = as_bytes(value) if own == 0 else pass_values(group, device, {}, (own - bit,))[own - bit]
+    content = as_bytes(value) if own == 0 else pass_values(group, {}, (own - bit,))[own - bit]
     while bit := bit // 2:
         if own + bit < size:
-            pass_values(group, device, {own + bit: content}, ())
+            pass_values(group, {own + bit: content}, ())
     return value if own == 0 else as_value(content)
 
 
@@ -321,7 +347,7 @@ class LaneFuture(Generic[T]):
                 handed = self._future.result(timeout=CHECK_S)
                 break
             except FutureTimeout as late:
-                # JobResult by now does not say whose this is: the job may have ended just after this wait gave up.
+                # Done by now does not say whose this is: the job may have ended just after this wait gave up.
                 if self._future.done() and self._future.exception() is late:
                     raise
                 self._health.still_waiting()
@@ -335,45 +361,60 @@ class LaneFuture(Generic[T]):
         return handed.take()
 
 
+class Worker:
+    """A thread that runs jobs one after the other. Daemonic: it never keeps a rank alive."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # None ends the thread
+        self._thread = threading.Thread(target=self._work, name=f"lane-{name}", daemon=True)
+        self._thread.start()
+
+    def run(self, job: Callable[[], None]) -> None:
+        """After all earlier jobs; at once where one of them asks, since its order among others' is that job's."""
+        if threading.current_thread() is self._thread:
+            job()
+        else:
+            self._jobs.put(job)
+
+    def close(self) -> None:
+        self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+            del job  # what it was given is free while the thread waits
+
+
 class Lane:
-    """An ordered background worker, on accelerators with a stream of its own. Daemonic: it never keeps a rank alive.
+    """An ordered background worker, on accelerators with a stream of its own.
 
     Tensors pass between the caller's stream and the lane's as a job's arguments and its result alone, for
     `used_on_current_stream` to find them there."""
 
-    def __init__(self, name: str, device: torch.device, health: Health) -> None:
-        self.name = name
-        self._device = device
-        self._health = health
-        self._jobs: SimpleQueue[LaneJob | None] = SimpleQueue()  # None ends the thread
+    def __init__(self, name: str, device: torch.device, health: Health, worker: Worker | None = None) -> None:
+        """worker: what runs its jobs, by default one of its own."""
+        self.name, self.worker = name, worker or Worker(name)
+        self._device, self._health, self._stream = device, health, OwnStream(device)
         self._open = True
-        self._thread = threading.Thread(target=self._work, name=f"lane-{name}", daemon=True)
-        self._thread.start()
 
     def submit(self, work: Callable[..., T], *given: Any) -> LaneFuture[T]:
         """Runs `work(*given)` after all earlier jobs of this lane, and after what the caller's stream holds now."""
         if not self._open:
             raise RuntimeError(f"lane {self.name} is closed, and its transport with it: nobody would run this job")
         future: Future[Any] = Future()
-        self._jobs.put(LaneJob(work, HandedOver(given, self._device), future, torch.is_inference_mode_enabled()))
+        job = LaneJob(work, HandedOver(given, self._device), future, torch.is_inference_mode_enabled())
+        self.worker.run(partial(self._run, job))
         return LaneFuture(future, self._health)
 
     def close(self) -> None:
         self._open = False
-        self._jobs.put(None)
+        self.worker.close()
 
     def _run(self, job: LaneJob) -> None:
         try:
-            given = job.given.take()
             # Tensors made in inference mode are changed in place in that mode alone, on whichever thread. Leaving that
             # mode turns gradients on, so they are turned off inside.
-            with torch.inference_mode(job.inference), torch.no_grad():
-                job.future.set_result(HandedOver(job.work(*given), self._device))
+            with self._stream.current(), torch.inference_mode(job.inference), torch.no_grad():
+                job.future.set_result(HandedOver(job.work(*job.given.take()), self._device))
         except BaseException as error:
             job.future.set_exception(error)
-
-    def _work(self) -> None:
-        with lane_stream(self._device):
-            while (job := self._jobs.get()) is not None:
-                self._run(job)
-                del job  # what it was given is free while the lane waits

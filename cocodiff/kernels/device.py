@@ -150,16 +150,23 @@ class HandedOver(Generic[T]):
         return self._value
 
 
-@contextlib.contextmanager
-def lane_stream(device: torch.device) -> Iterator[None]:
-    """Gives a background thread a stream of its own on accelerators."""
-    if device.type == "cpu":
-        yield
-        return
-    module = torch.get_device_module(device)
-    module.set_device(device)
-    with module.stream(module.Stream(device=device)):
-        yield
+class OwnStream:
+    """A stream of a lane's own on accelerators; nothing on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = None if device.type == "cpu" else torch.get_device_module(device).Stream(device=device)
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """Makes it the calling thread's current stream."""
+        if self._stream is None:
+            yield
+            return
+        module = torch.get_device_module(self._device)
+        module.set_device(self._device)
+        with module.stream(self._stream):
+            yield
 
 
 def used_on_current_stream(value: T) -> T:

@@ -3,10 +3,18 @@
 What stands in torch.distributed's place keeps the order of NCCL and XCCL and promises no more than they do: a group has
 a stream of its own, which first waits for the caller's; a batch is one operation there; `wait` orders the caller's
 stream behind it and does not block the host; and tensors are only held until then, by whoever waits.
+
+It has the habits of oneCCL as well (its src/coll/group; torch-xpu-ops 2688, 3022): a process posts one batch at a time,
+under one mutex; a receive blocks the host until the peer has come to its send; batches of sends or of receives alone
+never end; a message has bytes; the first call of a communicator is one of all its members. Whatever would never end
+there raises `NeverEnds` here, at once or after the world's `timeout_s`.
 """
 
 from __future__ import annotations
 
+import random
+import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,10 +26,34 @@ from torch import Tensor
 
 from cocodiff.comm import loopback, torch_dist
 from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld
-from cocodiff.comm.torch_dist import TorchDistGroup
+from cocodiff.comm.torch_dist import TorchDistGroup, TorchDistTransport
+from cocodiff.config.errors import PeerLost
 from simulated_device import host_view, launch
 
 T = TypeVar("T")
+
+
+class NeverEnds(RuntimeError):
+    """What a run would wait for without end."""
+
+
+class Process:
+    """What one rank's process has of the library. late_s: seconds that it may take to come to a batch, at random."""
+
+    def __init__(self, late_s: float, seed: int) -> None:
+        self._posting, self._late_s, self._random = threading.Lock(), late_s, random.Random(seed)
+
+    def post(self, group: _ProcessGroup, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> None:
+        """Returns when every peer that something is received from has come to send it."""
+        time.sleep(self._random.uniform(0, self._late_s))
+        if not sends or not recvs:
+            raise NeverEnds(f"a batch of {len(sends)} sends and {len(recvs)} receives")
+        if not all(x.numel() for x, _ in sends + recvs):
+            raise NeverEnds("a message without bytes")
+        if not group.met:
+            raise NeverEnds("the first call of a communicator is not one of all its members")
+        with self._posting:
+            group.come(sends, recvs)
 
 
 class _Work:
@@ -45,12 +77,18 @@ class _Work:
 class _ProcessGroup:
     """One rank's end of a communicator. Its messages go through the mailboxes of a loopback world."""
 
-    def __init__(self, world: LoopbackWorld, context: Any, ranks: tuple[int, ...], index: int, device: Any) -> None:
+    met = False  # whether its members have made the communicator
+
+    def __init__(
+        self, world: LoopbackWorld, context: Any, ranks: tuple[int, ...], index: int, device: Any, process: Process
+    ) -> None:
         self._world, self._context, self._ranks, self._index, self._device = world, context, ranks, index, device
+        self._process = process
         self._streams: dict[Any, torch.Stream] = defaultdict(lambda: torch.get_device_module(device).Stream(device))
 
     def batch(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]], of: Any = None) -> _Work:
         """of: what has a stream of its own, by default the group."""
+        self._process.post(self, sends, recvs)
         out = [(host_view(x), self._mailbox(self._index, peer)) for x, peer in sends]
         into = [(host_view(x), self._mailbox(peer, self._index), self._ranks[peer]) for x, peer in recvs]
 
@@ -64,7 +102,17 @@ class _ProcessGroup:
 
         return _Work(self._streams[of], "messages", [x for x, _ in sends], [x for x, _ in recvs], exchange)
 
+    def come(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> None:
+        for _, peer in sends:
+            self._mailbox(self._index, peer, "come").put(None)
+        for _, peer in recvs:
+            try:
+                self._world.take(self._mailbox(peer, self._index, "come"), self._ranks[peer])
+            except PeerLost as error:
+                raise NeverEnds(f"rank {self._ranks[self._index]} posts a receive: {error}") from error
+
     def all_reduce(self, x: Tensor) -> _Work:
+        self.met = True
         host, peers = host_view(x), range(len(self._ranks))
 
         def add() -> None:
@@ -105,22 +153,31 @@ class _Library:
 class SimulatedTransport(LoopbackTransport):
     """One rank of a loopback world whose tensors are a simulated device's."""
 
+    one_thread = True
+    late_s = 0.0  # see `Process`
+    timeout_s = 120.0
+
     def __init__(self, world: LoopbackWorld, rank: int) -> None:
         device = torch.device("sim", rank)
         torch.get_device_module(device).set_device(device)
+        self._process = Process(self.late_s, rank)
+        self.carrier = LoopbackTransport(world, rank)
         super().__init__(world, rank, device)
 
     def group(self, ranks: Sequence[int]) -> Any:
         members = tuple(ranks)
         self._contexts[members] += 1
-        context = members, self._contexts[members]
-        library = _ProcessGroup(self._world, context, members, members.index(self.rank), self.device)
+        context, index = ("device", members, self._contexts[members]), members.index(self.rank)
+        library = _ProcessGroup(self._world, context, members, index, self.device, self._process)
+        TorchDistTransport._meet(self, library, members)  # type: ignore[arg-type]
         return TorchDistGroup(library, members, self.rank, self.device)
 
 
-def run_ranks(size: int, work: Callable[[LoopbackTransport], T]) -> list[T]:
+def run_ranks(
+    size: int, work: Callable[[LoopbackTransport], T], kind: type[SimulatedTransport] = SimulatedTransport
+) -> list[T]:
     """As `cocodiff.comm.loopback.run_ranks`, on devices 0 to size - 1, which the caller has made."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loopback, "LoopbackTransport", SimulatedTransport)
+        patch.setattr(loopback, "LoopbackTransport", kind)
         patch.setattr(torch_dist, "dist", _Library)
-        return loopback.run_ranks(size, work)
+        return loopback.run_ranks(size, work, kind.timeout_s)

@@ -41,6 +41,7 @@ class GuidanceParts:
         self._device = transport.device
         self._sent: list[LaneFuture[None]] = []
         self._awaited: list[Callable[[], None]] = []  # what receives the messages, whatever they bring
+        self._unposted: list[Callable[[], object]] = []  # of these, what posts the receives that nobody has asked for
         self._next = self._calls = 0  # of the current step: the branch of the next message, and how many there will be
 
     def begin_step(self, calls: int) -> None:
@@ -76,6 +77,7 @@ class GuidanceParts:
     def send(self, output: Any, failed: bool = False) -> None:
         """Starts sending a call's result to the other part. What the caller does to it afterwards changes nothing."""
         self._next += 1
+        self._post_receives()
         copies = self._message(tree_map_only(Tensor, torch.clone, output), failed)
         self._begin(copies)
         self._sent.append(self._lane.submit(self._job("send the output"), copies, []))
@@ -86,12 +88,15 @@ class GuidanceParts:
         self._next += 1
         result = self._without_values(like)
         buffers = self._message(result)
-        pending = self._lane.submit(self._job("receive the output"), [], buffers)
+        # Not before this part has computed its own calls: a receive may block the thread that posts their messages.
+        posted = cache(lambda: self._lane.submit(self._job("receive the output"), [], buffers))
+        self._unposted.append(posted)
 
         @cache
         def receive() -> None:
             self._begin(())
-            pending.wait()
+            self._post_receives()
+            posted().wait()
 
         @cache
         def wait() -> None:
@@ -123,6 +128,12 @@ class GuidanceParts:
         for sent in self._sent:
             sent.wait()
         self._awaited, self._sent = [], []
+
+    def _post_receives(self) -> None:
+        """In the order in which the other part sends."""
+        for post in self._unposted:
+            post()
+        self._unposted = []
 
     def _make_up(self, like: Any) -> None:
         """The messages of the step's calls that this part will not come to: the other part sends and receives them."""
