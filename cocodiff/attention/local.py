@@ -84,8 +84,13 @@ def partial_attention(q_BLHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, mask_B11S:
     bias = None
     if mask_B11S is not None:
         bias = torch.zeros_like(mask_B11S, dtype=q_BLHD.dtype).masked_fill_(~mask_B11S, -math.inf)
-    kernel = _KERNELS.get(q_BLHD.device.type, _plain)
-    out_BHLD, lse_BHL = kernel(q_BHLD, k_BHSD, v_BHSD, bias)
+    if q_BLHD.device.type in _KERNELS:
+        out_BHLD, lse_BHL = _KERNELS[q_BLHD.device.type](q_BHLD, k_BHSD, v_BHSD, bias)
+    else:
+        from cocodiff.attention.sums import kernel_of
+
+        found = kernel_of(q_BLHD.device.type, q_BLHD.dtype, bias is not None)
+        out_BHLD, lse_BHL = found.kernel(q_BHLD, k_BHSD, v_BHSD, bias)
     out_BLHD, lse_BLH = out_BHLD.transpose(1, 2), lse_BHL.transpose(1, 2)
     if mask_B11S is not None:
         empty_B = ~mask_B11S.flatten(1).any(1)  # kernels differ in what they say of a row without keys
@@ -123,22 +128,5 @@ def _aligned(bias_B11S: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return padded[..., :S].expand(B, H, L, S)
 
 
-def _xpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    if bias is not None:
-        bias = bias.expand(len(q), q.shape[1], q.shape[2], k.shape[2])
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_fused_attention_overrideable(q, k, v, bias, 0.0, False)
-    if not lse.numel():  # the kernel keeps the sums for training alone
-        return _plain(q, k, v, bias)
-    return out, lse.reshape(q.shape[:3])
-
-
-def _plain(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """In float32, with the scores in memory: for devices without a kernel that tells the sums."""
-    scores = q.float() @ k.float().transpose(-1, -2) / math.sqrt(q.shape[-1])
-    if bias is not None:
-        scores = scores + bias.float()
-    return (scores.softmax(-1) @ v.float()).to(q.dtype), scores.logsumexp(-1)
-
-
 # meta: sizes alone, as plans have them, which price it as the one kernel that it is on a device
-_KERNELS = {"cpu": _cpu_flash, "meta": _cpu_flash, "cuda": _cuda, "xpu": _xpu}
+_KERNELS = {"cpu": _cpu_flash, "meta": _cpu_flash, "cuda": _cuda}

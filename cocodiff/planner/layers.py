@@ -8,6 +8,7 @@ roofline at the device's full rates (`roofline.py`), meshes with a ring are pric
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from cocodiff.attention.strategy import LayerKey, LazyQKV, Strategy, nothing
+from cocodiff.attention.sums import CHUNK, CHUNK_LAUNCHES, SCORE_BYTES
 from cocodiff.attention.ulysses import Ulysses
 from cocodiff.comm.trace import LINK_CLASSES
 from cocodiff.config.config import Config
@@ -269,13 +271,22 @@ class PlannedCall:
         with self.span("attention"):
             blocks, behind = self._case.mesh.ring, in_stages or self._sent.ring
             parts = blocks if in_stages is None else blocks + 2  # of each query, which are merged
-            self._compute(blocks * times.attention, parts)
+            block_s, launches = (times.attention, 1) if parts == 1 else self._part(times.attention)
+            self._compute(blocks * block_s, parts * launches)
             self._compute((parts - 1) * self._merged_s(), parts - 1)
-            self.at += behind.seconds(times.attention) - blocks * times.attention
+            self.at += behind.seconds(block_s) - blocks * block_s
         if in_stages is None:
             self._travel("o")
         self._wait("o")
         return NO_NUMBERS
+
+    def _part(self, by_kernel_s: float) -> tuple[float, int]:
+        """Seconds and launches of attention to one block of keys whose sums are wanted, see `attention.sums`."""
+        if self._device.sums_kernel:
+            return by_kernel_s, 1
+        scores = self._B * self._G * self._S**2
+        passes_s = scores * SCORE_BYTES / (self._device.memory_gb_s * 1e9)
+        return max(by_kernel_s, passes_s), CHUNK_LAUNCHES * math.ceil(scores / CHUNK)
 
     def _compute(self, seconds: float, launches: int) -> None:
         spent = seconds + launches * self._latencies.launch_s

@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from cocodiff.attention.local import _plain, no_keys, partial_attention
+from cocodiff.attention import local, sums
+from cocodiff.attention.local import no_keys, partial_attention
+from cocodiff.attention.sums import _in_chunks, _plain, kernel_of
 from cocodiff.kernels import Kernels
 
 
@@ -63,3 +65,92 @@ def test_the_plain_kernel_says_the_same(masked):
     expected, expected_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias)
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(lse, expected_lse)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("masked", ["no", "keys", "causal"])
+def test_chunks_err_no_more_than_the_definition_in_the_same_dtype(monkeypatch, masked, dtype):
+    """At most twice as much as all scores at once, whose products are in the dtype too, chunk by chunk."""
+    monkeypatch.setattr(sums, "CHUNK", 2 * 3 * 40 * 40)
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(2, 3, n, 64).to(dtype) for n in (130, 170, 170))
+    bias = None
+    if masked == "causal":
+        bias = torch.full((1, 1, 130, 170), -math.inf, dtype=dtype).triu(1)
+    if masked == "keys":
+        bias = torch.zeros(2, 1, 1, 170, dtype=dtype)
+        bias[0, ..., 80:125], bias[1, ..., :60] = -math.inf, -math.inf  # whole chunks of 40 among them
+    wide = [x.double() for x in (q, k, v)]
+    scores = wide[0] @ wide[1].transpose(-1, -2) / 8 + (0.0 if bias is None else bias.double())
+    expected, expected_lse = scores.softmax(-1) @ wide[2], scores.logsumexp(-1)
+    out, lse = _in_chunks(q, k, v, bias)
+    rounded = (q @ k.transpose(-1, -2) / 8 + (0.0 if bias is None else bias)).softmax(-1) @ v
+    plain = (rounded.double() - expected).abs().max()
+    assert out.dtype == dtype and lse.dtype == torch.float32
+    assert (out.double() - expected).abs().max() <= 2 * plain + torch.finfo(dtype).eps
+    largest = scores[scores.isfinite()].abs().max()
+    assert (lse.double() - expected_lse).abs().max() <= 4 * torch.finfo(dtype).eps * largest
+
+
+def no_sums(q, k, v, bias):
+    return _plain(q, k, v, bias)[0], None
+
+
+def empty_sums(q, k, v, bias):
+    return _plain(q, k, v, bias)[0], torch.empty(0)
+
+
+def padded_sums(q, k, v, bias):
+    out, lse = _plain(q, k, v, bias)
+    return out, torch.nn.functional.pad(lse, (0, 7))
+
+
+def fewer_keys(q, k, v, bias):
+    return _plain(q, k[:, :, 1:], v[:, :, 1:], None if bias is None else bias[..., 1:])
+
+
+def no_mask(q, k, v, bias):
+    if bias is not None:
+        raise NotImplementedError("it takes no mask")
+    return _plain(q, k, v, bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kernels", "masked", "taken"),
+    [
+        ((no_sums,), False, "in chunks of 8 Mi scores (no_sums: sums of shape None)"),
+        ((empty_sums, _plain), False, "_plain"),
+        ((padded_sums, _plain), True, "_plain"),
+        ((fewer_keys,), True, "in chunks of 8 Mi scores (fewer_keys: output that are off by"),
+        ((no_mask, _plain), True, "_plain"),
+        ((no_mask, _plain), False, "no_mask"),
+    ],
+)
+def test_a_devices_kernel_is_the_first_that_gives_right_sums(monkeypatch, kernels, masked, taken, dtype):
+    """With stand-ins for what versions of torch have on XPU."""
+    monkeypatch.delitem(local._KERNELS, "cpu")
+    monkeypatch.setitem(sums.TRIED, "cpu", {kernel.__name__: kernel for kernel in kernels})
+    kernel_of.cache_clear()
+    try:
+        assert kernel_of("cpu", dtype, masked).told.startswith(taken)
+        q, k, v = torch.randn(3, 2, 9, 3, 64).to(dtype).unbind()
+        mask = torch.arange(9)[None, None, None].expand(2, 1, 1, 9) < 6 if masked else None
+        out, _ = partial_attention(q, k, v, mask)
+        expected, _ = _plain(
+            *(x.transpose(1, 2) for x in (q, k[:, :6] if masked else k, v[:, :6] if masked else v)), None
+        )
+        torch.testing.assert_close(out.transpose(1, 2), expected, rtol=0, atol=2e-2)
+    finally:
+        kernel_of.cache_clear()
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_older_kernel_of_xpu_gives_none_without_gradients(monkeypatch, biased):
+    """An undefined tensor, which Python sees as None: it used to end every ring, Torus and streaming call there."""
+    out = torch.ones(2, 3, 9, 64)
+    operator = lambda *_: (out, None, None, None)  # noqa: E731
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_fused_attention_overrideable", operator)
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention", operator)
+    for name, kernel in sums.TRIED["xpu"].items():
+        assert name and sums._fault(kernel, "cpu", torch.bfloat16, biased)

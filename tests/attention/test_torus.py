@@ -234,7 +234,7 @@ def test_keys_and_values_are_in_memory_once(nodes, chunks):
             if threading.current_thread() in lanes:
                 buffers.extend(weakref.ref(x.buffer) for x in arriving if x.message[0].heads == transport.rank)
 
-        lanes = [ours.staged._lanes[0]._thread]
+        lanes = [ours.staged._lanes[0].worker._thread]
         with mock.patch.object(InFlight, "post_receives", receive) if transport.rank == 0 else nullcontext():
             Ulysses(case.topology, ours, Trace(), local=Watching()).attend(case.qkv(own), LayerKey("layer"))
         assert all({size for _, size in found} == {whole} and len(found) == 1 for found in storages.values())

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import topology_of
 
+from cocodiff.cli.doctor import facts
 from cocodiff.cli.doctor.checks import CHECKS, LEAST, examine, is_healthy, numbers, planes_of, spelled
 from cocodiff.cli.doctor.facts import (
     FAULT,
@@ -46,7 +48,8 @@ VERSIONS: dict[str, str | None] = {
     "intel_extension_for_pytorch": "2.10.10+xpu",
     "mpi": "MPICH Version: 5.0",
 }
-ENVIRONMENT = {"PALS_RANKID": "0", "CCL_PROCESS_LAUNCHER": "pmix", "CCL_ATL_TRANSPORT": "mpi"}
+LINES = Path(__file__).with_name("aurora.env").read_text().splitlines()
+ENVIRONMENT = dict(line.split("=", 1) for line in LINES if not line.startswith("#"))
 NICS = tuple(Nic(f"cxi{n}", (n // 4,)) for n in range(8))
 COLOR = "card:{0,1},{2,3},{4,5},{6,7},{8,9},{10,11};plane:{0,3,4,6,8,11},{1,2,5,7,9,10}"
 
@@ -330,6 +333,13 @@ CASES: dict[str, tuple[Callable[[Facts], Facts], str, str, str, str]] = {
         r"l1_score \[1, 70\] on Intel.* against torch's: differs by up to 0.5 \(.*\) in float32",
         "kernels torch",
     ),
+    "no kernel that tells the sums": (
+        lambda j: change(j, 0, sums={"bfloat16": "in chunks of 8 Mi scores (overrideable: sums of shape None)"}),
+        WARNING,
+        "kernels",
+        "attention in parts in bfloat16: in chunks of 8 Mi scores",
+        "prefer ring 1",
+    ),
     "messages without order": (
         lambda j: replace(j, order=None, stopped=f"rank 1 failed: {READ_EARLY}"),
         FAULT,
@@ -414,3 +424,24 @@ def test_numbers_of_versions_and_names_of_ranks():
     assert numbers("2.10.0a0+git1") == (2, 10, 0) and numbers("") == ()
     assert name_ranks([3]) == "rank 3" and name_ranks([7, 0, 1, 2]) == "ranks 0-2, 7"
     assert Finding("a", FAULT, "b").remedy == ""
+
+
+@pytest.mark.parametrize(
+    ("selector", "found"),
+    [(None, True), ("*:gpu", True), ("level_zero:0,1", False), ("opencl:gpu;level_zero:1", False)],
+)
+def test_cards_are_known_under_auroras_module(monkeypatch, tmp_path, selector, found):
+    """Which always selects all GPUs: a rank on the wrong socket was never found there."""
+    monkeypatch.setattr(facts, "SYS", tmp_path)
+    monkeypatch.setattr(facts, "tiles_seen", lambda device: 4)
+    for card, cores in enumerate(("0-1", "2-3")):
+        folder = tmp_path / f"bus/pci/devices/0000:{card}8:00.0"
+        folder.mkdir(parents=True)
+        for name, text in {"vendor": facts.INTEL, "class": f"{facts.DISPLAY}8000", "local_cpulist": cores}.items():
+            (folder / name).write_text(text)
+    for core in range(4):
+        folder = tmp_path / f"devices/system/cpu/cpu{core}/topology"
+        folder.mkdir(parents=True)
+        (folder / "physical_package_id").write_text(str(core // 2))
+    monkeypatch.setattr(facts.os, "environ", ENVIRONMENT if selector is None else {"ONEAPI_DEVICE_SELECTOR": selector})
+    assert facts.card_of(torch.device("xpu", 3)) == (Card("0000:18:00.0", (1,)) if found else None)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from cocodiff.cli.doctor.facts import (
     FAULT,
+    GOOD,
     NOTE,
     WARNING,
     Facts,
@@ -448,6 +449,10 @@ def check_kernels(facts: Facts) -> Findings:
                 found.fault(text, remedy)
             else:
                 found.good(text)
+    for host, ranks in facts.hosts().items():
+        for dtype, kernel in next((rank.sums for rank in ranks if rank.sums), {}).items():
+            slow, text = kernel.startswith("in chunks"), f"{host}: attention in parts in {dtype}: {kernel}"
+            found.add(WARNING if slow else GOOD, text, "prefer ring 1 and chunks 1, or a newer torch" if slow else "")
     if not found:
         found.note("torch's operations on the CPU: nothing to compare them with")
     return found

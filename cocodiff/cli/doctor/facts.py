@@ -8,7 +8,7 @@ import re
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partialmethod
 from importlib import metadata
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from cocodiff.attention.sums import TRIED, kernel_of
 from cocodiff.comm.launch import Launch, system_mpiexec
 from cocodiff.comm.mpi import lacking_shared_memory
 from cocodiff.config.machine import Topology
@@ -95,6 +96,7 @@ class RankFacts:
     host_cores: all cores of the host. free and total: bytes of memory; of a tile that ranks share, this one's part.
     sycl: what SYCL kernels run on, or "" with the reason in `no_sycl`; both "" where this rank did not look.
     kernel_trials: operations of SYCL against torch's; where there is none, an accelerator's torch against the CPU's.
+    sums: by dtype, what computes attention in parts, where that depends on torch's version (`attention.sums`).
     mpi_library: path of the libmpi that is loaded; system_mpi: an mpiexec of no Python environment; python_prefix: the
     environment's folder, where the one of PyPI would lie. no_shared_memory: of the host, for MPI, and the remedy.
     """
@@ -128,6 +130,7 @@ class RankFacts:
     device_name: str = ""
     drawback: str = ""
     no_shared_memory: str = ""
+    sums: dict[str, str] = field(default_factory=dict)
 
     @property
     def on_cpu(self) -> bool:
@@ -255,8 +258,17 @@ def gather_rank(transport: Any, launch: Launch, kernels: str, look_at_sycl: bool
         kernel_trials=tuple(tried),
         device_name="" if device.type == "cpu" else str(properties_of(device).name),
         drawback=getattr(transport, "drawback", ""),
+        sums=attention_in_parts(device) if look_at_sycl else {},
         no_shared_memory="" if launch.kind == "mpi" else lacking_shared_memory(max(2, launch.local_size or 2)),
     )
+
+
+def attention_in_parts(device: torch.device) -> dict[str, str]:
+    """What gives the sums of parts of attention, by dtype, where it has to be tried."""
+    if device.type not in TRIED:
+        return {}
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    return {str(dtype).removeprefix("torch."): kernel_of(device.type, dtype, masked=False).told for dtype in dtypes}
 
 
 def versions() -> dict[str, str | None]:
@@ -305,13 +317,19 @@ def card_of(device: torch.device) -> Card | None:
         if not hasattr(of, "pci_bus_id"):
             return None
         return card_at(f"{of.pci_domain_id:04x}:{of.pci_bus_id:02x}:{of.pci_device_id:02x}.0")
-    if device.type != "xpu" or {"ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR"} & set(os.environ):
+    if device.type != "xpu" or os.environ.get("ZE_AFFINITY_MASK") or selects_cards():
         return None
     addresses = intel_cards()
     tiles = tiles_seen(device)
     if not addresses or tiles % len(addresses):
         return None
     return card_at(addresses[(device.index or 0) // (tiles // len(addresses))])
+
+
+def selects_cards() -> bool:
+    """Whether ONEAPI_DEVICE_SELECTOR takes some devices of a kind, by their numbers. Aurora's module always sets it to
+    all GPUs: `opencl:gpu;level_zero:gpu`."""
+    return any(re.search(r":.*\d", term) for term in os.environ.get("ONEAPI_DEVICE_SELECTOR", "").split(";"))
 
 
 def intel_cards() -> tuple[str, ...]:

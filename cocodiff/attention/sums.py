@@ -1,0 +1,122 @@
+"""Kernels of attention that tell the sums of its rows, on devices where it depends on the version of torch: XPU.
+
+docs/exchange.md, "Attention in parts", says what is known of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger("cocodiff.attention.sums")
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Intel's newer one, by sycl-tla (torch-xpu-ops, `mha_fwd.cpp`)."""
+    if bias is not None:
+        raise NotImplementedError("it takes no mask")
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)
+    return out, lse[..., : q.shape[2]]
+
+
+def _overrideable(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Intel's older one, by oneDNN. Many versions give sums for training alone: None or nothing without gradients."""
+    if bias is not None:
+        bias = bias.expand(len(q), q.shape[1], q.shape[2], k.shape[2])
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_fused_attention_overrideable(q, k, v, bias, 0.0, False)
+    return out, lse[..., : q.shape[2]].reshape(q.shape[:3])
+
+
+def _in_chunks(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """By matrix products in the tensors' dtype with softmax and sums in float32, for devices without a kernel that
+    tells the sums. No more than CHUNK scores are in memory at a time, so that they stay in a large GPU's cache."""
+    side = max(1, math.isqrt(CHUNK // (q.shape[0] * q.shape[1])))
+    q_NTD, k_NSD, v_NSD = (x.flatten(0, 1) for x in (q, k, v))
+    if bias is None:
+        bias = q.new_zeros(())
+    # Finite, so that a chunk whose keys are all masked has a softmax, which then weighs nothing.
+    of_all = bias.clamp_min(torch.finfo(q.dtype).min / 2).expand(*q.shape[:3], k.shape[2])
+    found = [
+        _rows_in_chunks(rows_NTD, k_NSD, v_NSD, of_rows, side)
+        for rows_NTD, of_rows in zip(q_NTD.split(side, 1), of_all.split(side, 2), strict=True)
+    ]
+    out, lse = (torch.cat(parts, 1).unflatten(0, q.shape[:2]) for parts in zip(*found, strict=True))
+    return out.to(q.dtype), lse
+
+
+def _rows_in_chunks(q: Tensor, k: Tensor, v: Tensor, bias_BHTS: Tensor, side: int) -> tuple[Tensor, Tensor]:
+    out = q.new_zeros(q.shape, dtype=torch.float32)
+    lse = q.new_full(q.shape[:2], -math.inf, dtype=torch.float32)
+    for start in range(0, k.shape[1], side):
+        at, before, of_keys = slice(start, start + side), lse, bias_BHTS[..., start : start + side].flatten(0, 1)
+        scores = torch.baddbmm(of_keys, q, k[:, at].transpose(1, 2), alpha=1 / math.sqrt(q.shape[-1]))
+        weights = scores.softmax(-1, dtype=torch.float32)
+        of_chunk = scores.amax(-1).float() - weights.amax(-1).log_()  # the largest weight is exp(largest score - lse)
+        lse = torch.logaddexp(before, of_chunk)
+        part = (weights.to(v.dtype) @ v[:, at]).float()
+        out = out.mul_((before - lse).exp_()[..., None]).addcmul_(part, (of_chunk - lse).exp_()[..., None])
+    return out, lse
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What the others compute, in float32 with all scores in memory."""
+    scores = q.float() @ k.float().transpose(-1, -2) / math.sqrt(q.shape[-1])
+    if bias is not None:
+        scores = scores + bias.float()
+    return (scores.softmax(-1) @ v.float()).to(q.dtype), scores.logsumexp(-1)
+
+
+SCORE_BYTES, CHUNK_LAUNCHES = 24, 10  # of 16-bit tensors: that pass through memory for each score; of a chunk
+CHUNK = 2**23  # scores: 32 MiB of weights in float32, and twice 16 MiB in a dtype of 16 bits
+TRIED = {"xpu": {"flash": _flash, "overrideable": _overrideable}}  # of a device whose kernels may give no sums
+_CLOSE = {torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}  # of a kernel that is right, at most
+
+
+class Found(NamedTuple):
+    """The kernel of a device. told: its name, and what others lack."""
+
+    kernel: Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+    told: str
+
+
+@cache
+def kernel_of(device: str, dtype: torch.dtype, masked: bool) -> Found:
+    """The first kernel of a type of device that gives attention and its sums as the definition has them. What a
+    version of torch gives there is known by trying it; that waits for the device once."""
+    lacking = []
+    for name, kernel in TRIED.get(device, {}).items():
+        fault = _fault(kernel, device, dtype, masked)
+        if not fault:
+            return Found(kernel, name)
+        lacking.append(f"{name}: {fault}")
+    told = f"in chunks of {CHUNK >> 20} Mi scores ({'; '.join(lacking) or 'torch has no kernel'})"
+    log.info("parts of attention on %s in %s%s are computed %s", device, dtype, " with masks" * masked, told)
+    return Found(_in_chunks, told)
+
+
+def _fault(kernel: Any, device: str, dtype: torch.dtype, masked: bool) -> str:
+    """Why a kernel is not used, "" where it is right."""
+    drawn = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, n, 3, 64, generator=drawn).to(dtype).to(device).transpose(1, 2) for n in (9, 70, 70))
+    bias = None
+    if masked:
+        bias = torch.zeros(2, 1, 1, 70, dtype=dtype)
+        bias[:, ..., 50:] = -math.inf
+        bias = bias.to(device)
+    try:
+        found = kernel(q, k, v, bias)
+    except (RuntimeError, TypeError, AttributeError) as error:  # also of None in a tensor's place
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    for name, x, expected in zip(("output", "sums"), found, _plain(q, k, v, bias), strict=True):
+        if x is None or x.shape != expected.shape:
+            return f"{name} of shape {None if x is None else list(x.shape)}"
+        difference = float((x.float() - expected.float()).abs().max())
+        if not difference <= _CLOSE[dtype]:
+            return f"{name} that are off by {difference:.2g}"
+    return ""
