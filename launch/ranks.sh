@@ -9,6 +9,7 @@
 # PROXY     how compute nodes reach the world
 # HSN_SUFFIX   what makes the first node's name that of its address on the fast network
 # MPIEXEC_FLAGS   more words for the launcher
+# SAFE=1    oneCCL waits for each call: for large jobs that hang; nothing overlaps. For pals.
 # INPUT, MASK, PRESET, STEPS, OUT, MACHINE, DEVICE, TRANSPORT   of the slices that `restore` restores
 # DRY_RUN=1 prints every line that would be run, the one that starts the ranks last, and runs none.
 #
@@ -48,9 +49,15 @@ set_oneccl() {
     export CCL_KVS_MODE=mpi                 # oneCCL: ranks find each other over MPI
     export CCL_KVS_USE_MPI_RANKS=1          # oneCCL: and keep its numbers
     export CCL_KVS_CONNECTION_TIMEOUT=600   # oneCCL: seconds
+    export CCL_ZE_CACHE_OPEN_IPC_HANDLES_THRESHOLD=1024 # ALCF, oneCCL on Aurora
     export FI_MR_CACHE_MONITOR=userfaultfd  # libfabric, fi_mr(3)
     export FI_CXI_DEFAULT_CQ_SIZE=1048576   # libfabric, fi_cxi(7)
-    unset CCL_OP_SYNC                       # oneCCL: makes the host wait for each call
+    if [ -n "${SAFE:-}" ]; then
+        export CCL_OP_SYNC=1 CCL_ATL_SYNC_COLL=1 # oneCCL: the host waits for each call; ALCF, against hangs of large jobs
+    else
+        unset CCL_OP_SYNC                   # oneCCL: makes the host wait for each call
+    fi
+    export TMPDIR=/tmp                      # unix(7): the path of a socket has at most 107 letters
 }
 
 # Every rank sees all tiles and takes that of its local rank (torch.xpu.set_device, in cocodiff). So no wrapper such as
@@ -161,6 +168,7 @@ restore() {
     load_modules
     set -u
     set_proxies
+    export HF_HUB_OFFLINE=1 # huggingface_hub: nothing is looked up on the network, by none of many ranks
     if [ "$LAUNCHER" = pals ]; then set_oneccl; fi
     if [ "$DEVICE" = xpu ]; then set_tiles; fi
     set_meeting

@@ -145,6 +145,12 @@ def test_a_job_sets_its_environment_and_cleans_up(tmp_path):
     assert re.search(rf"rm -rf -- {tmp_path}/scratch/cocodiff-\d+-[0-9a-f]{{16}}$", calls[-1])
 
 
+def test_safe_mode_makes_oneccl_wait(tmp_path):
+    assert job(tmp_path, SAFE="1").returncode == 0
+    calls = (tmp_path / "record").read_text().splitlines()
+    assert all(call.startswith("mpi x1.hsn.cm.aurora.alcf.anl.gov 1 ") for call in calls)
+
+
 def contents(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
 

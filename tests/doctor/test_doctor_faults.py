@@ -144,7 +144,7 @@ def on_cpu(job: Facts, **environment: str) -> Facts:
 
 
 CASES: dict[str, tuple[Callable[[Facts], Facts], str, str, str, str]] = {
-    "old torch": (lambda j: version(j, -1, torch="2.5.1"), FAULT, "versions", "torch 2.5.1 is too old", ">=2.10"),
+    "old torch": (lambda j: version(j, -1, torch="2.5.1"), FAULT, "versions", "torch 2.5.1 is too old", ">=2.8"),
     "no diffusers": (lambda j: version(j, -1, diffusers=None), FAULT, "versions", "diffusers is not installed", "pip"),
     "mixed torch": (
         lambda j: version(j, 3, torch="2.11.0"),
