@@ -130,6 +130,7 @@ def job(tmp_path: Path, weights: str = "model", **fakes: str) -> subprocess.Comp
         PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}",
         VENV=str(tmp_path / "venv"),
         CCL_OP_SYNC="1",
+        SAFE=fakes.get("safe", ""),
         PBS_NODEFILE=str(tmp_path / "nodes"),
         PBS_O_WORKDIR=str(tmp_path),
     )
@@ -146,7 +147,7 @@ def test_a_job_sets_its_environment_and_cleans_up(tmp_path):
 
 
 def test_safe_mode_makes_oneccl_wait(tmp_path):
-    assert job(tmp_path, SAFE="1").returncode == 0
+    assert job(tmp_path, safe="1").returncode == 0
     calls = (tmp_path / "record").read_text().splitlines()
     assert all(call.startswith("mpi x1.hsn.cm.aurora.alcf.anl.gov 1 ") for call in calls)
 

@@ -125,17 +125,18 @@ def at_case(case: tuple[Any, ...]) -> Iterator[tuple[int, dict[str, Any], str, i
         yield size, settings | {"guidance_parallel": parts, **SELECTIONS[codec]}, family, calls
 
 
-def check(simulated: Any, case: tuple[Any, ...], late: float = 0.0, **devices: Any) -> None:
-    """late: seconds by which a rank may come late to any batch."""
+def check(simulated: Any, case: tuple[Any, ...], late: float = 0.0, messages: str = "batch", **devices: Any) -> None:
+    """late: seconds by which a rank may come late to any batch. messages: see `Config.messages`."""
     from simulated_device.ranks import SimulatedTransport, run_ranks
 
     class Late(SimulatedTransport):
         late_s = late
 
+    more = {"messages": messages}
     with at_case(case) as (size, settings, family, calls):
         expected = loopback.run_ranks(size, lambda transport: outputs_of(transport, settings, family, calls))
         with simulated.devices(size, strict=True, **devices) as found:
-            of_ranks = run_ranks(size, lambda transport: outputs_of(transport, settings, family, calls), Late)
+            of_ranks = run_ranks(size, lambda transport: outputs_of(transport, settings | more, family, calls), Late)
     assert found.reports == []
     for outputs in of_ranks:
         assert torch.equal(outputs, expected[0])
@@ -152,6 +153,13 @@ def test_the_cpus_bits_and_no_access_without_an_order(simulated, case):
 def test_no_rank_waits_without_end_in_a_library_that_blocks(simulated, case):
     """See `simulated_device.ranks`: one batch of a process at a time, whatever the time at which ranks come to it."""
     check(simulated, case, late=0.004)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("case", [*CASES, *LARGE], ids=lambda case: "-".join(map(str, case)))
+def test_messages_by_the_librarys_own_all_to_all(simulated, case):
+    """A call that not all ranks of its group make would never end."""
+    check(simulated, case, late=0.004, messages="alltoall")
 
 
 @pytest.mark.exhaustive

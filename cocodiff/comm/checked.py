@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -48,6 +49,14 @@ class CheckedGroup(Group):
         self._sent, self._awaited = Counter[int](), Counter[int]()
 
     def send_recv(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> Pending:
+        return self._checked(self._group.send_recv, sends, recvs)
+
+    def collective(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> Pending:
+        return self._checked(self._group.collective, sends, recvs)
+
+    def _checked(
+        self, post: Callable[..., Pending], sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]
+    ) -> Pending:
         leaving, coming = [], []
         for tensor, peer in sends:
             if tensor.numel():
@@ -60,9 +69,9 @@ class CheckedGroup(Group):
                 coming.append(CheckedMessage(tensor, total, peer, self._awaited[peer], threading.current_thread().name))
         if not self.receives_ahead:
             both = [one for message in coming for one in message.both]
-            return CheckedPending(self, [(self._group.send_recv(leaving, both), coming)])
-        received = [(self._group.send_recv([], message.both), [message]) for message in coming]
-        return CheckedPending(self, [*received, (self._group.send_recv(leaving, []), [])])
+            return CheckedPending(self, [(post(leaving, both), coming)])
+        received = [(post([], message.both), [message]) for message in coming]
+        return CheckedPending(self, [*received, (post(leaving, []), [])])
 
     def barrier(self) -> None:
         self._group.barrier()

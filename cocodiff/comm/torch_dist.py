@@ -72,8 +72,13 @@ class TorchDistGroup(Group):
         self._process_group = process_group
         self._on_cpu = device.type == "cpu"
         self._nothing: dict[int, Tensor] = {}
-        self.ranks, self.index = ranks, ranks.index(rank)
+        self.ranks, self.index, self.device = ranks, ranks.index(rank), device
         self.receives_ahead = self._on_cpu  # device backends match the two lists of one batch
+
+    def together(self) -> Group:
+        from cocodiff.comm.together import TogetherGroup
+
+        return TogetherGroup(self, self._process_group)
 
     def send_recv(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> Pending:
         sends = [(tensor, peer) for tensor, peer in sends if tensor.numel()]

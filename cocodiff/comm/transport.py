@@ -56,20 +56,25 @@ class Group(ABC):
     def send_recv(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> Pending:
         """(tensor, peer) pairs; both sides list the messages between two peers in the same order."""
 
+    def collective(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> Pending:
+        """The same, in a call that every rank of the group makes: for libraries that have a collective of their own."""
+        return self.send_recv(sends, recvs)
+
+    def together(self) -> Group:
+        """These ranks, with collective calls that are one all-to-all of the library; a UserError where it has none."""
+        raise UserError("messages alltoall: these ranks have no all-to-all of a library: use --transport gloo or xccl")
+
     def all_to_all(self, sends: list[Tensor], recvs: list[Tensor]) -> Pending:
         """sends[p] goes to peer p, recvs[p] comes from peer p; the own entry is copied. Every peer is served at once,
         none waits for another's turn."""
         check_counts(len(self.ranks), sends, recvs)
         recvs[self.index].copy_(sends[self.index])
         others = [peer for peer in range(len(self.ranks)) if peer != self.index]
-        return self.send_recv([(sends[p], p) for p in others], [(recvs[p], p) for p in others])
+        return self.collective([(sends[p], p) for p in others], [(recvs[p], p) for p in others])
 
     def all_gather(self, send: Tensor, recvs: list[Tensor]) -> Pending:
         """recvs[p] receives peer p's tensor; sizes may differ between peers."""
-        check_counts(len(self.ranks), recvs)
-        recvs[self.index].copy_(send)
-        others = [peer for peer in range(len(self.ranks)) if peer != self.index]
-        return self.send_recv([(send, p) for p in others], [(recvs[p], p) for p in others])
+        return self.all_to_all([send] * len(self.ranks), recvs)
 
     def barrier(self) -> None:
         """Returns when every rank of the group has come to it."""
@@ -91,9 +96,10 @@ class Ranks(ABC):
     world: Group
 
     @abstractmethod
-    def group(self, ranks: Sequence[int]) -> Group:
+    def group(self, ranks: Sequence[int], together: bool = False) -> Group:
         """A group that this rank is in. Every rank makes one when any rank does, be it of itself alone:
-        torch.distributed tells groups apart by their members and by how many groups a rank has made before."""
+        torch.distributed tells groups apart by their members and by how many groups a rank has made before. together:
+        see `Group.together`."""
 
     @abstractmethod
     def lane(self, name: str) -> Lane:
@@ -183,8 +189,10 @@ class LaneOwner(Transport):
             self._lanes[name] = Lane(name, self.device, self.health, worker)
         return self._lanes[name]
 
-    def group(self, ranks: Sequence[int]) -> Group:
+    def group(self, ranks: Sequence[int], together: bool = False) -> Group:
         group = self._new_group(tuple(ranks))
+        if together:
+            group = group.together()
         return group if self.around is None else self.around(group)
 
     def close(self) -> None:
@@ -215,10 +223,11 @@ class PartGroup(Group):
         self.index, self.receives_ahead = self._members.index(group.index), group.receives_ahead
 
     def send_recv(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> Pending:
-        return self._group.send_recv(
-            [(tensor, self._members[peer]) for tensor, peer in sends],
-            [(tensor, self._members[peer]) for tensor, peer in recvs],
-        )
+        return self._group.send_recv(*([(x, self._members[peer]) for x, peer in some] for some in (sends, recvs)))
+
+    def collective(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> Pending:
+        post = self._group.send_recv if len(self.ranks) < len(self._group.ranks) else self._group.collective
+        return post(*([(x, self._members[peer]) for x, peer in some] for some in (sends, recvs)))
 
     def barrier(self) -> None:
         if len(self.ranks) == len(self._group.ranks):
@@ -263,11 +272,11 @@ class Part(Transport):
     def run_size(self) -> int:
         return self._whole.run_size
 
-    def group(self, ranks: Sequence[int]) -> PartGroup:
+    def group(self, ranks: Sequence[int], together: bool = False) -> PartGroup:
         members = [self._ranks[rank] for rank in ranks]
         ascending = sorted(members)  # as libraries keep them
         indices = [ascending.index(rank) for rank in members]
-        return PartGroup(self._whole.group(ascending), tuple(ranks), indices, self.device)
+        return PartGroup(self._whole.group(ascending, together), tuple(ranks), indices, self.device)
 
     def lane(self, name: str) -> Lane:
         return self._whole.lane(name)

@@ -186,6 +186,12 @@ class Config:
         given="machine",
         choices=("auto", "host", "gloo", "mpi", "mpi-rma", "xccl", "ccl", "nccl"),
     )
+    messages: str = setting(
+        "batch",
+        "how those of a phase are posted: batch, or alltoall (the library's own), where doctor finds batches wrong",
+        given="machine",
+        choices=("batch", "alltoall"),
+    )
     check_messages: bool = setting(
         False, "send a checksum with every message; a wrong message ends the run and names both ranks", given="machine"
     )

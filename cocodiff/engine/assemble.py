@@ -78,7 +78,10 @@ def build_strategy(
         ring = load(RINGS, mesh.kind)(mesh, transport, trace, kernels, local, sequences)
     if mesh.ulysses > 1:
         table = exchange_table(config, mesh.topology)
-        exchange = Exchange(config.exchange, topology, members, trace, table, config.nic_balance, kernels, chunked)
+        together = config.messages == "alltoall"
+        exchange = Exchange(
+            config.exchange, topology, members, trace, table, config.nic_balance, kernels, chunked, together
+        )
     codec = codec_class(config).of(config, topology, exchange, members, AllRanks(mesh.topology, transport))
     return Ulysses(topology, exchange, trace, load(ORDERS, config.order), codec, local, ring)
 

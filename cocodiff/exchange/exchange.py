@@ -40,10 +40,12 @@ class Exchange:
         nic_balance: bool = True,
         kernels: Kernels | None = None,
         chunking: Chunking | None = None,
+        together: bool = False,
     ) -> None:
         """name: in the table `EXCHANGES`, or "auto", which goes by `table` for each size. nic_balance: of split,
         between nodes. kernels: what packs and unpacks; by default whatever suits the device, noted in the trace.
-        chunking: in how many stages tensors can travel besides."""
+        chunking: in how many stages tensors can travel besides. together: see `Group.together`; without chunking,
+        for ranks come to the messages of stages in orders of their own."""
         self.rank, self.topology, self.trace, self._table = transport.rank, topology, trace, table
         self.kernels = kernels or Kernels(note=trace.note_kernel)
         self.port = Port(self.rank, topology, self.kernels, trace)
@@ -62,7 +64,7 @@ class Exchange:
         # every rank makes a group here, also one without a part in the phase or a sibling
         for link in dict.fromkeys(phase.lane for plan in self.plans.values() for phase in plan):
             members = topology.cards[topology.places[self.rank].card] if link == "sibling" else range(topology.size)
-            self.groups[link] = transport.group(members)
+            self.groups[link] = transport.group(members, together and chunking is None)
             if link == "plane" or self._in_phases:
                 self.lanes[link] = transport.lane(link)
         self.staged: StagedExchange | None = None

@@ -182,7 +182,7 @@ def run_phase(port: Port, phase: Phase, held: BlockSet, group: Group) -> None:
     for peer, message in phase.sends.items():
         port.count(peer, held.bytes(message), held.whole_bytes(message))
     index = group.ranks.index
-    group.send_recv(
+    group.collective(
         [(sent, index(peer)) for peer, sent in zip(phase.sends, sends, strict=True)],
         [(buffer, index(peer)) for peer, buffer in zip(phase.receives, receives, strict=True)],
     ).wait()
@@ -255,7 +255,7 @@ class InFlight:
                     sending.append(((peer,), group.send_recv([(sent, group.ranks.index(peer))], [])))
                 continue
             packed = self._packed(phase.sends)
-            pending = group.send_recv(
+            pending = group.collective(
                 [(sent, group.ranks.index(peer)) for peer, sent in zip(phase.sends, packed, strict=True)],
                 [(receive.buffer, group.ranks.index(peer)) for peer, receive in receives.items()],
             )

@@ -34,9 +34,10 @@ REMEMBERED = (
 
 
 def lasting(config: Config) -> dict[str, Any]:
-    """The settings that results depend on: how long to wait for a lost rank is none of them, nor are checksums."""
+    """The settings that results depend on: how long to wait for a lost rank is none of them, nor is how messages
+    are checked and posted."""
     settings = {name: value for name, value in vars(config).items() if not name.endswith("timeout_s")}
-    return settings | {"timeout_s": None, "check_messages": False}
+    return settings | {"timeout_s": None, "check_messages": False, "messages": "batch"}
 
 
 def described_inputs(tasks: Sequence[Any]) -> list[dict[str, Any]]:

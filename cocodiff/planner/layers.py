@@ -446,7 +446,7 @@ class SerialTransport:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def group(self, ranks: Sequence[int]) -> Any:
+    def group(self, ranks: Sequence[int], together: bool = False) -> Any:
         return SerialGroup(self._inner.group(ranks))
 
 
@@ -464,3 +464,5 @@ class SerialGroup:
             pending = self._inner.send_recv(sent, received)
             pending.wait()
         return pending
+
+    collective = send_recv

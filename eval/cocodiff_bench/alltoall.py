@@ -31,8 +31,9 @@ from cocodiff_bench.common import Benchmark, Row, Values
 if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are forked
     from torch import Tensor
 
-OURS = ("flat", "tapa", "split", "auto")
-VARIANTS = ("flat", "flat_serial", "gloo", "mpi", "tapa", "split", "auto")
+OURS = ("flat", "library", "tapa", "split", "auto")
+VARIANTS = ("flat", "flat_serial", "library", "mpi", "tapa", "split", "auto")
+LIBRARIES = ("gloo", "xccl", "ccl", "nccl")  # transports that have an all-to-all of their own
 TUNED = ("flat", "tapa", "split")
 HEAD_DIM = 128  # of fp32: a row of a block is 512 bytes, as two heads of 128 in bf16 (Qwen-Image on 12 ranks)
 ROW_BYTES = 4 * HEAD_DIM
@@ -65,9 +66,12 @@ def wanted(values: Values) -> list[str]:
     """The variants to measure. Raises UserError for unknown ones and those that this launch does not allow."""
     if values["tune"]:
         return list(TUNED)
-    remedies = {"mpi": "start the ranks with MPI: emulate --launcher mpiexec, or mpiexec", "gloo": "use gloo"}
+    remedies = {
+        "mpi": "start the ranks with MPI: emulate --launcher mpiexec, or mpiexec",
+        "library": f"use {', '.join(LIBRARIES)}",
+    }
     under_mpi = detect().kind == "mpi"
-    can = {"mpi": under_mpi, "gloo": values["transport"] == "gloo"}
+    can = {"mpi": under_mpi, "library": values["transport"] in LIBRARIES}
     allowed = [name for name in VARIANTS if can.get(name, True)]
     names = [name for word in values["variants"] or allowed for name in word.split(",") if name]
     for name in names:
@@ -94,7 +98,8 @@ def check(values: Values, ranks: int | None) -> None:
 
 
 def config_of(name: str, values: Values) -> Config:
-    return common.engine_config(values, exchange=name, exchange_table=values["exchange_table"])
+    how = {"exchange": "flat", "messages": "alltoall"} if name == "library" else {"exchange": name}
+    return common.engine_config(values, **how, exchange_table=values["exchange_table"])
 
 
 def check_table(values: Values, topology: Topology) -> None:
@@ -161,7 +166,7 @@ def makers(
     """Name -> what builds the variant. All ranks build the same ones in the same order: groups are made on the way."""
     ours = {name: partial(exchange_variant, name, values, topology, transport, trace) for name, trace in traces.items()}
 
-    others = {"flat_serial": flat_serial, "gloo": gloo_alltoall, "mpi": mpi_alltoall}
+    others = {"flat_serial": flat_serial, "mpi": mpi_alltoall}
     return {**ours, **{name: partial(make, transport) for name, make in others.items()}}
 
 
@@ -184,18 +189,6 @@ def flat_serial(transport: Any) -> Variant:
         others = [peer for peer in range(transport.size) if peer != transport.rank]
         blocks.received[transport.rank].copy_(blocks.packed[transport.rank])
         group.send_recv([(blocks.packed[p], p) for p in others], [(blocks.received[p], p) for p in others]).wait()
-        return blocks.received
-
-    return run
-
-
-def gloo_alltoall(transport: Any) -> Variant:
-    import torch.distributed as dist
-
-    process_group = dist.new_group(list(range(transport.size)))
-
-    def run(blocks: Blocks) -> Tensor:
-        dist.all_to_all_single(blocks.received, blocks.packed, group=process_group)
         return blocks.received
 
     return run

@@ -59,9 +59,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "split v_first": {"exchange": "split", "order": "v_first"},
     "split v_major": {"exchange": "split", "order": "v_first", "selection": "v_major"},
 }
-# Beside those that are measured where none are named. In two parts of the ranks each computes a guidance branch. Rings
+# Beside those that are measured where none are named. The library's own all-to-all is the paper's flat
+# baseline. In two parts of the ranks each computes a guidance branch. Rings
 # are of as many ranks as --ring says.
 MORE_VARIANTS: dict[str, dict[str, Any]] = {
+    "library": {"exchange": "flat", "messages": "alltoall"},
+    "library tapa": {"exchange": "tapa", "messages": "alltoall"},
     "flat chunks": {"exchange": "flat", "chunks": 2},
     "split chunks": {"exchange": "split", "chunks": 2},
     "guidance flat": {"exchange": "flat", "guidance_parallel": 2},

@@ -37,7 +37,8 @@ def make_exchange(config: Config, topology: Topology, transport: Any, trace: Tra
     """This rank's end of the exchange by the settings, among all ranks."""
     table, kernels = exchange_table(config, topology), Kernels(config.kernels, trace.note_kernel)
     chunked = chunking(config, topology)
-    return Exchange(config.exchange, topology, transport, trace, table, config.nic_balance, kernels, chunked)
+    together = config.messages == "alltoall"
+    return Exchange(config.exchange, topology, transport, trace, table, config.nic_balance, kernels, chunked, together)
 
 
 def send(exchange: Exchange, layout: Layout, kind: str = "", **x_BLHD: Tensor) -> list[Tensor]:

@@ -19,6 +19,7 @@ PLAIN = "diffusers"
 OPTIONS = common.with_common_options(
     Option("model", "folder in diffusers' layout or hub id, instead of the embedded model", EMBEDDED),
     Option("preset", "what to measure beside the baseline", ["flat", "tapa"], many=True),
+    Option("library", "also flat by the backend's own all-to-all", False, type=bool),
     Option("batch", "images in one call", 1, type=int),
     Option("steps", "denoising steps of one pipeline call", 10, type=int),
     Option("dtype", "arithmetic; auto is fp32 on CPU and bf16 elsewhere", "auto", choices=DTYPES),
@@ -43,7 +44,10 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
     model.pipe.set_progress_bar_config(disable=True)
     side = model.pipe.default_sample_size * model.pipe.vae_scale_factor
     call = partial(restore_once, model, values["batch"], side, values["steps"])
-    configs = common.with_compiled(preset_configs(values))
+    presets = preset_configs(values)
+    if values["library"] and transport.size > 1:
+        presets["library"] = preset_configs(values | {"preset": ["flat"]})["flat"].with_(messages="alltoall")
+    configs = common.with_compiled(presets)
     engines = {name: Engine(model.pipe, config, transport) for name, config in configs.items()}
 
     def parallel(engine: Engine) -> None:

@@ -283,10 +283,18 @@ def check_all() -> int:
             contract(transport)
 
     for name in names:
+        name, _, messages = name.partition("=")
+        messages, _, sums = messages.partition("+")
         name, _, device = name.partition("@")
-        name, _, sums = name.partition("+")
+        name, _, own_sums = name.partition("+")
         device = "auto" if device == "sim" else device or "cpu"
-        config = Config(transport=name, check_messages=bool(sums), device=device, timeout_s=60.0)
+        config = Config(
+            transport=name,
+            messages=messages or "batch",
+            check_messages=bool(sums or own_sums),
+            device=device,
+            timeout_s=60.0,
+        )
         if how == "launched":
             code = run_ranks(None, detect(), config, {}, on_its_device)
         else:

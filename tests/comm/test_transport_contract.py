@@ -32,7 +32,7 @@ def test_loopback_through_host_memory_and_with_checksums():
 
 
 def test_gloo_between_forked_ranks(tmp_path):
-    done = forked("forked", "gloo", "host", folder=tmp_path, module="contract")
+    done = forked("forked", "gloo", "host", "gloo=alltoall", "gloo=alltoall+sums", folder=tmp_path, module="contract")
     assert_succeeded(done)
     assert "contract holds" in done.stdout
 

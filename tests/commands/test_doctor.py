@@ -46,7 +46,7 @@ def test_ranks_under_mpiexec_are_healthy(tmp_path):
     document = report(tmp_path / "d")
     facts = document["facts"]
     assert document["healthy"] and [rank["library"] for rank in facts["ranks"]] == ["mpi"] * 3
-    assert len(facts["alltoalls"]) == 12 and not any(trial["wrong"] for trial in facts["alltoalls"])
+    assert len(facts["alltoalls"]) == 15 and not any(trial["wrong"] for trial in facts["alltoalls"])
     assert facts["overlap"]["communication_s"] > 0
     assert done.stdout.count("healthy: 3 rank(s)") == 1
     calls = {(one["call"], one["bytes"]) for one in facts["issues"]}

@@ -114,8 +114,8 @@ def setting(job: Facts, rank: int = -1, **values: str) -> Facts:
     return change(job, rank, environment=ENVIRONMENT | values)
 
 
-def wrong_trial(job: Facts) -> Facts:
-    bad = AllToAll("bfloat16", 4096, 1e-3, ("rank 3 got other numbers than were sent from [5]",))
+def wrong_trial(job: Facts, at_once: int = 1) -> Facts:
+    bad = AllToAll("bfloat16", 4096, 1e-3, ("rank 3 got other numbers than were sent from [5]",), at_once)
     return replace(job, alltoalls=[*job.alltoalls, bad])
 
 
@@ -275,6 +275,13 @@ CASES: dict[str, tuple[Callable[[Facts], Facts], str, str, str, str]] = {
         "CCL_TOPO_COLOR",
     ),
     "wrong numbers": (wrong_trial, FAULT, "all-to-all", r"wrong for bfloat16 of 4096 .* rank 3 .* \[5\]", "transport"),
+    "wrong numbers of overlapping batches": (
+        lambda j: wrong_trial(j, 12),
+        FAULT,
+        "all-to-all",
+        r"messages of overlapping calls are wrong for bfloat16 of 4096 ",
+        "--messages alltoall",
+    ),
     "nothing hidden": (
         lambda j: replace(j, overlap=Overlap(1.0, 1.0, 1.95)),
         FAULT,
@@ -283,6 +290,13 @@ CASES: dict[str, tuple[Callable[[Facts], Facts], str, str, str, str]] = {
         "settings",
     ),
     "CCL_OP_SYNC": (lambda j: setting(j, CCL_OP_SYNC="1"), FAULT, "settings", "CCL_OP_SYNC=1", "unset CCL_OP_SYNC"),
+    "safe mode": (
+        lambda j: setting(j, CCL_OP_SYNC="1", CCL_ATL_SYNC_COLL="1"),
+        WARNING,
+        "settings",
+        "CCL_OP_SYNC=1 makes every oneCCL call wait",
+        "SAFE",
+    ),
     "ofi": (
         lambda j: setting(j, CCL_ATL_TRANSPORT="ofi"),
         FAULT,

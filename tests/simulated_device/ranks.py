@@ -16,7 +16,7 @@ import random
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -102,6 +102,19 @@ class _ProcessGroup:
 
         return _Work(self._streams[of], "messages", [x for x, _ in sends], [x for x, _ in recvs], exchange)
 
+    def alltoall_base(
+        self, received: Tensor, sent: Tensor, recv_splits: list[int], send_splits: list[int], _options: Any
+    ) -> _Work:
+        """A collective: every member calls it, with sizes of one byte at least."""
+        if not all(recv_splits) or not all(send_splits):
+            raise NeverEnds("an all-to-all with a size of zero")
+        self.met = True
+        sends, recvs = (
+            [(x, peer) for peer, x in enumerate(flat.split(splits))]
+            for flat, splits in ((sent, send_splits), (received, recv_splits))
+        )
+        return self.batch(sends, recvs)
+
     def come(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> None:
         for _, peer in sends:
             self._mailbox(self._index, peer, "come").put(None)
@@ -138,6 +151,7 @@ class _Library:
     """What TorchDistGroup asks of torch.distributed."""
 
     P2POp, isend, irecv = _Message, "send", "receive"
+    AllToAllOptions = staticmethod(lambda: None)
 
     @staticmethod
     def batch_isend_irecv(messages: list[_Message]) -> list[_Work]:
@@ -164,8 +178,7 @@ class SimulatedTransport(LoopbackTransport):
         self.carrier = LoopbackTransport(world, rank)
         super().__init__(world, rank, device)
 
-    def group(self, ranks: Sequence[int]) -> Any:
-        members = tuple(ranks)
+    def _new_group(self, members: tuple[int, ...]) -> Any:
         self._contexts[members] += 1
         context, index = ("device", members, self._contexts[members]), members.index(self.rank)
         library = _ProcessGroup(self._world, context, members, index, self.device, self._process)

@@ -51,7 +51,7 @@ OPTIONS = (
     Option("overwrite", "replace the results of an earlier run", False, type=bool),
     LOG_LEVEL,
 )
-SETTINGS = ("machine", "transport", "device", "kernels", "timeout_s")  # of the engine's, what it looks at
+SETTINGS = ("machine", "transport", "device", "kernels", "messages", "timeout_s")  # of the engine's, what it looks at
 SIGNS = {"fault": "FAULT", "warning": "warn", "note": "note", "ok": "ok"}
 
 
@@ -121,7 +121,7 @@ def gather(values: dict[str, Any], launch: Launch, transport: Any) -> Facts:
         return Facts([own], topology, needed=needed(values, topology, transport))
     try:
         with step("making a group of all ranks"):
-            group = transport.group(range(transport.size))
+            group = transport.group(range(transport.size), values["messages"] == "alltoall")
             group.barrier()
         with step("messages between streams that are kept busy"):
             order = trials.order(transport, group)
@@ -146,8 +146,8 @@ def patience(seconds: float, rank: int, health: Any, what: str) -> Iterator[None
     def give_up() -> None:
         os.write(
             2,
-            f"cocodiff: FAULT: rank {rank} hangs since {seconds:g} s at {what}: try another --transport, and "
-            f"look at docs/aurora.md; a slow machine needs a larger --patience_s\n".encode(),
+            f"cocodiff: FAULT: rank {rank} hangs since {seconds:g} s at {what}: try another --transport, or oneCCL's "
+            f"safe mode (SAFE=1, docs/aurora.md); a slow machine needs a larger --patience_s\n".encode(),
         )
         os._exit(1)
 

@@ -139,12 +139,14 @@ class RankFacts:
 
 @dataclass(frozen=True)
 class AllToAll:
-    """A trial of one all-to-all. wrong: a line for each rank that received something else than was sent."""
+    """A trial of one all-to-all, or of `at_once` that are under way together. wrong: a line for each rank that received
+    something else than was sent."""
 
     dtype: str
     bytes: int
     seconds: float
     wrong: tuple[str, ...] = ()
+    at_once: int = 1
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from cocodiff.config.errors import OwnRankError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
 REPEATS = 3
+AT_ONCE = 12  # calls under way: as many as a block of a model with guidance and chunks has
 SIDE = 2048  # of the matrices that keep an accelerator busy
 # Bytes to each peer: on a CPU all ranks' messages pass through one memory.
 SIZES = {"cpu": (64, 4096, 65536), "other": (64, 4096, 262144, 4 * 2**20)}
@@ -42,40 +43,48 @@ def content(sender: int, receiver: int, length: int, dtype: torch.dtype, device:
 
 
 def all_to_alls(transport: Transport, group: Group) -> list[AllToAll]:
-    """Every dtype and size, sizes uneven and some empty, and once more with checksums. Rank 0's answer is of all ranks,
+    """Every dtype and size, sizes uneven and some empty, and once more with checksums; then many at once, as the engine
+    has them: batches that overlap were seen to bring wrong bytes (torch-xpu-ops 3022). Rank 0's answer is of all ranks,
     others' of their own messages."""
-    return [
-        _all_to_all(transport, group, dtype, size) for dtype in DTYPES for size in of_device(SIZES, transport.device)
-    ]
+    sizes = of_device(SIZES, transport.device)
+    alone = [_all_to_all(transport, group, dtype, size) for dtype in DTYPES for size in sizes]
+    return alone + [_all_to_all(transport, group, torch.bfloat16, size, AT_ONCE) for size in sizes]
 
 
-def _all_to_all(transport: Transport, group: Group, dtype: torch.dtype, size: int) -> AllToAll:
+def _all_to_all(transport: Transport, group: Group, dtype: torch.dtype, size: int, at_once: int = 1) -> AllToAll:
     me, peers, device = transport.rank, range(transport.size), transport.device
 
-    def length(sender: int, receiver: int) -> int:
-        """Every seventh message is empty, the others differ a little."""
-        return 0 if (sender + 2 * receiver) % 7 == 6 else size // dtype.itemsize + (sender + receiver) % 5
+    def length(sender: int, receiver: int, number: int) -> int:
+        """Every seventh message is empty, the others differ a little; sizes change from call to call."""
+        here = size // dtype.itemsize // (1 + number % 3)
+        return 0 if (sender + 2 * receiver + number) % 7 == 6 else here + (sender + receiver) % 5
 
-    sends = [content(me, peer, length(me, peer), dtype, device) for peer in peers]
-    recvs = [torch.full((length(peer, me),), 99, dtype=dtype, device=device) for peer in peers]
-    expected = [content(peer, me, length(peer, me), dtype, device) for peer in peers]
+    def made(sender: int, receiver: int, number: int) -> Tensor:
+        return content(sender + number, receiver, length(sender, receiver, number), dtype, device)
+
+    calls = range(at_once)
+    sends = [[made(me, peer, number) for peer in peers] for number in calls]
+    expected = [made(peer, me, number) for number in calls for peer in peers]
+    recvs = [[torch.full((length(peer, me, n),), 99, dtype=dtype, device=device) for peer in peers] for n in calls]
     times, words = [], []
     for over in (group, CheckedGroup(group, Health())):
         synchronise(device)
         started = time.perf_counter()
         try:
-            over.all_to_all(sends, recvs).wait()
+            for pending in [over.all_to_all(*call) for call in zip(sends, recvs, strict=True)]:
+                pending.wait()
         except WrongMessage as error:
             words.append(str(error))
         synchronise(device)
         times.append(time.perf_counter() - started)
-        bad = [peer for peer, (a, b) in enumerate(zip(recvs, expected, strict=True)) if not torch.equal(a, b)]
+        came = [x for call in recvs for x in call]
+        bad = [n % len(peers) for n, (a, b) in enumerate(zip(came, expected, strict=True)) if not torch.equal(a, b)]
         if bad and not words:
-            words.append(f"rank {me} got other numbers than were sent from {bad}")
+            words.append(f"rank {me} got other numbers than were sent from {sorted({*bad})}")
     own = (times[0], words[:1])
     of_ranks = transport.gather_object(own) or [own]
     wrong = tuple(word for _, said in of_ranks for word in said)
-    return AllToAll(str(dtype).removeprefix("torch."), size, max(seconds for seconds, _ in of_ranks), wrong)
+    return AllToAll(str(dtype).removeprefix("torch."), size, max(seconds for seconds, _ in of_ranks), wrong, at_once)
 
 
 def overlap(transport: Transport, group: Group) -> Overlap:

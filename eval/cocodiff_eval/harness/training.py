@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,6 @@ from cocodiff.demo_model.training import (
 )
 from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.journal import Entry
-from cocodiff.jobs.plots import plot_losses
 from cocodiff.jobs.record import described_inputs, write_settings
 from cocodiff.jobs.replicas import JobRecord
 from cocodiff.jobs.terminal import progress_bar, reading_bar, say
@@ -266,3 +265,17 @@ def _publish(trainer: Trainer, weights: Path, output: OutputFolder, before: floa
     if after <= before:
         say("training did not help on held-out patches: keep the model that it began with, or give it more data")
     say(f"use it with --model {output.final}")
+
+
+def plot_losses(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """A training's losses, on the patches that it saw and on those that were held out."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    steps = [row["step"] for row in rows]
+    axes.plot(steps[1:], [row["loss"] for row in rows[1:]], label="patches of the training")
+    axes.plot(steps, [row["held_out_loss"] for row in rows], label="held-out patches")
+    axes.set(xlabel="step", ylabel="loss")
+    axes.legend()
+    figure.savefig(path, dpi=110)
