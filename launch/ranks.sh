@@ -9,6 +9,7 @@
 # PROXY     how compute nodes reach the world
 # HSN_SUFFIX   what makes the first node's name that of its address on the fast network
 # MPIEXEC_FLAGS   more words for the launcher
+# RESUME=1  goes on where an earlier job into OUT stopped
 # SAFE=1    oneCCL waits for each call: for large jobs that hang; nothing overlaps. For pals.
 # INPUT, MASK, PRESET, STEPS, OUT, MACHINE, DEVICE, TRANSPORT   of the slices that `restore` restores
 # DRY_RUN=1 prints every line that would be run, the one that starts the ranks last, and runs none.
@@ -163,6 +164,8 @@ count_pbs_nodes() {
 # What all jobs do: set up the environment, let doctor check the machine, restore the slices.
 restore() {
     local on=(--machine "$MACHINE" --device "$DEVICE" ${TRANSPORT:+--transport "$TRANSPORT"})
+    local again=--overwrite
+    if [ -n "${RESUME:-}" ]; then again=--resume; fi
     MODEL=
     set +u # modules read variables that are not set
     load_modules
@@ -176,5 +179,5 @@ restore() {
     stage_weights
     start_ranks doctor "${on[@]}" --out "$OUT-doctor" --overwrite
     start_ranks inpaint --input "${INPUT[@]}" --mask "${MASK[@]}" --preset "${PRESET[@]}" --steps "$STEPS" \
-        "${on[@]}" ${MODEL:+--model "$MODEL"} --out "$OUT" --overwrite
+        "${on[@]}" ${MODEL:+--model "$MODEL"} --out "$OUT" "$again"
 }

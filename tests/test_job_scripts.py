@@ -84,6 +84,11 @@ def test_weights_are_copied_to_every_node_and_used_from_there(tmp_path):
     assert "-n 24 --ppn 12" in lines[-1] and f"--model {ours}/sd3.5" in lines[-1] and "--no-vni" in lines[-1]
 
 
+def test_a_job_that_was_cut_short_goes_on(tmp_path):
+    doctor, restored = dry_run(LAUNCH / "aurora.pbs", VENV="/venv", RESUME="1")[-2:]
+    assert restored.endswith("--out restored/aurora --resume") and doctor.endswith("--overwrite")
+
+
 def test_words_with_blanks_stay_whole(tmp_path):
     script = edited(tmp_path, "generic.pbs", INPUT='("my scan.tif" b.tif)')
     assert "--input my\\ scan.tif b.tif --mask" in dry_run(script, PBS_O_WORKDIR=str(tmp_path))[-1]
