@@ -80,7 +80,7 @@ class Copy:
 
     def _move_environment(self, tree: Path) -> None:
         """Has the environment's programs and its editable install lead here; they name the tree by its path."""
-        packages = next((self.root / ".venv/lib").glob("python*/layer-packages"))
+        packages = next((self.root / ".venv/lib").glob("python*/site-packages"))
         for file in [*(self.root / ".venv/bin").iterdir(), *packages.glob("__editable__*")]:
             if file.is_file() and not file.is_symlink() and file.stat().st_size < 2**20:
                 content, mode = file.read_bytes(), file.stat().st_mode

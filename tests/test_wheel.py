@@ -52,7 +52,7 @@ def test_a_wheel_in_a_bare_environment_restores_an_image(tmp_path: Path) -> None
     venv.create(bare, with_pip=False)
     python = bare / "bin" / "python"
     run(*pip, "--python", python, "install", "-q", "--no-deps", "--no-index", wheel, cwd=tmp_path)
-    packages = next((bare / "lib").glob("python*")) / "layer-packages"
+    packages = next((bare / "lib").glob("python*")) / "site-packages"
     # What cocodiff needs comes from here; cocodiff itself does not: path files of a path file's folder are not read.
     (packages / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     where = run(python, "-c", "import cocodiff, cocodiff_eval; print(cocodiff.__file__)", cwd=tmp_path)

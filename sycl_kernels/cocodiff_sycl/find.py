@@ -55,7 +55,7 @@ def _prefixes() -> Iterator[Path]:
     """Folders with lib/ and include/: of environments on Python's path, and of the oneAPI compiler."""
     yield Path(sys.prefix)
     for entry in map(Path, sys.path):
-        if entry.name == "layer-packages":
+        if entry.name == "site-packages":
             yield entry.parents[2]
     if "CMPLR_ROOT" in os.environ:
         yield Path(os.environ["CMPLR_ROOT"])
