@@ -37,7 +37,7 @@ def test_a_rank_has_as_many_as_the_table_says(
     topology, made = topology_of("local", 8, 4), Counter[int]()
     mesh, plain = mesh_of(config, topology, AttentionWork(8)), LoopbackTransport.group
 
-    def group(transport: LoopbackTransport, ranks: tuple[int, ...]) -> object:
+    def group(transport: LoopbackTransport, ranks: tuple[int, ...], together: bool = False) -> object:
         made[transport.rank] += 1
         return plain(transport, ranks)
 

@@ -129,8 +129,8 @@ class Delayed:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
-    def group(self, ranks: Sequence[int]) -> DelayedGroup:
-        return DelayedGroup(self._transport.group(ranks))
+    def group(self, ranks: Sequence[int], together: bool = False) -> DelayedGroup:
+        return DelayedGroup(self._transport.group(ranks, together))
 
     def lane(self, name: str) -> DelayedLane:
         return DelayedLane(self._transport.lane(name))
@@ -156,6 +156,8 @@ class DelayedGroup:
         pending = self._group.send_recv(sends, recvs)
         dawdle()
         return pending
+
+    collective = send_recv
 
 
 def check(

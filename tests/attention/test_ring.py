@@ -192,8 +192,8 @@ class ForeignBlocks:
     def lane(self, name: str) -> Any:
         return self._transport.lane(name)
 
-    def group(self, ranks: Sequence[int]) -> Any:
-        inner = self._transport.group(ranks)
+    def group(self, ranks: Sequence[int], together: bool = False) -> Any:
+        inner = self._transport.group(ranks, together)
         plain = inner.send_recv
 
         def send_recv(sends: Any, recvs: Any) -> Any:

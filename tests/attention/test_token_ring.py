@@ -60,8 +60,8 @@ def delayed(transport: LoopbackTransport, chance: random.Random) -> None:
     """Messages of this rank leave late."""
     plain = transport.group
 
-    def group(ranks: Any) -> Any:
-        found = plain(ranks)
+    def group(*given: Any) -> Any:
+        found = plain(*given)
         send_recv = found.send_recv
 
         def late(sends: Any, recvs: Any) -> Any:
