@@ -132,12 +132,22 @@ def check(simulated: Any, case: tuple[Any, ...], late: float = 0.0, messages: st
     class Late(SimulatedTransport):
         late_s = late
 
+    posted: list[int] = []
+
+    def work(transport: Any) -> torch.Tensor:
+        outputs = outputs_of(transport, settings | more, family, calls)
+        posted.append(transport.process.together)
+        return outputs
+
     more = {"messages": messages}
     with at_case(case) as (size, settings, family, calls):
         expected = loopback.run_ranks(size, lambda transport: outputs_of(transport, settings, family, calls))
         with simulated.devices(size, strict=True, **devices) as found:
-            of_ranks = run_ranks(size, lambda transport: outputs_of(transport, settings | more, family, calls), Late)
+            of_ranks = run_ranks(size, work, Late)
     assert found.reports == []
+    # In stages, and where each rank has all of a sequence, nothing is posted together.
+    together = settings["chunks"] == 1 and size // settings["guidance_parallel"] > settings["ring"]
+    assert (sum(posted) > 0) == (messages == "alltoall" and together)
     for outputs in of_ranks:
         assert torch.equal(outputs, expected[0])
 

@@ -44,8 +44,8 @@ class Exchange:
     ) -> None:
         """name: in the table `EXCHANGES`, or "auto", which goes by `table` for each size. nic_balance: of split,
         between nodes. kernels: what packs and unpacks; by default whatever suits the device, noted in the trace.
-        chunking: in how many stages tensors can travel besides. together: see `Group.together`; without chunking,
-        for ranks come to the messages of stages in orders of their own."""
+        chunking: in how many stages tensors can travel besides. together: see `Group.together`; not in stages,
+        to whose messages ranks come in orders of their own."""
         self.rank, self.topology, self.trace, self._table = transport.rank, topology, trace, table
         self.kernels = kernels or Kernels(note=trace.note_kernel)
         self.port = Port(self.rank, topology, self.kernels, trace)
@@ -62,9 +62,10 @@ class Exchange:
         self._in_order = InOrder()
         self.groups: dict[str, Group] = {}
         # every rank makes a group here, also one without a part in the phase or a sibling
+        together = together and (chunking is None or chunking.chunks == 1)
         for link in dict.fromkeys(phase.lane for plan in self.plans.values() for phase in plan):
             members = topology.cards[topology.places[self.rank].card] if link == "sibling" else range(topology.size)
-            self.groups[link] = transport.group(members, together and chunking is None)
+            self.groups[link] = transport.group(members, together)
             if link == "plane" or self._in_phases:
                 self.lanes[link] = transport.lane(link)
         self.staged: StagedExchange | None = None

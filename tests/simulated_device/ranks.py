@@ -41,6 +41,7 @@ class Process:
     """What one rank's process has of the library. late_s: seconds that it may take to come to a batch, at random."""
 
     def __init__(self, late_s: float, seed: int) -> None:
+        self.together = 0  # all-to-alls that it has posted
         self._posting, self._late_s, self._random = threading.Lock(), late_s, random.Random(seed)
 
     def post(self, group: _ProcessGroup, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> None:
@@ -109,6 +110,7 @@ class _ProcessGroup:
         if not all(recv_splits) or not all(send_splits):
             raise NeverEnds("an all-to-all with a size of zero")
         self.met = True
+        self._process.together += 1
         sends, recvs = (
             [(x, peer) for peer, x in enumerate(flat.split(splits))]
             for flat, splits in ((sent, send_splits), (received, recv_splits))
@@ -174,14 +176,14 @@ class SimulatedTransport(LoopbackTransport):
     def __init__(self, world: LoopbackWorld, rank: int) -> None:
         device = torch.device("sim", rank)
         torch.get_device_module(device).set_device(device)
-        self._process = Process(self.late_s, rank)
+        self.process = Process(self.late_s, rank)
         self.carrier = LoopbackTransport(world, rank)
         super().__init__(world, rank, device)
 
     def _new_group(self, members: tuple[int, ...]) -> Any:
         self._contexts[members] += 1
         context, index = ("device", members, self._contexts[members]), members.index(self.rank)
-        library = _ProcessGroup(self._world, context, members, index, self.device, self._process)
+        library = _ProcessGroup(self._world, context, members, index, self.device, self.process)
         TorchDistTransport._meet(self, library, members)  # type: ignore[arg-type]
         return TorchDistGroup(library, members, self.rank, self.device)
 
