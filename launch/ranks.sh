@@ -1,6 +1,7 @@
 # Sourced by the job scripts of this folder: puts one rank on each tile and starts cocodiff on all of them.
 #
-# LAUNCHER  pals (HPE's mpiexec, Aurora), hydra (the mpiexec of Intel MPI and MPICH) or srun (torchrun on every node)
+# LAUNCHER  pals (HPE's mpiexec, Aurora), hydra (the mpiexec of Intel MPI and MPICH), srun (torchrun on every node), or
+#           emulate (this host as MACHINE, its links SCALE times slower; needs root)
 # NODES, RANKS_PER_NODE
 # VENV      the folder of cocodiff's environment
 # HOSTFILE  the job's nodes, a line each; not for srun
@@ -147,7 +148,8 @@ start_ranks() {
                 "$VENV/bin/python" -m torch.distributed.run --nnodes="$NODES" --nproc-per-node="$RANKS_PER_NODE" \
                 --rdzv-backend=c10d --rdzv-endpoint="$MEETING" --rdzv-id="${SLURM_JOB_ID:-job}" -m cocodiff "$@"
             ;;
-        *) fail "LAUNCHER=$LAUNCHER: choose pals, hydra or srun" ;;
+        emulate) run "$VENV/bin/cocodiff" emulate --machine "$MACHINE" --nodes "$NODES" --scale "$SCALE" -- cocodiff "$@" ;;
+        *) fail "LAUNCHER=$LAUNCHER: choose pals, hydra, srun or emulate" ;;
     esac
 }
 
@@ -156,16 +158,15 @@ count_pbs_nodes() {
     HOSTFILE=${PBS_NODEFILE:-PBS_NODEFILE}
     if [ -e "$HOSTFILE" ]; then
         NODES=$(sort -u "$HOSTFILE" | wc -l)
-    else
+    elif [ -z "${NODES:-}" ]; then
         NODES=$(sed -n 's/^#PBS -l select=\([0-9]*\).*/\1/p' "$0")
     fi
 }
 
-# What all jobs do: set up the environment, let doctor check the machine, restore the slices.
-restore() {
-    local on=(--machine "$MACHINE" --device "$DEVICE" ${TRANSPORT:+--transport "$TRANSPORT"})
-    local again=--overwrite
-    if [ -n "${RESUME:-}" ]; then again=--resume; fi
+# What all jobs do first: set up the environment, and let doctor check the machine. ON is how ranks are started there, MODEL
+# the weights' copy.
+prepare() {
+    ON=(--machine "$MACHINE" --device "$DEVICE" ${TRANSPORT:+--transport "$TRANSPORT"})
     MODEL=
     set +u # modules read variables that are not set
     load_modules
@@ -177,7 +178,14 @@ restore() {
     set_meeting
     check_venv
     stage_weights
-    start_ranks doctor "${on[@]}" --out "$OUT-doctor" --overwrite
+    start_ranks doctor "${ON[@]}" --out "$1" --overwrite
+}
+
+# Restores the slices.
+restore() {
+    local again=--overwrite
+    if [ -n "${RESUME:-}" ]; then again=--resume; fi
+    prepare "$OUT-doctor"
     start_ranks inpaint --input "${INPUT[@]}" --mask "${MASK[@]}" --preset "${PRESET[@]}" --steps "$STEPS" \
-        "${on[@]}" ${MODEL:+--model "$MODEL"} --out "$OUT" "$again"
+        "${ON[@]}" ${MODEL:+--model "$MODEL"} --out "$OUT" "$again"
 }

@@ -16,14 +16,14 @@ from cocodiff.comm.launch import detect
 
 ROOT = Path(__file__).parents[1]
 LAUNCH = ROOT / "launch"
-JOBS = ("aurora.pbs", "generic.pbs", "slurm.sbatch")
+JOBS = ("aurora.pbs", "campaign.pbs", "generic.pbs", "slurm.sbatch")
 SHELL = [*(path for path in sorted(LAUNCH.iterdir()) if path.name != "constraints.txt"), ROOT / ".ci/run"]
 GUIDE = (ROOT / "docs/aurora.md").read_text()
 
 
 def clean_environment(**more: str) -> dict[str, str]:
     """Without what a surrounding job or user has set for the scripts."""
-    ours = re.compile(r"PBS_|SLURM_|CCL_|FI_|ZE|MASTER_|VENV|WEIGHTS|DRY_RUN|http|PROXY")
+    ours = re.compile(r"PBS_|SLURM_|CCL_|FI_|ZE|MASTER_|VENV|WEIGHTS|DRY_RUN|http|PROXY|NODES|OUT$")
     return {name: value for name, value in os.environ.items() if not ours.match(name)} | more
 
 
@@ -155,6 +155,56 @@ def test_safe_mode_makes_oneccl_wait(tmp_path):
     assert job(tmp_path, safe="1").returncode == 0
     calls = (tmp_path / "record").read_text().splitlines()
     assert all(call.startswith("mpi x1.hsn.cm.aurora.alcf.anl.gov 1 ") for call in calls)
+
+
+@pytest.mark.parametrize(("nodes", "measured"), [(1, 41), (2, 46), (4, 51), (8, 56)])
+def test_a_campaign_prints_what_it_would_measure(nodes, measured):
+    """Of each node count the all-to-all; on one node four models of three sizes and batches and as many images as fit,
+    on more these last ones alone."""
+    lines = dry_run(LAUNCH / "campaign.pbs", VENV="/venv", NODES=str(nodes))
+    assert " doctor " in lines[1] and f" -n {12 * nodes} " in lines[1]
+    assert " sweep --config " in lines[-2] and " -n 12 " in lines[-2]
+    assert lines[-1].startswith("/venv/bin/cocodiff plan --paper --machine aurora --measured campaign")
+    benches = [line for line in lines if " bench " in line]
+    assert len(benches) == measured and len(set(benches)) == measured
+    sizes = {int(re.search(r" -n (\d+) ", line).group(1)) for line in benches}
+    assert sizes == {12 * n for n in (1, 2, 4, 8) if n <= nodes}
+
+
+def test_a_campaign_goes_on_where_it_was_cut_short(tmp_path):
+    """What does not fit a tile is noted and not tried again, what failed is."""
+    shutil.copytree(LAUNCH, tmp_path / "launch")
+    record = tmp_path / "record"
+    ends = f"""
+echo "$*" >>"{record}"
+case "$*" in
+    *"--size 768 --batch 4"*) exit 2 ;;
+    *"--size 768 --batch 2"*) [ -e "{tmp_path}/mended" ] || exit 1 ;;
+esac
+while [ $# -gt 1 ]; do [ "$1" = --out ] && mkdir -p "$2" && touch "$2/bench.json" "$2/report.html"; shift; done
+true"""
+    fake(tmp_path / "bin/module", "true")
+    fake(tmp_path / "bin/mpiexec", ends)
+    fake(tmp_path / "venv/bin/cocodiff", f'echo "$*" >>"{record}"')
+    fake(tmp_path / "venv/bin/python", "exit 1")
+    words = {"MODELS": "sd3.5", "SIZES": "768", "VENV": str(tmp_path / "venv"), "NODES": "1", "OUT": "out"}
+    environment = clean_environment(
+        PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}", PBS_O_WORKDIR=str(tmp_path), **words
+    )
+
+    def start() -> tuple[int, list[str]]:
+        record.unlink(missing_ok=True)
+        script = ["bash", tmp_path / "launch/campaign.pbs"]
+        done = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
+        return done.returncode, [line for line in record.read_text().splitlines() if " bench " in line]
+
+    code, first = start()
+    assert code == 1 and len(first) == 5  # the all-to-all, three batches and the largest one
+    assert "--batch 4" in (tmp_path / "out/step-1-sd3.5-768-4/refused").read_text()
+    (tmp_path / "mended").touch()
+    code, second = start()
+    assert code == 0 and len(second) == 1 and "--size 768 --batch 2" in second[0]
+    assert start() == (0, [])
 
 
 def contents(folder: Path) -> dict[str, str]:

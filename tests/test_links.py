@@ -3,6 +3,7 @@
 import pytest
 from worlds import TRIPLE, topology_of
 
+from cocodiff.config.config import load_machine
 from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Links, Machine, Topology
 from cocodiff.topology.links import alltoall_bound, next_hops, wires
@@ -12,7 +13,7 @@ def test_a_node_of_aurora_has_its_links():
     joined = wires(topology_of("aurora", 24))
     kinds = [wire.kind for wire in joined]
     assert kinds.count("sibling") == 2 * 6 and kinds.count("plane") == 2 * 30
-    assert {(wire.kind, wire.gb_s) for wire in joined} == {("sibling", 185), ("plane", 15)}
+    assert {(wire.kind, wire.gb_s) for wire in joined} == {("sibling", 134), ("plane", 11.5)}
 
 
 def test_ways_between_planes_lead_over_the_own_sibling():
@@ -29,7 +30,7 @@ def test_a_missing_tile_is_gone_around():
 
 def test_bound_of_one_node_and_of_two():
     """A card's 20 blocks leave over its 10 Xe links; of two nodes, 144 blocks over 8 NICs."""
-    assert alltoall_bound(topology_of("aurora", 12), 1e6) == pytest.approx(2e6 / 15e9)
+    assert alltoall_bound(topology_of("aurora", 12), 1e6) == pytest.approx(2e6 / 11.5e9)
     assert alltoall_bound(topology_of("aurora", 24), 1e6) == pytest.approx(144e6 / (8 * 25e9))
     assert alltoall_bound(topology_of("local", 2), 1e6) == pytest.approx(1e6 / 10e9)
     assert alltoall_bound(topology_of("local", 1), 1e6) is None
@@ -53,3 +54,12 @@ def test_impossible_links_are_named(links, said):
 def test_every_tile_needs_a_nic():
     with pytest.raises(UserError, match="NICs of 3 tiles: give one for each of the 4"):
         Machine("short", tiles=2, planes=(0, 1), cards=2, links=Links(nics=2, nic_of=(0, 1, 0)))
+
+
+def test_aurora_has_the_rates_that_are_published_for_a_node_at_work():
+    """ALCF, node performance: both ways together 269 GB/s between siblings and 23 between cards, half of it each way;
+    2487 TFLOP/s with twelve tiles; 1 TB/s a tile."""
+    machine = load_machine("aurora")
+    assert (machine.links.sibling_gb_s, machine.links.plane_gb_s) == (pytest.approx(269 / 2, abs=0.5), 23 / 2)
+    assert machine.device.bf16_tflop_s == pytest.approx(2487 / 12, abs=0.5)
+    assert machine.device.memory_gb_s == 1000

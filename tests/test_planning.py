@@ -60,7 +60,7 @@ def test_closed_forms_hold_exactly_without_latencies(size_mb):
     bound = alltoall_bound(AURORA, c)
     assert exchanges["flat"].seconds(TIMELESS) == pytest.approx(bound, rel=1e-6)
     assert exchanges["split"].seconds(TIMELESS) == pytest.approx(bound, rel=1e-6)
-    assert exchanges["tapa"].seconds(TIMELESS) == pytest.approx(6 * c / 185e9 + 2 * c / 15e9, rel=1e-6)
+    assert exchanges["tapa"].seconds(TIMELESS) == pytest.approx(6 * c / 134e9 + 2 * c / 11.5e9, rel=1e-6)
 
 
 def test_two_nodes_are_held_by_their_fullest_nic():

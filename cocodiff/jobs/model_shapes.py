@@ -32,6 +32,12 @@ def load_shape(name: str) -> ModelShape:
         raise UserError(f"model file {path.name}: missing {missing}; see configs/models/flux.1.yaml") from error
 
 
+def family_of_shape(name: str) -> str | None:
+    """The family that a model's file names, by the model's name in configs/models or the file."""
+    family = read_yaml(find_shipped("model", "models", name)).get("family")
+    return None if family is None else str(family)
+
+
 def shape_of_mapping(values: Mapping[str, Any], where: str) -> ModelShape:
     """The shape of a model file: the fields of ModelShape, and `family`, whose facts stand for fields that are absent.
 

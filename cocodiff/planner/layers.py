@@ -441,13 +441,17 @@ class SerialTransport:
     the rank s before."""
 
     def __init__(self, transport: Any) -> None:
-        self._inner, self.world = transport, SerialGroup(transport.world)
+        self._inner, self.world = transport, self.group_of(transport.world)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def group(self, ranks: Sequence[int], together: bool = False) -> Any:
-        return SerialGroup(self._inner.group(ranks))
+        return self.group_of(self._inner.group(ranks))
+
+    @staticmethod
+    def group_of(group: Any) -> Any:
+        return SerialGroup(group)
 
 
 class SerialGroup:
@@ -455,6 +459,9 @@ class SerialGroup:
 
     def __init__(self, group: Any) -> None:
         self._inner, self.ranks, self.index = group, group.ranks, group.index
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
     def send_recv(self, sends: list[tuple[Any, int]], recvs: list[tuple[Any, int]]) -> Any:
         size, pending = len(self.ranks), self._inner.send_recv([], [])

@@ -137,6 +137,7 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
         if transport.rank == 0:
             of_size = rows_of(size, slowest, sent, [span for of_rank in spans for span in of_rank])
             of_size += bound_rows(of_size, bound_s(topology, blocks.block_bytes))
+            of_size = [row | {"nodes": topology.nodes} for row in of_size]
             common.say_rows(of_size, more=more_words, title=f"{size:g} MB per rank")
             measured += of_size
     if transport.rank == 0:

@@ -34,10 +34,10 @@ def module_of(words: Sequence[str]) -> str:
 
 
 def named_shape(words: Sequence[str]) -> str | None:
-    """The name in configs/models that `--model` has among the words, if it is one."""
+    """What `--model` has among the words, if it is a name in configs/models or a file like those."""
     given = [b for a, b in pairwise(words) if a == "--model"]
     given += [word.partition("=")[2] for word in words if word.startswith("--model=")]
-    return next((name for name in given if name in shipped_names("models")), None)
+    return next((name for name in given if name in shipped_names("models") or name.endswith(".yaml")), None)
 
 
 def start(words: Sequence[str], launch: Launch) -> int:

@@ -1,11 +1,12 @@
 """`cocodiff bench step --model NAME`: a denoising step of a large model's shape, by every exchange in turn.
 
-Messages are real and of full size; what computes is a wait, as long as a roofline of the machine file's device says,
-drawn out like the links of the emulated machine (`cocodiff emulate --scale`). One layer is measured, a step is all of
-them in both branches; V-Major is measured at three fractions of stable tokens and averaged over its schedule. Where
-calls do not wait for all that they send, some layers follow one another in several calls of a model, for every set of
-tensors that a recorded run displaces together, and are averaged over its steps, the first one included. Times are those
-of the real machine: what was measured, divided by the scale.
+On a machine of its own a random transformer of that shape makes whole runs (`step.measure_shape`). All else here is for
+emulated machines: messages are real and of full size; what computes is a wait, as long as a roofline of the machine
+file's device says, drawn out like the links (`cocodiff emulate --scale`). One layer is measured, a step is all of them
+in both branches; V-Major is measured at three fractions of stable tokens and averaged over its schedule. Where calls do
+not wait for all that they send, some layers follow one another in several calls of a model, for every set of tensors
+that a recorded run displaces together, and are averaged over its steps, the first one included. Times are those of the
+real machine: what was measured, divided by the scale.
 
 With guidance in two parts of the ranks, each part runs a layer of its own branch, and the parts' exchange of outputs,
 measured on its own, is added once a step. The slower part, that of the longer text, decides.
@@ -27,21 +28,24 @@ from cocodiff.comm.launch import emulated
 from cocodiff.comm.trace import save_traces
 from cocodiff.comm.transport import Part
 from cocodiff.config.config import Config, load_machine
-from cocodiff.config.errors import UserError
+from cocodiff.config.errors import UserError, check_choice
 from cocodiff.config.machine import Topology
+from cocodiff.engine.assemble import AttentionWork
+from cocodiff.engine.assemble import mesh_of as assembled_mesh
 from cocodiff.jobs.folder import OutputFolder
-from cocodiff.jobs.model_shapes import load_shape
+from cocodiff.jobs.model_shapes import family_of_shape, load_shape
 from cocodiff.jobs.options import Option, check_counts
 from cocodiff.planner.choice import OUTPUT_CHANNELS
-from cocodiff.planner.costs import WHOLE, CallKind
+from cocodiff.planner.costs import WHOLE, CallKind, state_sizes
 from cocodiff.planner.decisions import decisions_of, read_decisions
 from cocodiff.planner.layers import Case, Kind, PlannedLayer, kinds_of_steps, over_steps, sampled_kinds
-from cocodiff.planner.memory import Load, ModelShape
+from cocodiff.planner.memory import Load, ModelShape, largest_batch
 from cocodiff.topology.axes import PLACEMENTS, Axes, Mesh
 from cocodiff_bench import common
 from cocodiff_bench.common import Benchmark, Row, Values
 from cocodiff_bench.hidden import Late
 from cocodiff_bench.stand_in import Clock, StandIn
+from cocodiff_bench.step import measure_shape
 
 # CoCoDiff's Figure 11 at 48 MB per rank, one node: oneCCL, and TAPA's two phases. And what nominal links would take,
 # one peer at a time and in two phases, by a max-min-fair fluid model.
@@ -77,6 +81,7 @@ MORE_VARIANTS: dict[str, dict[str, Any]] = {
     "token ring": {"exchange": "flat", "ring_kind": "token"},
     "streaming": {"exchange": "flat", "ring_kind": "streaming"},
 }
+LARGEST_BATCH = 32  # the CoCoDiff paper's
 CODECS = ("lossless", "int8", "int4", "int2")
 ARRIVALS = {"ahead": "adaptive", "displaced": "displaced"}
 ALL_VARIANTS = {  # whatever sends tensors whole also with a codec's name behind it, and with an arrival's behind that
@@ -88,9 +93,9 @@ ALL_VARIANTS = {  # whatever sends tensors whole also with a codec's name behind
 }
 USUAL_VARIANTS = (*VARIANTS, "split v_first int4", "split v_first int2")
 OPTIONS = common.with_common_options(
-    Option("model", "a name in configs/models: sd3.5, flux.1, flux.2 or qwen-image", required=True),
+    Option("model", "a name in configs/models: sd3.5, flux.1, flux.2 or qwen-image, or a file", required=True),
     Option("size", "sides of the square image in pixels", [1536], type=int, many=True),
-    Option("batch", "images in one call", 1, type=int),
+    Option("batch", f"images in one call; 0: as many as fit into memory, at most {LARGEST_BATCH}", 1, type=int),
     Option("steps", "denoising steps that V-Major's schedule goes over", 50, type=int),
     Option(
         "link_efficiency",
@@ -113,12 +118,12 @@ OPTIONS = common.with_common_options(
     Option("tau", "for ahead: which of the recorded runs; default: that of the settings", type=float),
     Option("predictor", "of the residual codec", "taylor", choices=("last", "taylor", "auto")),
     Option("repeats", "measurements of each variant", 3, type=int),
-    Option("transport", "how ranks talk", "gloo", choices=("gloo", "mpi")),
+    Option("transport", "how ranks talk", "gloo", choices=("gloo", "host", "mpi", "mpi-rma", "xccl", "ccl", "nccl")),
 )
 
 
 def check(values: Values, ranks: int | None) -> None:
-    check_counts(values, "batch", "steps", "repeats", "ranks", "ring")
+    check_counts(values, "steps", "repeats", "ranks", "ring", *(["batch"] if values["batch"] else []))
     spelled = {name.replace(" ", "_"): name for name in ALL_VARIANTS}
     values["variants"] = [spelled.get(name.replace(" ", "_"), name) for name in values["variants"] or USUAL_VARIANTS]
     for name in values["variants"]:
@@ -139,17 +144,61 @@ def check(values: Values, ranks: int | None) -> None:
     shape, machine = load_shape(values["model"]), load_machine(values["machine"])
     for size in values["size"]:
         shape.image_tokens(size)
+    if not emulated():
+        check_shape(values, shape)
+        return
     if not (machine.device.bf16_tflop_s and machine.device.memory_gb_s):
         raise UserError(
             f"machine {machine.name} does not say how fast its device is (device: bf16_tflop_s, memory_gb_s): use "
             f"cocodiff emulate --machine aurora -- cocodiff bench step --model {values['model']}"
         )
-    if not emulated():
-        raise UserError("bench step of a model's shape needs links at a known scale: run it inside cocodiff emulate")
+
+
+def check_shape(values: Values, shape: ModelShape) -> None:
+    """Raises UserError for what a random transformer cannot show."""
+    from cocodiff_bench.random_models import OF_FAMILIES
+
+    check_choice(f"family of model {values['model']}", family_of_shape(values["model"]) or "none", OF_FAMILIES)
+    if len(values["size"]) > 1:
+        raise UserError(f"--size {' '.join(map(str, values['size']))}: one at a time where nothing is emulated")
+    late = [name for name in values["variants"] if {"ring_kind", "guidance_parallel"} & ALL_VARIANTS[name].keys()]
+    if late:
+        raise UserError(f"--variants {late[0]!r}: on an emulated machine alone (cocodiff emulate)")
+
+
+def fitting(values: Values, shape: ModelShape, topology: Topology) -> tuple[int, dict[str, Config]]:
+    """Images in one call, and the variants for which they fit into a tile's memory by the plan; all where the machine's
+    file does not tell that. Raises UserError where none fits."""
+    configs = {name: config_of(values, name) for name in values["variants"]}
+    memory = int(topology.machine.device.memory_gib * 2**30)
+    if not memory:
+        return max(1, values["batch"]), configs
+
+    def most(config: Config) -> int:
+        load = Load(shape.segments(values["size"][0]), 1, branches=shape.branches, state=state_sizes(config))
+        mesh = assembled_mesh(config, topology, AttentionWork(shape.heads, shape.head_dim))
+        return largest_batch(shape, topology, load, memory, mesh)
+
+    room = {name: most(config) for name, config in configs.items()}
+    batch = values["batch"] or min(LARGEST_BATCH, min(room.values()) or max(room.values()))
+    found = {name: config for name, config in configs.items() if 0 < batch <= room[name]}
+    if not found:
+        raise UserError(f"{shape.name} {values['size'][0]}, batch {max(1, batch)}: more than a tile's memory holds")
+    return batch, found
 
 
 def measure(values: Values, output: OutputFolder, transport: Any) -> None:
     topology, shape = common.topology_of(values, transport.size), load_shape(values["model"])
+    about = {"model": values["model"], "nodes": topology.nodes}
+    if not emulated() or not values["batch"]:
+        values["batch"], configs = fitting(values, shape, topology)
+    if not emulated():
+        found = measure_shape(values, shape, str(family_of_shape(values["model"])), configs, transport)
+        if transport.rank == 0:
+            rows = [row | about | {"size": values["size"][0], "batch": values["batch"]} for row in found]
+            common.say_rows(rows, "a step", more_words)
+            common.publish(output, values, rows)
+        return
     texts = values["text_tokens"] or [shape.text_tokens] * 2
     sharing = {name: Sharing.build(topology, transport, parts_of(name)) for name in values["variants"]}
     built: dict[tuple[str, CallKind], StandIn] = {}
@@ -178,12 +227,12 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
             slowest = common.of_slowest_rank(seconds, transport)
             records = {key: transport.gather_object(one.record) for key, one in behind.items()}
             if transport.rank == 0:
-                about = title_of(shape, topology, size, values["batch"], efficiency, texts)
+                title = title_of(shape, topology, size, values["batch"], efficiency, texts)
                 hidden = {key: Late.of([one["spans"] for one in of_ranks]) for key, of_ranks in records.items()}
                 firsts = {name: of_name[0] for name, of_name in cases.items()}
-                of_case = rows_of(Measured(about, firsts, texts, clock.dilation, computing, hidden), slowest)
+                of_case = rows_of(Measured(title, firsts, texts, clock.dilation, computing, hidden), slowest)
                 common.say_rows(of_case, "a step", more_words)
-                measured += of_case
+                measured += [row | about | {"size": size, "batch": values["batch"]} for row in of_case]
     if transport.rank == 0:
         common.publish(
             output, values, measured, {"trace.json": partial(save_traces, records=records)} if records else {}
@@ -412,11 +461,13 @@ def rows_of(case: Measured, slowest: Mapping[str, list[float]]) -> list[Row]:
 
 
 def more_words(row: Row) -> list[str]:
-    ratios = {name: row[f"ratio_vs_{name}"] for name in ("flat_serial", "flat")}
+    ratios = {name: row.get(f"ratio_vs_{name}") for name in ("flat_serial", "library", "flat")}
     faster = [f"{1 / ratio:.2f}x over {name}" for name, ratio in ratios.items() if ratio]
-    replays = [f"displaced as in {row['decisions']}"] if row["decisions"] else []
-    if row["hidden_share"] is not None:
+    replays = [f"displaced as in {row['decisions']}"] if row.get("decisions") else []
+    if row.get("hidden_share") is not None:
         replays.append(f"{row['hidden_share']:.1%} of what is sent late hidden")
+    if row.get("peak_bytes"):
+        replays.append(f"{row['peak_bytes'] / 2**30:.1f} GiB")
     return [f"communication {row['communication_share']:.1%}", *faster, *replays]
 
 

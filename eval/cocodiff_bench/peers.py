@@ -33,18 +33,7 @@ from cocodiff.jobs.options import Option, check_counts
 from cocodiff.jobs.terminal import say
 from cocodiff_bench import common
 from cocodiff_bench.common import Benchmark, Row, Values
-from cocodiff_bench.peers_model import (
-    HEAD_DIM,
-    LEAD_IN,
-    MODELS,
-    Inputs,
-    in_fp32,
-    random_model,
-    run_inputs,
-    step,
-    steps_of,
-    tokens_of,
-)
+from cocodiff_bench.random_models import MODELS, Inputs, Sizes, in_fp32, random_model, run_inputs, step, twin
 
 if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are forked
     from torch import Tensor
@@ -57,6 +46,9 @@ PACKAGES = {CACHE_DIT: ("cache_dit", "einops")}  # what a peer needs beyond our 
 DIFFUSERS_MODELS = "diffusers.models.transformers"
 ITEMSIZES = {"fp32": 4, "bf16": 2}
 INSTALL = "pip install cache-dit einops"
+HEAD_DIM = 32
+LEAD_IN = 3  # calls before the warm-up: as many as the engine compares inputs in, and as a codec's predictions need
+STEPS = 50  # of the run, or more where more calls are measured
 # What cache-dit replaces of a model's classes in diffusers, which stand in the module named first. Where it has no
 # asynchronous attention for a model, nobody measures that.
 REPLACED = {
@@ -104,11 +96,21 @@ def check(values: Values, ranks: int | None) -> None:
         check_sizes(values, ranks)
 
 
+def sizes_of(values: Values) -> Sizes:
+    names = ("heads", "double", "single", "side", "text", "frames", "dtype")
+    return Sizes(**{name: values[name] for name in names}, head_dim=HEAD_DIM)
+
+
+def steps_of(values: Values) -> int:
+    """Of the run that every variant makes."""
+    return max(STEPS, values["repeats"] + LEAD_IN + 1)
+
+
 def check_sizes(values: Values, ranks: int) -> None:
     if ranks < 2:
         raise UserError("bench peers compares exchanges between ranks: start at least 2, e.g. --ranks 2")
     peers = [name for name in values["only"] if name != OURS]
-    sizes = {"image tokens": tokens_of(values), "text tokens": values["text"], "heads": values["heads"]}
+    sizes = {"image tokens": sizes_of(values).tokens, "text tokens": values["text"], "heads": values["heads"]}
     if not MODELS[values["model"]].text_travels:
         del sizes["text tokens"]
     for what, size in sizes.items():
@@ -145,7 +147,9 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
     engines: dict[str, Engine] = {}
     configs = with_codecs(values, transport) if OURS in values["only"] else {}
     with torch.no_grad(), contextlib.ExitStack() as opened:
-        model, inputs = random_model(values), run_inputs(values)
+        benched, sizes = MODELS[values["model"]], sizes_of(values)
+        model = random_model(benched, sizes)
+        inputs = run_inputs(benched, sizes, values["repeats"] + LEAD_IN + 1, steps_of(values))
         exact = copy.deepcopy(model).float()
         expected, expected_last = (step(exact, in_fp32(inputs[n])) for n in (0, -1))
         allowed, allowed_last = (
@@ -253,11 +257,6 @@ def more_words(row: Row) -> list[str]:
 # Correctness ----------------------------------------------------------------------------------------------------------
 
 
-def twin(model: Any) -> Any:
-    """A model with modules of its own, to be changed at will, and the weights of another one."""
-    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
-
-
 def allowed_error(plain: Tensor, expected: Tensor) -> float:
     """Of an exact variant. plain: of one process at the variants' dtype; expected: in fp32."""
     import torch
@@ -316,7 +315,7 @@ def with_codecs(values: Values, transport: Any) -> dict[str, Config]:
 
     topology, scale = common.topology_of(values, transport.size), emulated().get("scale")
     joint = MODELS[values["model"]].text_travels
-    tokens = tokens_of(values)
+    tokens = sizes_of(values).tokens
     segments = image_and_text(tokens, values["text"]) if joint else (image_segment(tokens),)
     load = Load(segments, 1, ITEMSIZES[values["dtype"]])
     if scale:

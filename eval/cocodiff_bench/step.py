@@ -1,19 +1,23 @@
-"""`cocodiff bench step`: whole denoising steps of a pipeline, plain diffusers and presets in turn."""
+"""`cocodiff bench step`: whole denoising steps of a pipeline, plain diffusers and presets in turn; or of a random
+transformer that has the shape of a large model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from cocodiff_eval.harness.session import DTYPES, import_before_fork, load_requested
 
+from cocodiff.config.config import Config
 from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.options import Option, check_counts, preset_configs
 from cocodiff.jobs.pipelines import EMBEDDED, Model, Request, check_model
 from cocodiff.models.family import INPAINT
+from cocodiff.planner.layers import SerialGroup, SerialTransport
+from cocodiff.planner.memory import ModelShape
 from cocodiff_bench import common
-from cocodiff_bench.common import Benchmark, Values
+from cocodiff_bench.common import Benchmark, Row, Values
 
 PLAIN = "diffusers"
 OPTIONS = common.with_common_options(
@@ -86,6 +90,85 @@ def restore_once(model: Model, batch: int, side: int, steps: int) -> None:
         output_type="latent",
         **model.arguments(batch),
     )
+
+
+# A random transformer -------------------------------------------------------------------------------------------------
+
+SILENT = "no messages"  # what a step takes without them
+
+
+class SilentGroup(SerialGroup):
+    """Neither sends nor receives attention's tensors: what would arrive has any numbers."""
+
+    def send_recv(self, sends: list[tuple[Any, int]], recvs: list[tuple[Any, int]]) -> Any:
+        return self._inner.send_recv([], [])
+
+    collective = send_recv
+
+
+class SilentTransport(SerialTransport):
+    group_of = SilentGroup
+
+
+def measure_shape(
+    values: Values, shape: ModelShape, family: str, configs: Mapping[str, Config], transport: Any
+) -> list[Row]:
+    """Whole runs of a random transformer of a model's shape, as a real one's weights would take them; a row for each
+    variant, with the most memory that a rank had on its device. Of images as large as `--size` says first.
+
+    configs: by variant; "flat_serial" serves one peer at a time."""
+    import torch
+
+    from cocodiff.engine.engine import Engine
+    from cocodiff_bench.random_models import OF_FAMILIES, Sizes, random_model, run, run_inputs, twin
+
+    benched, device = OF_FAMILIES[family], transport.device
+    sizes = Sizes(
+        *(shape.heads, shape.joint_layers, shape.parallel_layers),
+        side=values["size"][0] // shape.pixels_per_token,
+        text=shape.text_tokens,
+        head_dim=shape.head_dim,
+        channels=benched.channels,
+        text_channels=benched.text_channels,
+        pooled=benched.pooled_channels,
+        batch=values["batch"] * shape.rows_per_image,
+        dtype="fp32" if device.type == "cpu" else "bf16",
+        device=str(device),
+    )
+    model, inputs = random_model(benched, sizes), run_inputs(benched, sizes, values["steps"], values["steps"])
+    over = {"flat_serial": SerialTransport(transport), SILENT: SilentTransport(transport)}
+    every = {
+        **{name: one.with_(steps=values["steps"]) for name, one in configs.items()},
+        SILENT: configs.get("flat") or next(iter(configs.values())).with_(exchange="flat"),
+    }
+    engines = {name: Engine(twin(model), config, over.get(name, transport)) for name, config in every.items()}
+    most: dict[str, int] = dict.fromkeys(engines, 0)
+    memory = None if device.type == "cpu" else torch.get_device_module(device)
+
+    def whole(name: str, engine: Engine) -> None:
+        if memory is not None:
+            memory.reset_peak_memory_stats(device)
+        with engine:
+            engine.new_run()
+            run(engine.model, inputs, shape.branches)
+        if memory is not None:
+            memory.synchronize(device)
+            most[name] = memory.max_memory_allocated(device)
+
+    variants: dict[str, Callable[[], None]] = {name: partial(whole, name, one) for name, one in engines.items()}
+    seconds = common.measure_in_turns("bench step", variants, values, transport, units=values["steps"])
+    traffic = {name: engine.bytes() for name, engine in engines.items()}
+    of_ranks = transport.gather_object(most) or [most]
+    steps = (values["repeats"] + 1) * values["steps"]
+    sent = {name: {link: count // steps for link, count in total.items()} for name, total in traffic.items()}
+    title = f"{shape.name} {values['size'][0]}x{values['size'][0]} batch {values['batch']}, {transport.size} ranks"
+    references = common.compared_with(engines, "library", "flat")
+    found = common.rows(title, common.of_slowest_rank(seconds, transport), sent, references)
+    silent_s = next(row["median_s"] for row in found if row["variant"] == SILENT)
+    for row in found:
+        row["compute_s"], row["communication_share"] = silent_s, 1 - silent_s / row["median_s"]
+        row["peak_bytes"] = max(one[row["variant"]] for one in of_ranks) or None
+    return found
 
 
 BENCHMARK = Benchmark(

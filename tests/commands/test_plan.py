@@ -260,7 +260,7 @@ def test_calibration_finds_the_constants_that_made_the_measurements(plan, tmp_pa
         assert found["constants"][name] == pytest.approx(getattr(truth, name), rel=0.05)
     assert "fitted" in shown
     again = load_machine(str(tmp_path / "plan" / "machine.yaml"))
-    assert again.links.plane_gb_s == pytest.approx(15 * 0.8, rel=0.05) and again.planes == topology.machine.planes
+    assert again.links.plane_gb_s == pytest.approx(11.5 * 0.8, rel=0.05) and again.planes == topology.machine.planes
 
 
 @pytest.mark.full
@@ -280,9 +280,9 @@ def test_calibration_says_what_it_cannot_know(plan, tmp_path):
     emulated, unscaled = (
         load_machine(str(tmp_path / "plan" / f"machine{end}.yaml")).links for end in ("", "-unscaled")
     )
-    assert emulated.plane_gb_s == pytest.approx(0.015, rel=0.01)
+    assert emulated.plane_gb_s == pytest.approx(0.0115, rel=0.01)
     assert unscaled.latency_us == pytest.approx(emulated.latency_us / 1000, rel=0.01)
-    assert unscaled.plane_gb_s == pytest.approx(15, rel=0.01)
+    assert unscaled.plane_gb_s == pytest.approx(11.5, rel=0.01)
 
 
 @pytest.mark.parametrize(

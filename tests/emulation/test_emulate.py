@@ -133,8 +133,8 @@ def test_the_next_start_ends_what_a_killed_one_left_and_no_other(machine):
     assert others_space not in namespaces() and processes("73.25") == 0
 
 
-def wait_until(holds):
-    deadline = time.monotonic() + 20
+def wait_until(holds, within_s=20):
+    deadline = time.monotonic() + within_s
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -179,3 +179,30 @@ def test_a_step_of_a_models_shape(machine, tmp_path):
     assert [row["variant"] for row in rows] == ["flat_serial", "flat", "cocodiff", "ring", "token ring"]
     assert all(0 < row["communication_share"] < 1 for row in rows)
     assert all(row["communication_share"] == pytest.approx(1 - row["compute_s"] / row["median_s"]) for row in rows)
+
+
+@pytest.mark.full
+def test_a_campaign_that_is_killed_goes_on_to_its_page(machine, tmp_path):
+    """The course of launch/campaign.pbs on two emulated nodes with a small model."""
+    (tmp_path / "toy.yaml").write_text(
+        "{name: toy, family: FLUX.1, heads: 8, head_dim: 32, joint_layers: 1, parallel_layers: 1, mlp_ratio: 4, "
+        "parameters: 1000000, text_tokens: 16}"
+    )
+    own = {"LAUNCHER": "emulate", "NODES": "2", "SCALE": "300", "MACHINE": machine, "VENV": sys.prefix, "SWEEP": "none"}
+    own |= {"MODELS": str(tmp_path / "toy.yaml"), "SIZES": "128", "BATCHES": "1", "LARGE": "128", "SIZES_MB": "0.5"}
+    out = tmp_path / "campaign"
+    own |= {"STEPS": "6", "REPEATS": "1", "OUT": str(out)}
+    script = ["bash", str(Path(__file__).parents[2] / "launch/campaign.pbs")]
+    first = subprocess.Popen(script, env=os.environ | own, stdout=subprocess.DEVNULL, start_new_session=True)
+    wait_until((out / "step-1-toy-128-1/bench.json").exists, within_s=300)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait()
+    done_before = {path: path.stat().st_mtime_ns for path in out.glob("*/bench.json")}
+    done = subprocess.run(script, env=os.environ | own, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert {path: path.stat().st_mtime_ns for path in done_before} == done_before
+    measured = {path.parent.name for path in out.glob("*/bench.json")}
+    assert measured == {"alltoall-1", "alltoall-2", "step-1-toy-128-1", "step-1-toy-128-0", "step-2-toy-128-0"}
+    rows = json.loads((out / "paper/plan.json").read_text())["rows"]
+    assert sum(row["measured, over the library"] is not None for row in rows) >= 12
+    assert (out / "paper/paper.html").exists()

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from cocodiff.attention.sums import TRIED, kernel_of
-from cocodiff.comm.launch import Launch, system_mpiexec
+from cocodiff.comm.launch import Launch, emulated, system_mpiexec
 from cocodiff.comm.mpi import lacking_shared_memory
 from cocodiff.config.machine import Topology
 from cocodiff.config.text_table import spans
@@ -233,7 +233,8 @@ def gather_rank(transport: Any, launch: Launch, kernels: str, look_at_sycl: bool
     cores = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
     return RankFacts(
         rank=transport.rank,
-        host=socket.gethostname(),
+        host=socket.gethostname()
+        + (f" node {transport.rank // (launch.local_size or transport.size)}" if emulated() else ""),
         local_rank=launch.local_rank,
         launcher=launch.kind,
         local_size=launch.local_size,

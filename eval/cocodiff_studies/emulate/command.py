@@ -38,7 +38,7 @@ GRACE_S = 2.0  # what ranks get to notice a bad end and to clean up
 TOKEN = "COCODIFF_EMULATION"  # in the environment of every program started in an emulation
 OFF = 0.1  # a link that misses its rate by more than this part is called out
 MODELS = ("inpaint", "generate", "sweep")  # subcommands whose ranks load a pipeline
-ON_RANKS = (*MODELS, "bench")
+ON_RANKS = (*MODELS, "bench", "doctor")
 LAUNCHERS = ("fork", "mpiexec")
 OPTIONS = (
     Option("machine", "machine to emulate: aurora, local-6x2 or a .yaml file", "aurora"),

@@ -1,0 +1,251 @@
+"""Random transformers of diffusers' classes, small ones for `cocodiff bench peers`, of real models' shapes for `bench
+step`, and the inputs of a run of each."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Inputs = dict[str, Any]
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+
+
+class Sizes(NamedTuple):
+    """Of a random transformer and its calls. double, single: blocks; side: tokens along the edge of an image or frame;
+    text: tokens; channels: of a token that goes in, text_channels and pooled: of what a prompt becomes."""
+
+    heads: int
+    double: int
+    single: int
+    side: int
+    text: int
+    head_dim: int = 32
+    frames: int = 1
+    channels: int = 16
+    text_channels: int = 64
+    pooled: int = 32
+    batch: int = 1
+    dtype: str = "fp32"
+    device: str = "cpu"
+
+    @property
+    def tokens(self) -> int:
+        """Of the image, or of all frames of a video."""
+        return self.frames * self.side**2
+
+
+class Benched(NamedTuple):
+    """A class of transformers. config: of the class in diffusers. inputs: a call's arguments beside the text, from what
+    is denoised, [B, tokens, channels], and its noise level. text_travels: whether text is attended to jointly. pooled:
+    whether a prompt is given as one vector as well. channels, text_channels, pooled_channels: of the real models."""
+
+    title: str
+    class_name: str
+    config: Callable[[Sizes], dict[str, Any]]
+    inputs: Callable[[Sizes, Any, float], Inputs]
+    text_travels: bool = True
+    pooled: bool = False
+    channels: int = 64
+    text_channels: int = 4096
+    pooled_channels: int = 0
+
+
+def random_model(benched: Benched, sizes: Sizes) -> Any:
+    """The same random transformer on every rank, made where it is to be."""
+    import diffusers
+    import torch
+
+    torch.manual_seed(0)
+    heads = {"attention_head_dim": sizes.head_dim, "num_attention_heads": sizes.heads, "in_channels": sizes.channels}
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, DTYPES[sizes.dtype]))
+    try:
+        with torch.device(sizes.device):
+            return getattr(diffusers, benched.class_name)(**heads, **benched.config(sizes)).eval()
+    finally:
+        torch.set_default_dtype(usual)
+
+
+def twin(model: Any) -> Any:
+    """A model with modules of its own, to be changed at will, and the weights of another one."""
+    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+
+
+def rotary_axes(sizes: Sizes) -> tuple[int, int, int]:
+    """Channels of a head that are rotated by frame, row and column."""
+    along = sizes.head_dim // 32 * 14
+    return sizes.head_dim - 2 * along, along, along
+
+
+def places(sizes: Sizes, axes: int) -> Tensor:
+    """Of every image token [tokens, axes]: frame, row, column, and zeros."""
+    import torch
+
+    grid = torch.meshgrid(*map(torch.arange, (sizes.frames, sizes.side, sizes.side)), indexing="ij")
+    found = torch.zeros(sizes.tokens, axes)
+    found[:, :3] = torch.stack(grid, dim=-1).flatten(0, 2)
+    return found
+
+
+def flux_config(sizes: Sizes) -> dict[str, Any]:
+    return {
+        "patch_size": 1,
+        "num_layers": sizes.double,
+        "num_single_layers": sizes.single,
+        "joint_attention_dim": sizes.text_channels,
+        "pooled_projection_dim": sizes.pooled,
+        "guidance_embeds": False,
+        "axes_dims_rope": rotary_axes(sizes),
+    }
+
+
+def flux_inputs(sizes: Sizes, sample: Tensor, sigma: float) -> Inputs:
+    import torch
+
+    return {
+        "hidden_states": sample,
+        "timestep": torch.full((sizes.batch,), sigma),
+        "img_ids": places(sizes, 3),
+        "txt_ids": torch.zeros(sizes.text, 3),
+    }
+
+
+def flux2_config(sizes: Sizes) -> dict[str, Any]:
+    return {
+        "num_layers": sizes.double,
+        "num_single_layers": sizes.single,
+        "joint_attention_dim": sizes.text_channels,
+        "guidance_embeds": False,
+        "axes_dims_rope": (sizes.head_dim // 4,) * 4,
+    }
+
+
+def flux2_inputs(sizes: Sizes, sample: Tensor, sigma: float) -> Inputs:
+    import torch
+
+    text_ids = torch.zeros(sizes.text, 4)
+    text_ids[:, 3] = torch.arange(sizes.text)
+    timestep = torch.full((sizes.batch,), sigma)
+    return {"hidden_states": sample, "timestep": timestep, "img_ids": places(sizes, 4), "txt_ids": text_ids}
+
+
+def sd3_config(sizes: Sizes) -> dict[str, Any]:
+    return {
+        "out_channels": sizes.channels,
+        "num_layers": sizes.double,
+        "joint_attention_dim": sizes.text_channels,
+        "caption_projection_dim": sizes.heads * sizes.head_dim,
+        "pooled_projection_dim": sizes.pooled,
+        "pos_embed_max_size": 192,
+        "qk_norm": "rms_norm",
+    }
+
+
+def sd3_inputs(sizes: Sizes, sample: Tensor, sigma: float) -> Inputs:
+    """A token is two by two places of the latents, all of which have the numbers of one here."""
+    import torch
+
+    image = (
+        sample.transpose(1, 2).unflatten(2, (sizes.side, sizes.side)).repeat_interleave(2, 2).repeat_interleave(2, 3)
+    )
+    return {"hidden_states": image, "timestep": torch.full((sizes.batch,), 1000 * sigma)}
+
+
+def wan_config(sizes: Sizes) -> dict[str, Any]:
+    return {
+        "patch_size": (1, 1, 1),
+        "out_channels": sizes.channels,
+        "num_layers": sizes.double + sizes.single,
+        "text_dim": sizes.text_channels,
+        "freq_dim": sizes.pooled,
+        "ffn_dim": 8 * sizes.heads * sizes.head_dim // 3,  # about the real ones' share
+    }
+
+
+def wan_inputs(sizes: Sizes, sample: Tensor, sigma: float) -> Inputs:
+    import torch
+
+    video = sample.transpose(1, 2).unflatten(2, (sizes.frames, sizes.side, sizes.side))
+    return {"hidden_states": video.contiguous(), "timestep": torch.full((sizes.batch,), 1000 * sigma)}
+
+
+def qwen_config(sizes: Sizes) -> dict[str, Any]:
+    return {
+        "patch_size": 1,
+        "out_channels": sizes.channels,
+        "num_layers": sizes.double + sizes.single,
+        "joint_attention_dim": sizes.text_channels,
+        "axes_dims_rope": rotary_axes(sizes),
+    }
+
+
+def qwen_inputs(sizes: Sizes, sample: Tensor, sigma: float) -> Inputs:
+    import torch
+
+    shapes = [[(sizes.frames, sizes.side, sizes.side)]] * sizes.batch
+    return {"hidden_states": sample, "timestep": torch.full((sizes.batch,), sigma), "img_shapes": shapes}
+
+
+MODELS = {
+    "flux": Benched("FLUX", "FluxTransformer2DModel", flux_config, flux_inputs, pooled=True, pooled_channels=768),
+    "wan": Benched("Wan", "WanTransformer3DModel", wan_config, wan_inputs, text_travels=False),
+    "qwen-image": Benched("Qwen-Image", "QwenImageTransformer2DModel", qwen_config, qwen_inputs, text_channels=3584),
+}
+# By family as well: what real models are made of, at any of its shapes.
+OF_FAMILIES = {
+    "FLUX.1": MODELS["flux"],
+    "FLUX.2": Benched(
+        "FLUX.2", "Flux2Transformer2DModel", flux2_config, flux2_inputs, channels=128, text_channels=15360
+    ),
+    "SD3 / SD3.5": Benched(
+        "SD3", "SD3Transformer2DModel", sd3_config, sd3_inputs, pooled=True, channels=16, pooled_channels=2048
+    ),
+    "Qwen-Image": MODELS["qwen-image"],
+}
+
+
+def run_inputs(benched: Benched, sizes: Sizes, calls: int, steps: int) -> list[Inputs]:
+    """Of so many calls of a run of `steps`: noise gives way to a picture, in equal steps, and the picture turns into
+    another one. The calls of a run have one prompt."""
+    import torch
+
+    noise = torch.Generator().manual_seed(1)
+    dtype = getattr(torch, DTYPES[sizes.dtype])
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(sizes.batch, *shape, generator=noise)
+
+    start, one, other = (drawn(sizes.tokens, sizes.channels) for _ in range(3))
+    alike = {"encoder_hidden_states": drawn(sizes.text, sizes.text_channels).to(sizes.device, dtype)}
+    if benched.pooled:
+        alike["pooled_projections"] = drawn(sizes.pooled).to(sizes.device, dtype)
+    found = []
+    for number in range(calls):
+        sigma = 1 - number / steps
+        angle = sigma * math.pi / 2
+        picture = math.sin(angle) * one + math.cos(angle) * other
+        sample = (sigma * start + (1 - sigma) * picture).to(dtype)
+        own = benched.inputs(sizes, sample, sigma)
+        found.append({name: x.to(sizes.device) if hasattr(x, "to") else x for name, x in own.items()} | alike)
+    return found
+
+
+def in_fp32(inputs: Inputs) -> Inputs:
+    return {name: value.float() if hasattr(value, "float") else value for name, value in inputs.items()}
+
+
+def step(model: Any, inputs: Inputs) -> Tensor:
+    return model(**inputs, return_dict=False)[0]
+
+
+def run(model: Any, of_steps: Sequence[Inputs], branches: int = 1) -> None:
+    """A whole run. With two branches of guidance each step calls the model for a second prompt as well."""
+    for inputs in of_steps:
+        step(model, inputs)
+        if branches == 2:
+            step(model, inputs | {"encoder_hidden_states": -inputs["encoder_hidden_states"]})
