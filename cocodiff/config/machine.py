@@ -51,14 +51,16 @@ class Links:
 
 @dataclass(frozen=True)
 class Device:
-    """One tile: memory in GiB, memory rate in GB/s, dense bf16 rate in TFLOP/s, microseconds to launch a kernel, and
-    10^9 instructions of 16 lanes that its vector engines start in a second. sums_kernel: whether its torch has a kernel
-    of attention that gives the sums, by which parts of attention are merged."""
+    """One tile: memory in GiB, memory rate in GB/s, dense bf16 rate in TFLOP/s, microseconds to launch a kernel, those
+    from a number's being there until the host has read it and the next kernel runs (wait_us), and 10^9 instructions of
+    16 lanes that its vector engines start in a second. sums_kernel: whether its torch has a kernel of attention that
+    gives the sums, by which parts of attention are merged."""
 
     memory_gib: float = 0.0
     memory_gb_s: float = 0.0
     bf16_tflop_s: float = 0.0
     launch_us: float = 0.0
+    wait_us: float = 0.0
     instructions_g_s: float = 0.0
     sums_kernel: bool = True
 

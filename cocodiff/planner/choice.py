@@ -112,7 +112,8 @@ class Part:
         latencies = Latencies.of(self.topology.machine)
         plans = [plan_step(self.case(load), latencies) for load in self.work.calls]
         sent = {link: sum(plan.bytes[link] for plan in plans) for link in LINK_CLASSES}
-        return StepPlan(sum(p.step_s for p in plans), sum(p.compute_s for p in plans), sent, self.work.steps)
+        step_s, compute_s, waits = (sum(getattr(p, name) for p in plans) for name in ("step_s", "compute_s", "waits"))
+        return StepPlan(step_s, compute_s, sent, self.work.steps, waits)
 
     def case(self, load: Load) -> Case:
         """load: one of the work's calls."""
@@ -191,7 +192,7 @@ class Pricer:
         longer = max(slowest, key=lambda plan: plan.step_s)
         outputs_s, outputs = self._outputs(work, partition)
         sent = {link: sum(plan.bytes[link] for plan in slowest) for link in LINK_CLASSES}
-        return PartitionStep(StepPlan(longer.step_s + outputs_s, longer.compute_s, sent, work.steps), outputs)
+        return PartitionStep(replace(longer, step_s=longer.step_s + outputs_s, bytes=sent), outputs)
 
     def _parts(self, work: Workload, partition: Partition) -> list[list[Part]]:
         """As `parts_of`; in the place of all that are alike stands the first of them."""

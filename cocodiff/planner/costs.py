@@ -104,9 +104,9 @@ class Costs:
         return [0.0] * topology.size
 
     @classmethod
-    def choosing(cls, settings: Any, kind: CallKind) -> tuple[int, int]:
-        """Launches, and gathers of all ranks, that v waits for before it is sent."""
-        return 0, 0
+    def choosing(cls, settings: Any, kind: CallKind, tiles: int) -> tuple[int, int, int]:
+        """Launches, gathers of all ranks, and waits of the host for the device, before v is sent. tiles: of a card."""
+        return 0, 0, 0
 
     @classmethod
     def agrees(cls, settings: Any) -> bool:
@@ -192,8 +192,9 @@ class VMajorCosts(Costs):
         ]
 
     @classmethod
-    def choosing(cls, settings: Any, kind: CallKind) -> tuple[int, int]:
-        return (0, 0) if kind.whole else (LAUNCHES_TO_CHOOSE, 1)
+    def choosing(cls, settings: Any, kind: CallKind, tiles: int) -> tuple[int, int, int]:
+        counted = tiles == 1 and settings.schedule != "threshold"  # see `Selection.build`
+        return (0, 0, 0) if kind.whole else (LAUNCHES_TO_CHOOSE, 1, 0 if counted else 1)
 
     @classmethod
     def kinds_of_steps(cls, settings: Any, steps: int, typical: Typical) -> list[Mapping[CallKind, float]]:

@@ -339,11 +339,12 @@ class PlannedCall:
 
     def _chosen_s(self) -> float:
         """Seconds until it is known what of v is sent."""
-        launches, gathers = self._costs.choosing(self._case.config, self._call)
-        latency_s, message_s, launch_s, blocked_s = self._latencies
+        tiles = self._case.topology.machine.tiles
+        launches, gathers, waits = self._costs.choosing(self._case.config, self._call, tiles)
+        latency_s, message_s, launch_s, blocked_s, wait_s = self._latencies
         scored = self._B * self._L * self._H * self._D * self._case.load.itemsize if launches else 0
         gather_s = latency_s + (self._case.mesh.ulysses - 1) * (message_s + 2 * blocked_s)
-        return scored_s(self._device, scored) + launches * launch_s + gathers * gather_s
+        return scored_s(self._device, scored) + launches * launch_s + gathers * gather_s + waits * wait_s
 
     def _merged_s(self) -> float:
         """Seconds of merging two parts of the output."""
@@ -363,12 +364,14 @@ class PlannedCall:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Seconds of a mean step. compute_s: of the rank that computes longest; bytes: of all ranks, by link class."""
+    """Seconds of a mean step. compute_s: of the rank that computes longest; bytes: of all ranks, by link class; waits:
+    of the host for numbers that the device computes."""
 
     step_s: float
     compute_s: float
     bytes: dict[str, float]
     steps: int
+    waits: float = 0.0
 
     @property
     def image_s(self) -> float:
@@ -396,17 +399,20 @@ def plan_layers(case: Case, latencies: Latencies) -> list[tuple[Kind, dict[CallK
 def plan_step(case: Case, latencies: Latencies) -> StepPlan:
     """Layers follow one another; once in a call of the model ranks gather what they agree on for all its layers."""
     every, branches = kinds_of_steps(case), case.load.branches
-    agrees = case.topology.size > 1 and costs_of(case.config).agrees(case.config)
+    costs, several, tiles = costs_of(case.config), case.topology.size > 1, case.topology.machine.tiles
+    agrees = several and costs.agrees(case.config)
     coded = statistics.mean(sum(part for kind, part in step.items() if not kind.whole) for step in every)
     step_s = branches * latencies.latency_s * coded * agrees
-    compute_s, sent = 0.0, dict.fromkeys(LINK_CLASSES, 0.0)
+    compute_s, waits, sent = 0.0, 0.0, dict.fromkeys(LINK_CLASSES, 0.0)
+    choosing = {call: costs.choosing(case.config, call, tiles)[2] for step in every for call in step}
     for kind, plans in plan_layers(case, latencies):
         calls = kind.layers * branches
         step_s += calls * over_steps({call: plan.seconds for call, plan in plans.items()}, every)
         compute_s += calls * over_steps({call: plan.compute_s for call, plan in plans.items()}, every)
+        waits += calls * several * over_steps(choosing, every)
         for link in LINK_CLASSES:
             sent[link] += calls * over_steps({call: plan.bytes[link] for call, plan in plans.items()}, every)
-    return StepPlan(step_s, compute_s, sent, case.steps)
+    return StepPlan(step_s, compute_s, sent, case.steps, waits)
 
 
 # For benchmarks -------------------------------------------------------------------------------------------------------

@@ -23,19 +23,21 @@ SIBLING, PLANE, NIC_OUT, NIC_IN = range(4)  # kinds of links, one direction each
 
 class Latencies(NamedTuple):
     """Seconds: of a message before its first byte; between two messages of one sender; of a kernel's launch; that each
-    message blocks the host of either end."""
+    message blocks the host of either end; that the host waits for the device's queue to read a number."""
 
     latency_s: float = 0.0
     message_s: float = 0.0
     launch_s: float = 0.0
     blocked_s: float = 0.0
+    wait_s: float = 0.0
 
     @classmethod
     def of(cls, machine: Machine) -> Latencies:
         """As the machine file has them."""
         links = machine.links
-        of_links = links.latency_us, links.message_us, machine.device.launch_us, links.blocked_us
-        return cls(*(us / 1e6 for us in of_links))
+        device = machine.device
+        times = links.latency_us, links.message_us, device.launch_us, links.blocked_us, device.wait_us
+        return cls(*(us / 1e6 for us in times))
 
 
 class Wires:
@@ -149,7 +151,7 @@ class Stage:
 
     def wait_s(self, latencies: Latencies) -> float:
         """Seconds that messages take, however large they are."""
-        latency_s, message_s, _, blocked_s = latencies
+        latency_s, message_s, _, blocked_s, _ = latencies
         return latency_s + self.messages * message_s + self.handled * blocked_s
 
     def hop(self, rows_P: Floats, heads_P: Floats, cell: int, latencies: Latencies) -> Hop:

@@ -18,9 +18,10 @@ from worlds import topology_of
 from cocodiff.attention.strategy import LayerKey, LazyQKV
 from cocodiff.attention.ulysses import Ulysses, joint, v_first
 from cocodiff.attention.v_major.codec import VMajor
-from cocodiff.attention.v_major.selection import Schedule, stable_tokens
+from cocodiff.attention.v_major.selection import Cards, Schedule, Selection, stable_tokens
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.comm.trace import Trace
+from cocodiff.config.machine import Machine, Topology
 from cocodiff.exchange.codec import StepInfo
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.kernels import Kernels
@@ -274,3 +275,23 @@ def test_schedules_over_twenty_steps():
     assert Schedule("cosine").stable_fraction(19, 20) == 1
     assert Schedule("list", ratios=(0.1, 0.5)).stable_fraction(7, 20) == 0.5
     assert all(Schedule("fixed", sync_interval=1).is_full(t, 20) for t in range(20))
+
+
+SINGLE = Machine("single", tiles=1, planes=(0,), cards=3)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.35, 1.0])
+def test_on_cards_of_one_tile_a_fraction_tells_what_travels_without_the_device(fraction, monkeypatch):
+    """Nothing of a tensor is read by the host, and the choice is the one for which it reads the numbers of rows."""
+    topology = Topology.build(SINGLE, 3)
+    layout = Layout.build(topology, image_and_text(41, 7), 6)
+    cards = Cards.build(topology, layout, torch.device("cpu"))
+    score_BS = torch.rand(2, 41, generator=torch.Generator().manual_seed(0))
+    active_BS = cards.active(score_BS, score_BS, fraction, 0.0, Kernels("torch"))
+    expected = Selection.build(active_BS, layout, replace(cards, single=False), fraction)
+    for name in ("tolist", "item", "nonzero", "__bool__", "__int__", "cpu"):
+        monkeypatch.setattr(torch.Tensor, name, None)
+    chosen = Selection.build(active_BS, layout, cards, fraction)
+    monkeypatch.undo()
+    assert chosen.layout == expected.layout and torch.equal(chosen.arriving, expected.arriving)
+    assert all(map(torch.equal, chosen.of_rank, expected.of_rank))

@@ -264,7 +264,7 @@ class SourceCall(SelectiveCall):
         cards, threshold = codec.cards(layout, of_all.device), codec.schedule.threshold
         active_BS = cards.active(of_all[0], of_all[-1], codec.fraction, threshold, self.kernels)
         codec.drift.chosen(codec.moment.step, active_BS[:, slices(layout.may_stay)[codec.rank]])
-        return Selection.build(active_BS, layout, cards)
+        return Selection.build(active_BS, layout, cards, codec.fraction)
 
     def encode(self, tensors_BLHD: Mapping[str, Tensor]) -> Encoded:
         payloads, layout = super().encode(tensors_BLHD)
@@ -384,7 +384,7 @@ class CardCall(SelectiveCall):
         active_BS = own.new_empty(batch, sum(layout.may_stay), dtype=torch.bool)
         of_cards_BN = torch.cat([parts[rank].view(batch, -1) for rank in scorers], 1)  # a launch for all cards
         active_BS[:, cards.all_S] = of_cards_BN.bool()
-        return Selection.build(active_BS, layout, cards)
+        return Selection.build(active_BS, layout, cards, codec.fraction)
 
 
 class WholeFirst(TensorsToHeads):

@@ -106,12 +106,14 @@ class Cards:
 
     sizes: their numbers. all_S: their positions, card by card, of each ascending. alike: the same for choosing: cards
     of as many tokens together, [C, N] each, since one launch can choose in all of them. rows: see `rows_in_order`.
+    single: whether every card has one tile, so that a schedule's fraction tells how many rows of each rank travel.
     """
 
     sizes: tuple[int, ...]
     all_S: Tensor
     alike: tuple[Tensor, ...]
     rows: tuple[Tensor, Tensor, Tensor, Tensor]
+    single: bool
 
     @classmethod
     def build(cls, topology: Topology, layout: Layout, device: torch.device) -> Cards:
@@ -125,7 +127,8 @@ class Cards:
             of_size.setdefault(len(positions), []).append(positions)
         alike = tuple(torch.stack(same).to(device) for same in of_size.values())
         rows = rows_in_order(layout, device)
-        return cls(tuple(map(len, cards)), torch.cat(cards).to(device), alike, rows)
+        single = all(len(ranks) == 1 for ranks in topology.cards.values())
+        return cls(tuple(map(len, cards)), torch.cat(cards).to(device), alike, rows, single)
 
     def active(
         self, score_BS: Tensor, norm_BS: Tensor, fraction: float | None, threshold: float, kernels: Kernels
@@ -157,21 +160,28 @@ class Selection:
         return (*self.of_rank, self.arriving)
 
     @classmethod
-    def build(cls, active_BS: Tensor, layout: Layout, cards: Cards) -> Selection:
-        """active_BS: bool, of the tokens that may stay those that travel. Rows go by batch row, then in the model's
-        order."""
+    def build(cls, active_BS: Tensor, layout: Layout, cards: Cards, fraction: float | None) -> Selection:
+        """active_BS: bool, of the tokens that may stay those that travel. fraction: of a card's that stay, None where a
+        threshold decides. Rows go by batch row, then in the model's order.
+
+        The host waits for the device once, for the numbers of rows; on cards of one tile a fraction tells them."""
         token_S, turn_S, first_S, rows_of = cards.rows
+        batch, ranks, places = len(active_BS), layout.in_sequence, len(token_S)
         travels_BS = active_BS.index_select(1, token_S.clamp(min=0)) | (token_S < 0)
-        batch_N, place_N = travels_BS.nonzero(as_tuple=True)
-        turn_N, order = turn_S[place_N].sort(stable=True)  # rank by rank, of each the batch rows one after the other
-        batch_N, place_N = batch_N[order], place_N[order]
-        ranks = layout.in_sequence
-        own_N = batch_N * rows_of[turn_N] + place_N - first_S[place_N]
-        in_turn = torch.bincount(turn_N, minlength=len(ranks)).tolist()
+        # Rank by rank, of each the batch rows one after the other; what stays comes last.
+        turn_N, order_N = torch.where(travels_BS, turn_S, len(ranks)).flatten().sort(stable=True)
+        if cards.single and fraction is not None:
+            stay = [math.floor(layout.may_stay[rank] * fraction) for rank in ranks]
+            in_turn = [batch * (layout.rows[rank] - left) for rank, left in zip(ranks, stay, strict=True)]
+        else:
+            counts = torch.zeros(len(ranks) + 1, dtype=torch.long, device=turn_N.device)
+            in_turn = counts.scatter_add_(0, turn_N, torch.ones_like(turn_N)).tolist()[:-1]
+        arriving_N = order_N[: sum(in_turn)]
+        place_N, turn_N = arriving_N % places, turn_N[: sum(in_turn)]
+        own_N = arriving_N // places * rows_of[turn_N] + place_N - first_S[place_N]
         of_rank = dict(zip(ranks, zip(in_turn, own_N.split(in_turn), strict=True), strict=True))
-        counts, rows = zip(*(of_rank[rank] for rank in range(len(ranks))), strict=True)
-        arriving_N = batch_N * len(token_S) + place_N
-        return cls(layout.of_rows(counts), rows, arriving_N)
+        counts_P, rows = zip(*(of_rank[rank] for rank in range(len(ranks))), strict=True)
+        return cls(layout.of_rows(counts_P), rows, arriving_N)
 
 
 def rows_in_order(layout: Layout, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:

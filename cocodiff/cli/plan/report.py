@@ -63,9 +63,7 @@ class Sizes:
 
 def size(topology: Topology, work: Workload, partition: Partition, video: Video) -> Sizes:
     """video: what is made, or an image."""
-    found: dict[int, RankMemory] = {}
-    layers: dict[int, RankMemory] = {}
-    largest_of_parts = []
+    found, layers, largest_of_parts = dict[int, RankMemory](), dict[int, RankMemory](), []
     tile = int(topology.machine.device.memory_gib * 2**30) or None
     for part in (part for of_replica in parts_of(topology, work, partition) for part in of_replica):
         shape, load, mesh = part.work.shape, part.work.load, part.mesh
@@ -103,8 +101,7 @@ def table(
     }
     for name, field in {**{f"cache: {k}": v for k, v in cached.items()}, "cache": "cache"}.items():
         lines.append(f"{name:<28}" + "".join(f"{mib(getattr(x, field)):>12}" for x in (sizes.layer, rank, sizes.node)))
-    for name in ("weights", "activations", "total"):
-        about = f"{name} (estimate)" if name == "activations" else name
+    for about, name in {"weights": "weights", "activations (estimate)": "activations", "total": "total"}.items():
         lines.append(f"{about:<28}{'':>12}" + "".join(f"{mib(getattr(x, name)):>12}" for x in (rank, sizes.node)))
     lines += peak_lines(sizes, ranks_of_node(topology))
     if sizes.tile is None:
@@ -315,7 +312,6 @@ def add_times(
 
 def summary(step: PartitionStep) -> list[str]:
     plan = step.plan
-
     sent = ", ".join(f"{link} {plan.bytes[link] / 1e9:.2f}" for link in LINK_CLASSES)
     outputs = ", ".join(f"{link} {count / 1e6:.1f}" for link, count in step.outputs.items() if count)
     lines = [
@@ -324,6 +320,8 @@ def summary(step: PartitionStep) -> list[str]:
         f"an image ({plan.steps} steps, denoising alone): {plan.image_s:.2f} s",
         f"GB sent in a step by all ranks: {sent}",
     ]
+    if plan.waits:
+        lines.append(f"the host waits for the device {plan.waits:.0f} times a step, to know how many tokens travel")
     return [*lines, f"MB of outputs that guidance branches exchange in a step: {outputs}"] if outputs else lines
 
 
@@ -352,6 +350,7 @@ def step_json(step: PartitionStep) -> dict[str, Any]:
         "steps": plan.steps,
         "compute_s": plan.compute_s,
         "communication_share": plan.communication_share,
+        "host_waits": plan.waits,
         "bytes_per_step": plan.bytes,
         "bytes_per_image": {link: count * plan.steps for link, count in plan.bytes.items()},
         "output_bytes_per_step": step.outputs,
