@@ -251,3 +251,8 @@ def test_what_commands_write_by_default_is_ignored_by_git():
     ignored = (ROOT / ".gitignore").read_text().splitlines()
     names = {name for path in SOURCES for name in re.findall(r'Option\("out", "[^"]*", "(\w+)"\)', path.read_text())}
     assert "restored" in names and [one for one in names if not {f"/{one}/", f"/{one}*/"} & {*ignored}] == []
+
+
+def test_no_memory_is_given_back_to_a_device():
+    """Messages in memory that is given back and taken anew leak in oneCCL (torch-xpu-ops 3744)."""
+    assert [path for path in SOURCES if "empty_cache(" in path.read_text()] == []

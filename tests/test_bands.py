@@ -71,7 +71,7 @@ def both_ways(vae: Any, z: Tensor) -> tuple[Tensor, Tensor]:
     frames = z.shape[2:-2] and (4 * z.shape[2] - 3,)
     image = torch.randn(1, 3, *frames, factor * z.shape[-2] + rest, factor * z.shape[-1] + rest, generator=generator)
     with torch.no_grad():
-        return vae.decode(z).sample, vae.encode(image.to(dtype)).latent_dist.parameters
+        return vae.decode(z).sample, vae.encode(image.to(z.device, dtype)).latent_dist.parameters
 
 
 def check(found: Tensor, plain: Tensor, truth: Tensor) -> None:

@@ -6,19 +6,22 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 from covering import covering_set
+from test_bands import both_ways, random_latents, random_vae
 from tiny_models import FAMILIES
 
 from cocodiff.attention import local
 from cocodiff.comm import loopback
 from cocodiff.comm.launch import Launch
+from cocodiff.comm.transport import Part
 from cocodiff.engine import engine
 from cocodiff.engine.engine import parallelize
+from cocodiff.models.decoding import share_vae
 
 STEPS = 3
 HALF: dict[str, Any] = {"schedule": "fixed", "ratio": 0.5, "warmup": 1, "steps": STEPS}
@@ -170,6 +173,55 @@ def test_no_rank_waits_without_end_in_a_library_that_blocks(simulated, case):
 def test_messages_by_the_librarys_own_all_to_all(simulated, case):
     """A call that not all ranks of its group make would never end."""
     check(simulated, case, late=0.004, messages="alltoall")
+
+
+@pytest.mark.parametrize("split", [((0, 1), (2, 3)), ((0, 2), (1, 3))], ids=str)
+def test_replicas_beside_each_other_in_a_library_that_blocks(simulated, split):
+    """Each has the CPU's bits, as if it were alone."""
+    from simulated_device.ranks import SimulatedTransport, run_ranks
+
+    class Late(SimulatedTransport):
+        late_s = 0.004
+
+    def work(transport: Any) -> torch.Tensor:
+        own = next(ranks for ranks in split if transport.rank in ranks)
+        return outputs_of(Part(transport, own), settings, family, calls)
+
+    codec = "v_major" if split[0] == (0, 1) else "lossless"  # which tokens stay is decided by card
+    case = (2, "tapa", "v_first", codec, "now", 1, 1, "unguided", None)
+    with at_case(case) as (size, settings, family, calls):
+        expected = loopback.run_ranks(size, lambda transport: outputs_of(transport, settings, family, calls))
+        with simulated.devices(4, strict=True) as found:
+            of_ranks = run_ranks(4, work, Late)
+    assert found.reports == []
+    assert all(torch.equal(outputs, expected[0]) for outputs in of_ranks)
+
+
+@pytest.mark.parametrize("how", ["one", "all", "tiled", "sharded"])
+def test_a_vae_is_shared_in_a_library_that_blocks(simulated, how):
+    """Decoded and encoded as on CPUs, up to the rounding of its convolutions."""
+    from simulated_device.ranks import SimulatedTransport, run_ranks
+
+    class Late(SimulatedTransport):
+        late_s = 0.004
+
+    vae, latents = random_vae("kl"), random_latents("kl", 1, 9, 7)
+
+    def work(transport: Any) -> list[torch.Tensor]:
+        own = copy.deepcopy(vae).to(transport.device)
+        own.use_tiling = how == "tiled"
+        undo = [*share_vae(own, how, transport)]
+        found = both_ways(own, latents.to(transport.device))
+        for take_off in undo:
+            take_off()
+        return [x.cpu() for x in found]
+
+    expected = loopback.run_ranks(3, work)
+    with simulated.devices(3, strict=True) as found:
+        of_ranks = run_ranks(3, work, Late)
+    assert found.reports == []
+    for one, other in zip(of_ranks, expected, strict=True):
+        assert all(map(partial(torch.allclose, atol=1e-5), one, other))
 
 
 @pytest.mark.exhaustive

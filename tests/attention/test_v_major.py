@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -295,3 +297,28 @@ def test_on_cards_of_one_tile_a_fraction_tells_what_travels_without_the_device(f
     monkeypatch.undo()
     assert chosen.layout == expected.layout and torch.equal(chosen.arriving, expected.arriving)
     assert all(map(torch.equal, chosen.of_rank, expected.of_rank))
+
+
+@pytest.mark.full
+def test_a_thousand_steps_take_the_memory_of_the_first_ones():
+    """Also what is noted of each: memory of this process, of two ranks after a quarter of the steps and at the end."""
+    case, steps, pages = Case(2, 24, 8, 4), 1000, []
+    layout, topology = case.layout(), topology_of(case.machine, case.size)
+    exchange_name, build = v_major(SCHEDULES["cosine"], "card", "prev")
+    tensors = case.tensors(0)
+
+    def work(transport: Any) -> None:
+        trace = Trace(transport.rank)
+        strategy = build(topology, Exchange(exchange_name, topology, transport, trace), trace, transport)
+        own = [x[:, layout.row_slices[transport.rank]] for x in tensors]
+        for step in range(steps):
+            strategy.codec.begin_step(StepInfo(0, step, steps))
+            q, k, v = (lambda x=x: x for x in own)
+            for layer in range(8):
+                strategy.attend(LazyQKV(q, k, v, case.segments, case.heads), LayerKey(f"layer {layer}"))
+            trace.clear()
+            if transport.rank == 0 and step % 250 == 249:
+                pages.append(int(Path("/proc/self/statm").read_text().split()[1]))
+
+    run_ranks(case.size, work)
+    assert (pages[3] - pages[0]) * os.sysconf("SC_PAGE_SIZE") < 4e6

@@ -224,8 +224,11 @@ class Drift:
         return {"change": change, "stable_fraction": sum(part.stable for part in parts) / tokens if tokens else 0.0}
 
 
+PENDING = 64  # steps whose sums stay on the device
+
+
 class DriftNotes:
-    """One rank's notes. Sums stay on the device until a run is over: to read a number is to wait for its queue."""
+    """One rank's notes. Sums stay on the device for many steps: to read a number is to wait for its queue."""
 
     def __init__(self) -> None:
         self._steps: dict[int, int] = {}  # seen, with the tokens that were chosen among
@@ -233,6 +236,8 @@ class DriftNotes:
         self._on_host: dict[tuple[str, int], float] = defaultdict(float)
 
     def ensure_step(self, step: int) -> None:
+        if step not in self._steps and len({of for _, of in self._sums}) >= PENDING:
+            self.sync_to_host()
         self._steps.setdefault(step, 0)
 
     def scored(self, step: int, change_BN: Tensor, norm_BN: Tensor) -> None:
@@ -248,7 +253,7 @@ class DriftNotes:
         self._sums["active", step].append(active_BN.sum())
 
     def sync_to_host(self) -> None:
-        """Reads what was noted, between two runs, so that notes of many runs take no more memory than one's."""
+        """Reads what was noted, also between two runs, so that notes of many take no more memory than those of one."""
         for key, sums in self._sums.items():
             self._on_host[key] += sum(torch.stack(sums).tolist())
         self._sums.clear()
