@@ -7,7 +7,6 @@
     n                        measurements
     bytes                    per link class, of one unit, all ranks together; null where nothing is exchanged
     ratio_vs_X               median of the paired ratios to X, one for each round; null where X was not measured
-    layers                   `bench attention`: kind of layer -> its times, see `hidden.AttentionTimes`
 """
 
 from __future__ import annotations

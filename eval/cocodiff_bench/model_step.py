@@ -43,8 +43,7 @@ from cocodiff.planner.memory import Load, ModelShape, largest_batch
 from cocodiff.topology.axes import PLACEMENTS, Axes, Mesh
 from cocodiff_bench import common
 from cocodiff_bench.common import Benchmark, Row, Values
-from cocodiff_bench.hidden import Late
-from cocodiff_bench.stand_in import Clock, StandIn
+from cocodiff_bench.stand_in import Clock, Late, StandIn
 from cocodiff_bench.step import measure_shape
 
 # CoCoDiff's Figure 11 at 48 MB per rank, one node: oneCCL, and TAPA's two phases. And what nominal links would take,

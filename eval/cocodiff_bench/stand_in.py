@@ -3,17 +3,15 @@ that the cores that all ranks share do not decide what messages can hide behind.
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cocodiff.attention.local import LocalAttention, Partial
-from cocodiff.comm.trace import Trace
+from cocodiff.comm.trace import Span, Trace
 from cocodiff.config.config import Config
 from cocodiff.config.machine import Device, Topology
 from cocodiff.engine.assemble import build_strategy, chunking, exchange_table
@@ -45,50 +43,6 @@ def send(exchange: Exchange, layout: Layout, kind: str = "", **x_BLHD: Tensor) -
     """Sends each tensor [B, L, H, D] in one message to each peer and returns, when all has arrived, [B, S, G, D]."""
     sent = Transfer(exchange, EncodedCall(layout), kind).send(**x_BLHD)
     return [arriving.wait() for arriving in sent.values()]
-
-
-def send_back(exchange: Exchange, out_BSGD: Tensor, layout: Layout, kind: str = "") -> Tensor:
-    """Sends attention's output [B, S, G, D] back and returns [B, L, H, D] when all has arrived."""
-    return Transfer(exchange, EncodedCall(layout), kind).back(out_BSGD)
-
-
-def after(seconds: float, x_BLHD: Tensor) -> Callable[[], Tensor]:
-    """A projection that takes so long and gives this tensor."""
-
-    def project() -> Tensor:
-        time.sleep(seconds)
-        return x_BLHD
-
-    return project
-
-
-@dataclass
-class WaitingAttention(LocalAttention):
-    """Attention itself while `seconds` is None, else a wait: `seconds` for so many `pairs` of a query and a key of one
-    head. The wait's result depends on every element of q, k and v, and is the same up to rounding for all keys at once
-    and for parts of them."""
-
-    pairs: float = 1.0
-    seconds: float | None = None
-
-    def whole(self, q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, mask_B11S: Tensor | None = None) -> Tensor:
-        if self.seconds is None:
-            return super().whole(q_BSGD, k_BSGD, v_BSGD, mask_B11S)
-        return self._wait(self.seconds, q_BSGD, k_BSGD, v_BSGD)
-
-    def part(self, q_BTGD: Tensor, k_BUGD: Tensor, v_BUGD: Tensor, mask_B11U: Tensor | None = None) -> Partial:
-        if self.seconds is None:
-            return super().part(q_BTGD, k_BUGD, v_BUGD, mask_B11U)
-        out_BTGD = self._wait(self.seconds, q_BTGD, k_BUGD, v_BUGD)
-        log_keys = math.log(k_BUGD.shape[1])
-        return Partial(out_BTGD, out_BTGD.new_full(out_BTGD.shape[:3], log_keys, dtype=torch.float32))
-
-    def _wait(self, seconds: float, q_BTGD: Tensor, k_BUGD: Tensor, v_BUGD: Tensor) -> Tensor:
-        started = time.perf_counter()
-        out_BTGD = q_BTGD + (k_BUGD + v_BUGD).mean(1, keepdim=True)
-        share = q_BTGD.shape[1] * k_BUGD.shape[1] * q_BTGD.shape[2] / self.pairs
-        time.sleep(max(0.0, seconds * share - (time.perf_counter() - started)))
-        return out_BTGD
 
 
 # Layers of a model that is not there, timed by a roofline -------------------------------------------------------------
@@ -181,3 +135,57 @@ class StandIn(ModelCalls):
         self.last_s.append((time.perf_counter() - started) / SITES)
         self.record = self._trace.record()
         self.costs.catch_up(self.codec)
+
+
+# What nobody waits for ------------------------------------------------------------------------------------------------
+
+Interval = tuple[int, int]  # start and end in nanoseconds
+
+
+class Late(NamedTuple):
+    """Bytes that no call waited for, and those of them that were hidden: that travelled while the rank's main thread
+    waited for nothing. Of a message that is hidden in part, the bytes are by its time."""
+
+    sent: int
+    hidden: float
+
+    @classmethod
+    def of(cls, of_ranks: Iterable[Sequence[Span]]) -> Late:
+        """By the spans of every rank."""
+        sent, hidden = 0, 0.0
+        for of_rank in of_ranks:
+            waits = _waits(of_rank)
+            for late in (span for span in of_rank if span.late_bytes):
+                duration = late.end_ns - late.start_ns
+                unseen = duration - overlap(_times([late]), waits)
+                sent, hidden = sent + late.late_bytes, hidden + late.late_bytes * (unseen / duration if duration else 1)
+        return cls(sent, hidden)
+
+
+def _waits(of_rank: Iterable[Span]) -> list[Interval]:
+    """When the rank's main thread waited, for whatever."""
+    return union(_times(s for s in of_rank if s.lane == "main" and s.name.startswith("wait")))
+
+
+def _times(spans: Iterable[Span]) -> list[Interval]:
+    return [(span.start_ns, span.end_ns) for span in spans]
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same time as intervals that are in order and apart; empty ones go."""
+    joined: list[Interval] = []
+    for start, end in sorted(intervals):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        elif start < end:
+            joined.append((start, end))
+    return joined
+
+
+def length(intervals: Iterable[Interval]) -> int:
+    return sum(end - start for start, end in intervals)
+
+
+def overlap(first: Sequence[Interval], second: Sequence[Interval]) -> int:
+    """The time that two unions have in common."""
+    return length(first) + length(second) - length(union([*first, *second]))

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from cocodiff_bench.hidden import Late
+from cocodiff_bench.stand_in import Late
 from tiny_models import qwen_inputs, qwen_transformer
 
 from cocodiff.comm.launch import detect
