@@ -200,7 +200,7 @@ class SliceJob(Job[Batch]):
         if self.session.folder is not None:
             for number, (task, of_task) in enumerate(zip(self.tasks, self.masked, strict=True)):
                 files, about = self._files(number), {"version": __version__, "seed": values["seed"]}
-                for line in export(task, files, images, self._provenance(number), about):
+                for line in export(task, files, images, self._provenance(number), about, progress):
                     say(line)
                 found += jumps(task, self.presets, files, of_task, progress)
                 save_previews(task, of_task, files, self.presets, images)

@@ -186,19 +186,25 @@ def export(
     folder: Path,
     provenance: Mapping[str, Mapping[str, Any]],
     of_mask: Mapping[str, Any],
+    progress: Callable[[range, str], Iterable[int]],
 ) -> list[str]:
     """Writes a task's results in its format, slice by slice, and beside them a mask that was made, where 255 is
     restored; in stores of results it is a label image, with the labels of a Zarr input.
 
-    provenance: how each preset's results are made, of_mask: how the mask was, for the files' own metadata. Returns a
-    line for each label of the input's that is not kept.
+    provenance: how each preset's results are made, of_mask: how the mask was, for the files' own metadata. progress:
+    shows the slices that are written, see `reading_bar`. Returns a line for each label of the input's that is not kept.
     """
     mask, volume, lost = task.mask, task.stack.volume, list[str]()
     made = not mask.from_file
 
     def write(name: str, dtype: np.dtype, read: Callable[[int], np.ndarray], about: Mapping[str, Any]) -> NewVolume:
-        about = {**about, "mask": mask.name}
-        return write_volume(task.format, folder, partial(task.files.result, name), volume, dtype, read, about)
+        about, slices = {**about, "mask": mask.name}, iter(progress(range(len(task.stack)), f"writing {name}"))
+
+        def shown(index: int) -> np.ndarray:
+            next(slices, None)
+            return read(index)
+
+        return write_volume(task.format, folder, partial(task.files.result, name), volume, dtype, shown, about)
 
     for name, file in files.items():
         written = write(name, file.dtype, file.read, provenance[file.preset])
