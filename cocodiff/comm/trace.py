@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 LINK_CLASSES = ("sibling", "plane", "cross_plane", "node")
 # What is sent: q, k, v and o, of which calls of guidance that all ranks share are counted apart where it is parallel;
-# the model's output within a part; between guidance's parts; what the residual codec decides by. "whole":
-# what q, k, v and o would have been without a codec. Parts of q, k, v and o: "late", that no call waited for, and
-# "overflow", the lossless codec's rests.
-PURPOSES = ("attention", "unsplit", "gather", "guidance", "notes", "whole", "late", "overflow")
+# the model's output within a part; between guidance's parts; what the residual codec decides by; parts of blocks'
+# weights. "whole": what q, k, v and o would have been without a codec. Parts of q, k, v and o: "late", that no call
+# waited for, and "overflow", the lossless codec's rests.
+PURPOSES = ("attention", "unsplit", "gather", "guidance", "notes", "whole", "late", "overflow", "weights")
 MAX_SPANS = 2_000  # of one rank; later ones are counted, not kept
 
 

@@ -172,6 +172,15 @@ class Config:
     steps: int | None = setting(
         None, "denoising steps, for a bare transformer; a pipeline tells by itself", given="code", least=1
     )
+    weights: str = setting(
+        "whole",
+        "who keeps a block's weights: whole (every rank all of them), card or node (each of its tiles a part; what is "
+        "missing comes while the block before computes)",
+        choices=("whole", "card", "node"),
+    )
+    split_layers: int | None = setting(
+        None, "how many blocks have split weights; by default all", least=1, only_with=("weights", "card", "node")
+    )
     vae: str = setting(
         "one",
         "ranks that decode latents: one (which sends the image), all (each the whole of it); for images whose decoding "

@@ -43,6 +43,7 @@ from cocodiff.topology.layout import Segments
 if TYPE_CHECKING:
     from cocodiff.engine.compiling import Compiler
     from cocodiff.engine.step_cache import FirstBlockCache
+    from cocodiff.engine.weights import SplitWeights
 
 COMPARED_CALLS = 3  # at the start of each run: into its second step, where guidance takes two calls
 
@@ -135,6 +136,7 @@ class Engine:
         self._inside = False
         self._results: Results | None = None  # of all ranks, when the last block ended
         self._undo = ExitStack()  # what leaving the block puts back
+        self._split: list[SplitWeights] = []  # of every model, where weights are split
         self._sized: set[tuple[Any, ...]] = set()  # the calls for which there is memory
 
     def _new_compiler(self) -> Compiler | None:
@@ -195,6 +197,9 @@ class Engine:
 
     def __exit__(self, _kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._inside = False
+        for split in self._split if error is None else ():  # after an error nobody sends the rest
+            split.make_whole()
+        self._split.clear()
         self._undo.close()
         self._sized.clear()
         self._guided.end(drain=error is None)
@@ -222,11 +227,21 @@ class Engine:
         yield self.adapter.attach(model, self, kernels)
         if self.compiler is not None:
             yield self.compiler.attach(model, self.adapter.blocks())
+        if self.config.weights != "whole" and self.size > 1:
+            yield self._split_weights(model)
         if self._caches:  # around blocks that are compiled by then: what the cache sends is in no graph
             yield self._caches[number].attach()
         if self._rule.possible:
             yield replace_forward(model, self._guided.compute)
         yield replace(model, "__getstate__", self.__reduce__)
+
+    def _split_weights(self, model: nn.Module) -> Callable[[], object]:
+        """Around blocks that are compiled by then; what a cache leaves out needs no weights."""
+        from cocodiff.engine.weights import SplitWeights
+
+        among, layers = self.config.weights, self.config.split_layers
+        self._split.append(SplitWeights(model, self.topology, self.transport, among, layers, self.trace))
+        return self._split[-1].attach()
 
     def _share_vae(self) -> Iterator[Callable[[], object]]:
         """Has ranks do together what they call the pipeline's VAE for: gives what takes that off."""
@@ -351,7 +366,8 @@ class Engine:
             "step and branch": (self.counter.step, self.counter.branch),
         }
         if self.counter.calls == 1:
-            facts["digest of weights"] = ", ".join(map(weights_digest, self._models))
+            digests = [split.digest for split in self._split] or map(weights_digest, self._models)
+            facts["digest of weights"] = ", ".join(digests)
         check_agreement(facts | arguments, ranks)
 
     def _begin_step(self, arguments: Arguments) -> None:

@@ -1,0 +1,156 @@
+"""Weights that ranks share: each tile of a card (or of a node) keeps a part of a block's, and has them whole while the
+block computes. What is missing comes over the tiles' own links while the block before computes.
+
+Of a block the bytes of all parameters lie one behind the other and are cut into as many parts as there are ranks. Two
+buffers of the largest block take turns: in one a block computes, into the other the next one's parts arrive. Both stay
+where they are for as long as the engine is entered, and every rank posts the same messages in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from cocodiff.comm.trace import Trace
+from cocodiff.comm.transport import Group, LaneFuture, Transport
+from cocodiff.config.errors import UserError
+from cocodiff.config.machine import Topology
+from cocodiff.engine.agreement import weights_digest
+from cocodiff.models.checks import called_often, replace_forward
+
+ALIGNED = 64  # bytes: where each parameter begins, as kernels like it
+
+
+class SplitBlock:
+    """A block's parameters, of which this rank keeps a part. own: its bytes."""
+
+    def __init__(self, name: str, parameters: Sequence[nn.Parameter], ranks: int, index: int) -> None:
+        """The parameters lose their memory: until `fill` the block cannot compute."""
+        self._parameters = parameters
+        self._cells: list[tuple[int, int, torch.dtype, torch.Size]] = []
+        end = 0
+        for parameter in parameters:
+            if type(parameter.data) is not Tensor or not parameter.is_contiguous():
+                raise UserError(
+                    f"weights of {name}: a {type(parameter.data).__name__} cannot be split: choose weights whole"
+                )
+            self._cells.append((end, parameter.nbytes, parameter.dtype, parameter.shape))
+            end += -(-parameter.nbytes // ALIGNED) * ALIGNED
+        self.part = -(-end // (ranks * ALIGNED)) * ALIGNED
+        whole = torch.zeros(ranks * self.part, dtype=torch.uint8, device=parameters[0].device)
+        for (start, size, *_), parameter in zip(self._cells, parameters, strict=True):
+            whole[start : start + size].copy_(parameter.data.view(-1).view(torch.uint8))
+        self.own = whole[index * self.part : (index + 1) * self.part].clone()
+        self.clear()
+
+    def tensors_in(self, buffer: Tensor) -> list[Tensor]:
+        """The parameters as they lie in a buffer of bytes."""
+        return [buffer[start : start + size].view(dtype).view(shape) for start, size, dtype, shape in self._cells]
+
+    def fill(self, tensors: Sequence[Tensor]) -> None:
+        for parameter, tensor in zip(self._parameters, tensors, strict=True):
+            parameter.data = tensor
+
+    def clear(self) -> None:
+        for parameter in self._parameters:
+            parameter.data = parameter.data.new_empty(0)
+
+
+class UnderWay(NamedTuple):
+    """What arrives for a block, in the buffer of this number."""
+
+    block: int
+    buffer: int
+    arriving: LaneFuture[None]
+
+
+class SplitWeights:
+    """A model's blocks, some of them split among the ranks of this one's card or node, in the order in which the model
+    calls them. digest: of the model's weights, as they were."""
+
+    def __init__(
+        self, model: nn.Module, topology: Topology, transport: Transport, among: str, layers: int | None, trace: Trace
+    ) -> None:
+        """among: "card" or "node". layers: blocks that are split, evenly spread; None for all. All ranks call it."""
+        self.digest, blocks = weights_digest(model), called_often(model)[1:]
+        place = topology.places[transport.rank]
+        self._ranks = [one.rank for one in topology.places if getattr(one, among) == getattr(place, among)]
+        self._topology, self._transport, self._trace = topology, transport, trace
+        self._group: Group = transport.group(self._ranks)
+        self._index = self._ranks.index(transport.rank)
+        self._under_way: UnderWay | None = None
+        count = len(blocks) if layers is None else min(layers, len(blocks))
+        chosen = [blocks[(2 * number + 1) * len(blocks) // (2 * count)] for number in range(count)]
+        self._modules, self._blocks = list[nn.Module](), list[SplitBlock]()
+        seen: set[int] = set()
+        for name, module in chosen if len(self._ranks) > 1 else ():
+            own = [x for x in dict.fromkeys(module.parameters()) if id(x) not in seen and x.numel()]
+            seen |= set(map(id, own))
+            if own:
+                self._modules.append(module)
+                self._blocks.append(SplitBlock(name, own, len(self._ranks), self._index))
+        device = transport.device
+        most = max((block.part for block in self._blocks), default=0) * len(self._ranks)
+        self._buffers = [torch.empty(most, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._tensors = [[block.tensors_in(buffer) for buffer in self._buffers] for block in self._blocks]
+
+    def attach(self) -> Callable[[], object]:
+        """Has every block's weights there while it computes. Returns what takes that off; the weights stay split."""
+        undo = ExitStack()
+        for number, module in enumerate(self._modules):
+            undo.callback(replace_forward(module, partial(self._compute, number)))
+        return undo.close
+
+    def make_whole(self) -> None:
+        """Every rank has all weights again. All ranks call it."""
+        self._drain()
+        for block in self._blocks:
+            buffer = block.own.new_empty(len(self._ranks) * block.part)
+            self._transport.lane("weights").submit(self._gather, block.own, buffer).wait()
+            block.fill(block.tensors_in(buffer))
+
+    def _compute(self, number: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        buffer = self._here(number)
+        self._start((number + 1) % len(self._blocks), 1 - buffer)
+        self._blocks[number].fill(self._tensors[number][buffer])
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._blocks[number].clear()
+
+    def _here(self, number: int) -> int:
+        """The buffer with a block's weights. Where a model leaves blocks out, another one than expected comes."""
+        if self._under_way is None or self._under_way.block != number:
+            self._drain()
+            self._start(number, 0)
+        assert self._under_way is not None
+        with self._trace.span("wait for weights"):
+            self._under_way.arriving.wait()
+        return self._under_way.buffer
+
+    def _start(self, number: int, buffer: int) -> None:
+        block = self._blocks[number]
+        whole = self._buffers[buffer][: len(self._ranks) * block.part]
+        arriving = self._transport.lane("weights").submit(self._gather, block.own, whole)
+        self._under_way = UnderWay(number, buffer, arriving)
+
+    def _drain(self) -> None:
+        if self._under_way is not None:
+            self._under_way.arriving.wait()
+            self._under_way = None
+
+    def _gather(self, own: Tensor, whole: Tensor) -> None:
+        """Every rank's part on every rank."""
+        parts = whole.view(len(self._ranks), -1)
+        parts[self._index].copy_(own)
+        others = [number for number in range(len(self._ranks)) if number != self._index]
+        with self._trace.span("gather weights", "weights"):
+            self._group.send_recv([(own, peer) for peer in others], [(parts[peer], peer) for peer in others]).wait()
+        for peer in others:
+            link = self._topology.link_class(self._transport.rank, self._ranks[peer])
+            self._trace.count(link, own.nbytes, purpose="weights")

@@ -1,0 +1,103 @@
+"""Weights that the tiles of a card or node share: the bits of whole ones; what is held, sent, and comes back."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from covering import covering
+from planned_models import PLANNED
+from tiny_models import FAMILIES
+from torch import Tensor, nn
+
+from cocodiff.comm.loopback import run_ranks
+from cocodiff.config.errors import UserError
+from cocodiff.engine.agreement import tensors_in
+from cocodiff.engine.engine import parallelize
+from cocodiff.models.checks import called_often
+
+STEPS = 3
+HALF: dict[str, Any] = {"selection": "v_major", "schedule": "fixed", "ratio": 0.5, "warmup": 1, "steps": STEPS}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "tapa": {"exchange": "tapa", "order": "v_first"},
+    "v_major": {"exchange": "tapa", "scoring": "card", **HALF},
+    "int4": {"exchange": "split", "codec": "int4"},
+    "ring": {"exchange": "flat", "ring": 2},
+    "ahead": {"exchange": "split", "arrival": "adaptive"},
+    "cached": {"exchange": "tapa", "step_cache": "first_block", "step_cache_threshold": 0.5},
+}
+
+pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
+
+
+def held(model: nn.Module) -> list[int]:
+    """Bytes of every block's parameters."""
+    return [sum(x.nbytes for x in block.parameters()) for _, block in called_often(model)[1:]]
+
+
+def outputs_of(transport: Any, model: nn.Module, inputs: dict[str, Any], settings: dict[str, Any]) -> tuple[Any, ...]:
+    """Of some steps, with what blocks hold inside, what was sent for weights, and whether they are back."""
+    own, outputs = copy.deepcopy(model), []
+    with parallelize(own, transport=transport, kernels="torch", **settings) as engine, torch.no_grad():
+        for step in range(STEPS):
+            moment = {"timestep": torch.full_like(inputs["timestep"], 0.9 - 0.2 * step)}
+            moment["hidden_states"] = inputs["hidden_states"] * (1 + 0.1 * step)
+            outputs.append(own(**inputs | moment, return_dict=False)[0].clone())
+        inside, sent = held(own), sum(engine.bytes("weights").values())
+    back = all(map(torch.equal, own.state_dict().values(), model.state_dict().values()))
+    return torch.stack(outputs), inside, sent, back
+
+
+def check(model: nn.Module, inputs: dict[str, Any], size: int, settings: dict[str, Any], **more: Any) -> list[Any]:
+    whole = run_ranks(size, lambda t: outputs_of(t, model, inputs, settings))
+    split = run_ranks(size, lambda t: outputs_of(t, model, inputs, settings | more))
+    for (expected, *_), (outputs, _, _, back) in zip(whole, split, strict=True):
+        assert torch.equal(outputs, expected) and back
+    return split
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize(
+    ("family", "among", "size", "name"), covering(tuple(FAMILIES), ("card", "node"), (2, 3, 4), tuple(SETTINGS))
+)
+def test_the_bits_of_whole_weights(family, among, size, name):
+    if name == "ring" and size % 2:
+        size = 4
+    make, inputs_of = FAMILIES[family]
+    check(make(6).requires_grad_(False), inputs_of(2, 4, 5, 3), size, SETTINGS[name], weights=among)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("name", PLANNED)
+def test_models_by_a_plan(name):
+    """A plan finds the blocks' names by itself; their weights are split like a family's."""
+    planned = PLANNED[name]
+    model, call = planned.model().requires_grad_(False), planned.call()
+
+    def work(transport: Any, **settings: Any) -> list[Tensor]:
+        own = copy.deepcopy(model)
+        with parallelize(own, transport=transport, kernels="torch", **settings), torch.no_grad():
+            return [x.clone() for x in tensors_in(own(**call, return_dict=False))]
+
+    whole, split = (run_ranks(2, lambda t: work(t, **more)) for more in ({}, {"weights": "card"}))
+    for expected, outputs in zip(whole, split, strict=True):
+        assert outputs and all(map(torch.equal, expected, outputs))
+
+
+def test_some_layers_are_split_and_their_parts_sent_once_a_call(monkeypatch):
+    model = FAMILIES["sd3"][0](6, layers=5).requires_grad_(False)
+    whole = held(model)
+    of_ranks = check(model, FAMILIES["sd3"][1](1, 4, 5, 3), 4, SETTINGS["tapa"], weights="card", split_layers=2)
+    for _, inside, sent, _ in of_ranks:
+        assert inside == [whole[0], 0, whole[2], 0, whole[4]]
+        once = sum(-(-whole[number] // 2) for number in (1, 3)) * 4  # every rank its half, to its sibling
+        assert STEPS * once <= sent <= 1.05 * (STEPS * once + once)  # at the end the next call's first is under way
+
+
+def test_what_cannot_be_split_is_refused():
+    model = FAMILIES["sd3"][0](6).requires_grad_(False)
+    model.transformer_blocks[0].attn.to_q.weight.data = model.transformer_blocks[0].attn.to_q.weight.data.t()
+    with pytest.raises(UserError, match="weights of transformer_blocks.0: .* choose weights whole"):
+        check(model, FAMILIES["sd3"][1](1, 4, 5, 3), 2, SETTINGS["tapa"], weights="card")
