@@ -312,8 +312,8 @@ def _encode_prompts(request: Request, denoiser: Any, dtype: Any, transport: Any)
     guided = request.guidance is None or request.guidance > 1
     prompts = encode(request.pipelines, pipe, request.prompts, guided, transport.device)
     del pipe, encoders
-    # Modules are full of reference cycles. What they leave stays with torch's allocator, for the transformer: memory that
-    # is given back and taken anew between messages leaks in oneCCL (torch-xpu-ops 3744).
+    # Modules are full of reference cycles. What they leave stays with torch's allocator, for the transformer: memory
+    # that is given back and taken anew between messages leaks in oneCCL (torch-xpu-ops 3744).
     gc.collect()
     return prompts
 
