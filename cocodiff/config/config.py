@@ -262,6 +262,11 @@ class Config:
             )
 
     @property
+    def split(self) -> tuple[str, int | None] | None:
+        """Who shares blocks' weights, and of how many blocks; None where every rank has all of them."""
+        return None if self.weights == "whole" else (self.weights, self.split_layers)
+
+    @property
     def exact(self) -> bool:
         """Whether every call of the model is computed, with exact attention."""
         return self.exact_attention and self.step_cache == "none"

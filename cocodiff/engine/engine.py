@@ -136,7 +136,7 @@ class Engine:
         self._inside = False
         self._results: Results | None = None  # of all ranks, when the last block ended
         self._undo = ExitStack()  # what leaving the block puts back
-        self._split: list[SplitWeights] = []  # of every model, where weights are split
+        self._split: dict[nn.Module, SplitWeights] = {}  # where weights are split
         self._sized: set[tuple[Any, ...]] = set()  # the calls for which there is memory
 
     def _new_compiler(self) -> Compiler | None:
@@ -197,8 +197,8 @@ class Engine:
 
     def __exit__(self, _kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._inside = False
-        for split in self._split if error is None else ():  # after an error nobody sends the rest
-            split.make_whole()
+        if self._split and error is None:  # after an error nobody sends the rest
+            self._end_split()
         self._split.clear()
         self._undo.close()
         self._sized.clear()
@@ -209,6 +209,13 @@ class Engine:
         self._results = self._results_of_all_ranks() if error is None else None
         if self._owns_transport and error is None:
             self.transport.close()
+
+    def _end_split(self) -> None:
+        """Weights that were whole are whole again."""
+        from cocodiff.engine.weights import is_split
+
+        for model, split in self._split.items():
+            split.drain() if is_split(model) else split.make_whole()
 
     def _open(self) -> None:
         if self._inside:
@@ -237,11 +244,12 @@ class Engine:
 
     def _split_weights(self, model: nn.Module) -> Callable[[], object]:
         """Around blocks that are compiled by then; what a cache leaves out needs no weights."""
-        from cocodiff.engine.weights import SplitWeights
+        from cocodiff.engine.weights import SplitWeights, is_split
 
-        among, layers = self.config.weights, self.config.split_layers
-        self._split.append(SplitWeights(model, self.topology, self.transport, among, layers, self.trace))
-        return self._split[-1].attach()
+        assert self.config.split is not None, "else every rank has all weights"
+        split = is_split(model) or SplitWeights(model, self.topology, self.transport, *self.config.split)
+        self._split[model] = split
+        return split.attach(self.trace)
 
     def _share_vae(self) -> Iterator[Callable[[], object]]:
         """Has ranks do together what they call the pipeline's VAE for: gives what takes that off."""
@@ -366,7 +374,7 @@ class Engine:
             "step and branch": (self.counter.step, self.counter.branch),
         }
         if self.counter.calls == 1:
-            digests = [split.digest for split in self._split] or map(weights_digest, self._models)
+            digests = [split.digest for split in self._split.values()] or map(weights_digest, self._models)
             facts["digest of weights"] = ", ".join(digests)
         check_agreement(facts | arguments, ranks)
 

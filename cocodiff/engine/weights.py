@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +30,10 @@ ALIGNED = 64  # bytes: where each parameter begins, as kernels like it
 class SplitBlock:
     """A block's parameters, of which this rank keeps a part. own: its bytes."""
 
-    def __init__(self, name: str, parameters: Sequence[nn.Parameter], ranks: int, index: int) -> None:
-        """The parameters lose their memory: until `fill` the block cannot compute."""
+    def __init__(
+        self, name: str, parameters: Sequence[nn.Parameter], ranks: int, index: int, device: torch.device
+    ) -> None:
+        """device: where the block is to compute. The parameters lose their memory: until `fill` it cannot."""
         self._parameters = parameters
         self._cells: list[tuple[int, int, torch.dtype, torch.Size]] = []
         end = 0
@@ -42,7 +45,7 @@ class SplitBlock:
             self._cells.append((end, parameter.nbytes, parameter.dtype, parameter.shape))
             end += -(-parameter.nbytes // ALIGNED) * ALIGNED
         self.part = -(-end // (ranks * ALIGNED)) * ALIGNED
-        whole = torch.zeros(ranks * self.part, dtype=torch.uint8, device=parameters[0].device)
+        whole = torch.zeros(ranks * self.part, dtype=torch.uint8, device=device)
         for (start, size, *_), parameter in zip(self._cells, parameters, strict=True):
             whole[start : start + size].copy_(parameter.data.view(-1).view(torch.uint8))
         self.own = whole[index * self.part : (index + 1) * self.part].clone()
@@ -58,7 +61,7 @@ class SplitBlock:
 
     def clear(self) -> None:
         for parameter in self._parameters:
-            parameter.data = parameter.data.new_empty(0)
+            parameter.data = self.own.new_empty(0, dtype=parameter.dtype)
 
 
 class UnderWay(NamedTuple):
@@ -74,33 +77,31 @@ class SplitWeights:
     calls them. digest: of the model's weights, as they were."""
 
     def __init__(
-        self, model: nn.Module, topology: Topology, transport: Transport, among: str, layers: int | None, trace: Trace
+        self, model: nn.Module, topology: Topology, transport: Transport, among: str, layers: int | None
     ) -> None:
         """among: "card" or "node". layers: blocks that are split, evenly spread; None for all. All ranks call it."""
         self.digest, blocks = weights_digest(model), called_often(model)[1:]
-        place = topology.places[transport.rank]
-        self._ranks = [one.rank for one in topology.places if getattr(one, among) == getattr(place, among)]
-        self._topology, self._transport, self._trace = topology, transport, trace
+        self._ranks = sharing(topology, among, transport.rank)
+        self._topology, self._transport, self._trace = topology, transport, Trace(transport.rank)
         self._group: Group = transport.group(self._ranks)
         self._index = self._ranks.index(transport.rank)
         self._under_way: UnderWay | None = None
-        count = len(blocks) if layers is None else min(layers, len(blocks))
-        chosen = [blocks[(2 * number + 1) * len(blocks) // (2 * count)] for number in range(count)]
+        chosen = [blocks[number] for number in split_blocks(len(blocks), layers)]
         self._modules, self._blocks = list[nn.Module](), list[SplitBlock]()
-        seen: set[int] = set()
+        seen, device = set[int](), transport.device
         for name, module in chosen if len(self._ranks) > 1 else ():
             own = [x for x in dict.fromkeys(module.parameters()) if id(x) not in seen and x.numel()]
             seen |= set(map(id, own))
             if own:
                 self._modules.append(module)
-                self._blocks.append(SplitBlock(name, own, len(self._ranks), self._index))
-        device = transport.device
+                self._blocks.append(SplitBlock(name, own, len(self._ranks), self._index, device))
         most = max((block.part for block in self._blocks), default=0) * len(self._ranks)
         self._buffers = [torch.empty(most, dtype=torch.uint8, device=device) for _ in range(2)]
         self._tensors = [[block.tensors_in(buffer) for buffer in self._buffers] for block in self._blocks]
 
-    def attach(self) -> Callable[[], object]:
+    def attach(self, trace: Trace) -> Callable[[], object]:
         """Has every block's weights there while it computes. Returns what takes that off; the weights stay split."""
+        self._trace = trace
         undo = ExitStack()
         for number, module in enumerate(self._modules):
             undo.callback(replace_forward(module, partial(self._compute, number)))
@@ -108,7 +109,7 @@ class SplitWeights:
 
     def make_whole(self) -> None:
         """Every rank has all weights again. All ranks call it."""
-        self._drain()
+        self.drain()
         for block in self._blocks:
             buffer = block.own.new_empty(len(self._ranks) * block.part)
             self._transport.lane("weights").submit(self._gather, block.own, buffer).wait()
@@ -126,7 +127,7 @@ class SplitWeights:
     def _here(self, number: int) -> int:
         """The buffer with a block's weights. Where a model leaves blocks out, another one than expected comes."""
         if self._under_way is None or self._under_way.block != number:
-            self._drain()
+            self.drain()
             self._start(number, 0)
         assert self._under_way is not None
         with self._trace.span("wait for weights"):
@@ -139,7 +140,8 @@ class SplitWeights:
         arriving = self._transport.lane("weights").submit(self._gather, block.own, whole)
         self._under_way = UnderWay(number, buffer, arriving)
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
+        """Waits for what is under way. All ranks call it."""
         if self._under_way is not None:
             self._under_way.arriving.wait()
             self._under_way = None
@@ -154,3 +156,32 @@ class SplitWeights:
         for peer in others:
             link = self._topology.link_class(self._transport.rank, self._ranks[peer])
             self._trace.count(link, own.nbytes, purpose="weights")
+
+
+_FOR_GOOD: WeakKeyDictionary[nn.Module, SplitWeights] = WeakKeyDictionary()
+
+
+def split_for_good(
+    models: Sequence[nn.Module], topology: Topology, transport: Transport, split: tuple[str, int | None]
+) -> None:
+    """Splits models' weights before they are on the device, of which no rank needs room for all then. They stay so for
+    every engine on these ranks."""
+    for model in models:
+        _FOR_GOOD[model] = SplitWeights(model, topology, transport, *split)
+
+
+def is_split(model: nn.Module) -> SplitWeights | None:
+    """What has split a model's weights for good."""
+    return _FOR_GOOD.get(model)
+
+
+def split_blocks(count: int, layers: int | None) -> list[int]:
+    """Which of so many blocks have split weights: evenly spread, so that each has some others' time to arrive in."""
+    some = count if layers is None else min(layers, count)
+    return [(2 * number + 1) * count // (2 * some) for number in range(some)]
+
+
+def sharing(topology: Topology, among: str, rank: int) -> list[int]:
+    """The ranks that share this one's blocks: of its card, or its node."""
+    place = topology.places[rank]
+    return [one.rank for one in topology.places if getattr(one, among) == getattr(place, among)]

@@ -6,7 +6,7 @@ import gc
 import math
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -246,11 +246,14 @@ def import_pipeline(request: Request) -> None:
 # On every rank --------------------------------------------------------------------------------------------------------
 
 
-def load_model(request: Request, dtype: str, transport: Any) -> Model:
+def load_model(
+    request: Request, dtype: str, transport: Any, split: Callable[[Sequence[Any]], None] | None = None
+) -> Model:
     """Loads a pipeline on every rank, on the rank's device. All ranks call it.
 
-    dtype: fp32, bf16 or fp16. Text encoders are loaded by rank 0 alone, for as long as it encodes the prompts; the
-    others get the embeddings. On a CPU, weights stored in `dtype` are mapped from their file, not copied.
+    dtype: fp32, bf16 or fp16. split: splits the transformers' weights before they are on the device. Text encoders are
+    loaded by rank 0 alone, for as long as it encodes the prompts; the others get the embeddings. On a CPU, weights
+    stored in `dtype` are mapped from their file, not copied.
     Raises UserError on every rank when the model cannot be loaded.
     """
     wanted = torch_dtype(dtype)
@@ -261,6 +264,10 @@ def load_model(request: Request, dtype: str, transport: Any) -> Model:
         prompts = [prompt_embeddings(1, wanted)]
     else:
         pipe, prompts, fixed = _load_on_ranks(request, dtype, transport)
+    if split is not None:
+        from cocodiff.models import experts_of
+
+        split(experts_of(pipe))
     pipe.to(transport.device)
     prompts = [{name: value.to(transport.device) for name, value in prompt.items()} for prompt in prompts]
     return Model(request.model, pipe, prompts, fixed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from cocodiff.comm.launch import detect
@@ -43,8 +43,16 @@ class Replica:
         self.whole, self.count = whole, replicas
         axes = axes_of(machine, whole.size, replicas)
         self.number = axes.coordinates(whole.rank).replica
-        self.transport: Any = whole if replicas == 1 else Part(whole, axes.replica(whole.rank))
+        ranks = axes.replica(whole.rank)
+        self.transport: Any = whole if replicas == 1 else Part(whole, ranks)
+        self.topology = axes.topology.part(ranks)
         self.leads = self.transport.rank == 0
+
+    def splits_weights(self, split: tuple[str, int | None]) -> Callable[[Sequence[Any]], None]:
+        """What splits models' weights among these ranks, see `Config.split`."""
+        from cocodiff.engine.weights import split_for_good
+
+        return partial(split_for_good, topology=self.topology, transport=self.transport, split=split)
 
     def say_ready(self, started: float) -> None:
         """started: `time.monotonic()` when the command began."""

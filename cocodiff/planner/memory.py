@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 from cocodiff.attention.streaming import head_runs
 from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Topology
+from cocodiff.engine.weights import sharing, split_blocks
 from cocodiff.models.adapter import IMAGE, image_and_text
 from cocodiff.models.family import VAE_FACTOR, Family, VaeSize, Video
 from cocodiff.planner.costs import Cell, StateSizes
@@ -150,7 +151,8 @@ def shape_of_config(family: Family, config: Mapping[str, Any], parameters: int) 
 class Load:
     """What a run puts on the ranks.
 
-    batch: rows B of one call. state: what is kept between steps; None where that is nothing.
+    batch: rows B of one call. state: what is kept between steps; None where that is nothing. split: who shares blocks'
+    weights, "card" or "node", and of how many blocks (None: all); None where every rank has all of them.
     """
 
     segments: Segments
@@ -158,6 +160,7 @@ class Load:
     itemsize: int = 2
     branches: int = 1
     state: StateSizes | None = None
+    split: tuple[str, int | None] | None = None
 
     def tokens(self, name: str) -> int:
         """Of the segments of this name."""
@@ -278,17 +281,40 @@ def streamed(mesh: Mesh, heads: int) -> int:
 
 
 def size_run(shape: ModelShape, topology: Topology, load: Load, mesh: Mesh | None = None) -> list[RankMemory]:
-    """What every rank needs. Every rank holds all weights. mesh: None is Ulysses alone.
+    """What every rank needs. mesh: None is Ulysses alone.
 
     Raises UserError where the ranks outnumber image tokens, or those of a Ulysses group heads.
     """
-    weights = shape.parameters * load.itemsize
-    return [
-        replace(cache, weights=weights, activations=active)
-        for cache, active in zip(
-            run_cache(shape, topology, load, mesh), activations(shape, topology, load, mesh), strict=True
-        )
-    ]
+    parts = (
+        run_cache(shape, topology, load, mesh),
+        activations(shape, topology, load, mesh),
+        weights_held(shape, topology, load),
+    )
+    return [replace(cache, weights=held, activations=active) for cache, active, held in zip(*parts, strict=True)]
+
+
+def block_parameters(shape: ModelShape) -> list[int]:
+    """Numbers of every block's weights, in the model's order: attention, modulation and MLP of each stream. An
+    estimate, within 3 % of the published models (`tests/test_memory.py`)."""
+    modulation, mlp = 0 if shape.gated_mlp else 3, (3 if shape.gated_mlp else 2) * shape.mlp_ratio
+    joint = 2 * (2 * modulation + 4 + mlp) if shape.text_tokens else 8 + mlp  # Wan attends to its text alone
+    of_width = [joint] * shape.joint_layers + [modulation + 4 + mlp] * shape.parallel_layers
+    return [int(x * shape.width**2) for x in of_width]
+
+
+def weights_held(shape: ModelShape, topology: Topology, load: Load) -> list[int]:
+    """Bytes of every rank's weights: of split blocks its part, and two buffers of the largest one."""
+    numbers = [shape.parameters] * topology.size
+    if load.split is not None:
+        among, layers = load.split
+        blocks = block_parameters(shape)
+        models = max(1, round(shape.parameters / max(1, sum(blocks))))  # Wan 2.2 has two
+        some = [blocks[number] for number in split_blocks(len(blocks), layers)]
+        for rank in range(topology.size):
+            ranks = len(sharing(topology, among, rank))
+            if ranks > 1 and some:
+                numbers[rank] -= models * int(sum(some) * (1 - 1 / ranks) - 2 * max(some))
+    return [count * load.itemsize for count in numbers]
 
 
 def largest_batch(shape: ModelShape, topology: Topology, load: Load, memory: int, mesh: Mesh | None = None) -> int:
@@ -303,9 +329,12 @@ def misfit(need: RankMemory, memory: int) -> str | None:
         return None
     parts = {"weights": need.weights, "activations": need.activations, "cache": need.cache}
     if need.weights > memory:
-        blame = "the weights alone do not fit: use a smaller dtype or tiles with more memory"
+        blame = "the weights alone do not fit: share them by weights card or node, or use a smaller dtype"
     elif need.weights + need.activations > memory:
-        blame = "weights and activations alone do not fit: use a smaller batch, a smaller image or more ranks"
+        blame = (
+            "weights and activations alone do not fit: share weights by weights card or node, or use a smaller batch, "
+            "a smaller image or more ranks"
+        )
     elif 2 * need.step_cache > need.cache:
         blame = (
             "what the step cache keeps is too much: use a smaller batch, more ranks, or step_cache none, which keeps "

@@ -218,11 +218,11 @@ def same_bits(config: Config, exact: Config) -> bool:
 # On every rank --------------------------------------------------------------------------------------------------------
 
 
-def load_requested(request: Request, dtype: str, transport: Any) -> Model:
-    """A model in one of DTYPES. All ranks call it."""
+def load_requested(request: Request, dtype: str, transport: Any, split: Any = None) -> Model:
+    """A model in one of DTYPES. All ranks call it. split: see `load_model`."""
     if dtype == "auto":
         dtype = "fp32" if transport.device.type == "cpu" else "bf16"
-    return load_model(request, dtype, transport)
+    return load_model(request, dtype, transport, split)
 
 
 def open_session(prepared: Prepared, transport: Any) -> Session:
@@ -236,8 +236,11 @@ def open_session(prepared: Prepared, transport: Any) -> Session:
     replica = Replica(transport, prepared.values["machine"], prepared.partition.replicas)
     if transport.rank == 0 and not prepared.values["quiet"]:
         note(f"loading the model: {prepared.request.model}")
-    model = load_requested(prepared.request, prepared.values["dtype"], transport)
     modes, exact = with_exact(prepared)
+    wanted = {config.split for config in modes.values()}
+    alike = wanted.pop() if len(wanted) == 1 else None  # else each engine splits and joins them for itself
+    split = None if alike is None else replica.splits_weights(alike)
+    model = load_requested(prepared.request, prepared.values["dtype"], transport, split)
     engines = Engines(modes, lambda config: Engine(model.pipe, config, replica.transport))
     if prepared.quality is None:  # else those of the settings that are tried
         _ = [*engines.values()]
