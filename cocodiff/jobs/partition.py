@@ -147,10 +147,7 @@ def workloads(
     text = PROMPT_TOKENS if request.own is not None else shape.text_tokens
     segments = image_and_text(image_tokens(values, request, path, shape), text)
     load = Load(segments, batch * shape.rows_per_image, itemsize, shape.branches)
-    return [
-        Workload(shape, replace(load, state=state_sizes(config), split=config.split), config, steps)
-        for config in presets
-    ]
+    return [Workload(shape, replace(load, state=state_sizes(config)), config, steps) for config in presets]
 
 
 def image_tokens(values: dict[str, Any], request: Request, path: Path, shape: ModelShape) -> int:

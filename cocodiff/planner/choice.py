@@ -24,7 +24,7 @@ from cocodiff.models.adapter import IMAGE
 from cocodiff.planner.costs import state_sizes
 from cocodiff.planner.decisions import Decisions
 from cocodiff.planner.layers import Case, StepPlan, plan_step
-from cocodiff.planner.memory import Load, ModelShape, RankMemory, check_fits, misfit, size_run
+from cocodiff.planner.memory import Load, ModelShape, RankMemory, Split, check_fits, misfit, size_run
 from cocodiff.planner.partitions import Partition, partitions_of
 from cocodiff.planner.traffic import Latencies, Traffic, Wires
 from cocodiff.topology.axes import Axes, Mesh
@@ -145,13 +145,16 @@ def untimed(machine: Machine) -> str | None:
 def parts_of(topology: Topology, work: Workload, partition: Partition) -> list[list[Part]]:
     """Of every replica its guidance branches. Raises UserError where the partition does not divide the ranks."""
     axes = Axes.build(topology, replica=partition.replicas, guidance=partition.guidance)
+
+    def part_of(replica: Topology, branch: int, ranks: tuple[int, ...]) -> Part:
+        own = topology.part(ranks)
+        of_branch = work.of_branch(partition.guidance, branch).with_codec_chosen(own)
+        return Part(
+            ranks, own, replace(of_branch, load=replace(of_branch.load, split=Split.of(work.config.split, replica)))
+        )
+
     return [
-        [
-            Part(
-                ranks, part := topology.part(ranks), work.of_branch(partition.guidance, branch).with_codec_chosen(part)
-            )
-            for branch, ranks in enumerate(of_replica)
-        ]
+        [part_of(topology.part(sorted(sum(of_replica, ()))), *one) for one in enumerate(of_replica)]
         for of_replica in axes.branches
     ]
 

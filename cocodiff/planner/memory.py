@@ -147,12 +147,28 @@ def shape_of_config(family: Family, config: Mapping[str, Any], parameters: int) 
     )
 
 
+class Split(NamedTuple):
+    """Weights of so many blocks (None: of all) are shared by these ranks, each with a part."""
+
+    ranks: Topology
+    layers: int | None
+
+    @classmethod
+    def of(cls, split: tuple[str, int | None] | None, topology: Topology) -> Split | None:
+        """split: see `Config.split`. topology: of a replica, of whose groups the smallest counts."""
+        if split is None:
+            return None
+        groups = [sharing(topology, split[0], rank) for rank in range(topology.size)]
+        ranks = topology.part(min(groups, key=len))
+        return cls(ranks, split[1]) if ranks.size > 1 else None
+
+
 @dataclass(frozen=True)
 class Load:
     """What a run puts on the ranks.
 
-    batch: rows B of one call. state: what is kept between steps; None where that is nothing. split: who shares blocks'
-    weights, "card" or "node", and of how many blocks (None: all); None where every rank has all of them.
+    batch: rows B of one call. state: what is kept between steps; None where that is nothing. split: how blocks' weights
+    are shared; None where every rank has all of them.
     """
 
     segments: Segments
@@ -160,7 +176,7 @@ class Load:
     itemsize: int = 2
     branches: int = 1
     state: StateSizes | None = None
-    split: tuple[str, int | None] | None = None
+    split: Split | None = None
 
     def tokens(self, name: str) -> int:
         """Of the segments of this name."""
@@ -285,12 +301,9 @@ def size_run(shape: ModelShape, topology: Topology, load: Load, mesh: Mesh | Non
 
     Raises UserError where the ranks outnumber image tokens, or those of a Ulysses group heads.
     """
-    parts = (
-        run_cache(shape, topology, load, mesh),
-        activations(shape, topology, load, mesh),
-        weights_held(shape, topology, load),
-    )
-    return [replace(cache, weights=held, activations=active) for cache, active, held in zip(*parts, strict=True)]
+    caches, active = run_cache(shape, topology, load, mesh), activations(shape, topology, load, mesh)
+    held = weights_held(shape, load)
+    return [replace(one, weights=held, activations=most) for one, most in zip(caches, active, strict=True)]
 
 
 def block_parameters(shape: ModelShape) -> list[int]:
@@ -302,19 +315,14 @@ def block_parameters(shape: ModelShape) -> list[int]:
     return [int(x * shape.width**2) for x in of_width]
 
 
-def weights_held(shape: ModelShape, topology: Topology, load: Load) -> list[int]:
-    """Bytes of every rank's weights: of split blocks its part, and two buffers of the largest one."""
-    numbers = [shape.parameters] * topology.size
-    if load.split is not None:
-        among, layers = load.split
-        blocks = block_parameters(shape)
-        models = max(1, round(shape.parameters / max(1, sum(blocks))))  # Wan 2.2 has two
-        some = [blocks[number] for number in split_blocks(len(blocks), layers)]
-        for rank in range(topology.size):
-            ranks = len(sharing(topology, among, rank))
-            if ranks > 1 and some:
-                numbers[rank] -= models * int(sum(some) * (1 - 1 / ranks) - 2 * max(some))
-    return [count * load.itemsize for count in numbers]
+def weights_held(shape: ModelShape, load: Load) -> int:
+    """Bytes of a rank's weights: of split blocks its part, and two buffers of the largest one."""
+    numbers, blocks = shape.parameters, block_parameters(shape)
+    if load.split is not None and blocks:
+        models = max(1, round(shape.parameters / sum(blocks)))  # Wan 2.2 has two
+        some = [blocks[number] for number in split_blocks(len(blocks), load.split.layers)]
+        numbers -= models * int(sum(some) * (1 - 1 / load.split.ranks.size) - 2 * max(some))
+    return numbers * load.itemsize
 
 
 def largest_batch(shape: ModelShape, topology: Topology, load: Load, memory: int, mesh: Mesh | None = None) -> int:

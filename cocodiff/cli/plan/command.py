@@ -235,7 +235,6 @@ def workload_of(values: dict[str, Any], shape: ModelShape, config: Config, video
         itemsize=DTYPES[values["dtype"]],
         branches=values["branches"] or shape.branches,
         state=state_sizes(config),
-        split=config.split,
     )
     if negative is not None and load.branches != 2:
         raise UserError(
