@@ -31,13 +31,16 @@ from cocodiff.kernels import Kernels
 from cocodiff.kernels.device import free_memory
 from cocodiff.models import family_of
 from cocodiff.models.adapter import image_and_text
+from cocodiff.models.checks import called_often
 from cocodiff.planner import automatic
+from cocodiff.planner.choice import Partition, Workload, parts_of
 from cocodiff.planner.costs import StateSizes, state_sizes
 from cocodiff.planner.memory import (
     MIB,
     Load,
     ModelShape,
     RankMemory,
+    block_parameters,
     check_fits,
     largest_batch,
     run_cache,
@@ -300,8 +303,11 @@ def test_the_largest_batch_is_in_images():
 @pytest.mark.parametrize(
     ("memory", "blame"),
     [
-        (99, "weights alone do not fit: use a smaller dtype or tiles with more memory"),
-        (149, "weights and activations alone do not fit: use a smaller batch, a smaller image or more ranks"),
+        (99, "weights alone do not fit: share them by weights card or node, or use a smaller dtype"),
+        (
+            149,
+            "weights and activations alone do not fit: share weights by weights card or node, or use a smaller batch",
+        ),
         (199, "V-Major's cache is too much: use a smaller batch, more ranks, or preset tapa"),
     ],
 )
@@ -419,3 +425,33 @@ def test_a_file_takes_from_its_family_what_it_does_not_say(tmp_path):
     path.write_text(said + "family: FLUX.3\n")
     with pytest.raises(UserError, match=r"family of model file mine.yaml 'FLUX.3', did you mean FLUX"):
         load_shape(str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "settings"),
+    [
+        ("flux.1", "FluxTransformer2DModel", {"guidance_embeds": True}),
+        ("flux.2", "Flux2Transformer2DModel", {}),
+        ("qwen-image", "QwenImageTransformer2DModel", {}),
+        ("wan2.2", "WanTransformer3DModel", {"num_layers": 40, "num_attention_heads": 40, "ffn_dim": 13824}),
+    ],
+)
+def test_a_blocks_weights_are_near_those_of_the_published_model(name, kind, settings):
+    import diffusers
+
+    with torch.device("meta"):
+        model = getattr(diffusers, kind)(**settings)
+    blocks = [sum(x.numel() for x in block.parameters()) for _, block in called_often(model)[1:]]
+    assert block_parameters(load_shape(name)) == pytest.approx(blocks, rel=0.03)
+
+
+@pytest.mark.parametrize(("among", "ranks"), [("card", 2), ("node", 12)])
+@pytest.mark.parametrize("layers", [None, 4])
+def test_weights_that_tiles_share_leave_a_part_and_two_buffers(among, ranks, layers):
+    """Also where the branches of guidance have a plane each, in which a card has one tile."""
+    shape = load_shape("qwen-image")
+    work = Workload(shape, Load(shape.segments(512), 1, 2, 2), Config(weights=among, split_layers=layers), 50)
+    (parts,) = parts_of(topology_of("aurora", 24), work, Partition(1, 2))
+    block, split = block_parameters(shape)[0] * 2, layers or 60
+    held = shape.parameters * 2 - split * block * (1 - 1 / ranks) + 2 * block
+    assert [part.need.weights for part in parts] == pytest.approx([held, held], rel=1e-6)

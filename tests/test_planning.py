@@ -21,8 +21,17 @@ from cocodiff.models.adapter import image_and_text
 from cocodiff.planner.calibrate import AllToAll, Constants
 from cocodiff.planner.costs import WHOLE, CallKind, state_sizes
 from cocodiff.planner.decisions import Decisions, without_seldom
-from cocodiff.planner.layers import Case, kinds_of, kinds_of_steps, of_kind, plan_layers, plan_step, sampled_kinds
-from cocodiff.planner.memory import Load, ModelShape
+from cocodiff.planner.layers import (
+    Case,
+    kinds_of,
+    kinds_of_steps,
+    of_kind,
+    over_steps,
+    plan_layers,
+    plan_step,
+    sampled_kinds,
+)
+from cocodiff.planner.memory import Load, ModelShape, Split, block_parameters
 from cocodiff.planner.roofline import cost_of, roofline, seconds, started
 from cocodiff.planner.traffic import Latencies
 from cocodiff.topology.links import alltoall_bound
@@ -398,3 +407,19 @@ def test_a_kernel_takes_its_traffic_or_its_instructions():
     bound = started("qk_norm_rope", numbers) / 717e9
     assert bound > traffic / 1e12 and seconds(device, 0, traffic, started("qk_norm_rope", numbers)) == bound
     assert seconds(replace(device, instructions_g_s=0), 0, traffic, 1e12) == pytest.approx(traffic / 1e12)
+
+
+@pytest.mark.parametrize("mlp_ratio", [4, 400])
+def test_split_weights_arrive_while_the_block_before_computes(mlp_ratio):
+    """Half of a block comes over the sibling link, of which ranks wait for what is longer than the block before."""
+    of = case(shape=replace(TOY, mlp_ratio=mlp_ratio))
+    split = replace(of, load=replace(of.load, split=Split.of(("card", None), of.topology)))
+    seconds = [
+        over_steps({c: p.seconds for c, p in calls.items()}, kinds_of_steps(of))
+        for _, calls in plan_layers(of, Latencies())
+    ]
+    of_blocks = [seconds[0]] * 3 + [seconds[1]] * 2
+    halves = [numbers / 134e9 for numbers in block_parameters(of.shape)]  # of two bytes each
+    waited = sum(max(0.0, half - of_blocks[number - 1]) for number, half in enumerate(halves))
+    assert waited > 0
+    assert planned(split).step_s == pytest.approx(planned(of).step_s + of.load.branches * waited)

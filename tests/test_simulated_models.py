@@ -34,6 +34,8 @@ SELECTIONS: dict[str, dict[str, Any]] = {
     "int2": {"codec": "int2", "predictor": "auto"},
     "lossless": {"codec": "lossless", "predictor": "taylor"},  # of a model in 16 bits
     "cached": {"step_cache": "first_block", "step_cache_threshold": 0.5},
+    "split": {"weights": "card"},
+    "split among nodes' tiles": {"weights": "node", "step_cache": "first_block", "step_cache_threshold": 0.5},
 }
 # family and calls of a step: without guidance, with both branches in one call, with a call for each
 CALLS = {"unguided": ("sd3", 1, 1), "one call": ("sd3", 1, 2), "two calls": ("flux", 2, 2)}

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from cocodiff.comm import checked
 from cocodiff.comm.health import Health, Limits, OnLoss, Watch
 from cocodiff.comm.launch import Launch
 from cocodiff.comm.torch_dist import NEVER, TorchDistTransport, check_backend, device_backend, initialise
@@ -146,7 +145,9 @@ def connect(
 
             transport = HostTransport(transport, device)
     if check_messages:
-        checked.check_messages(transport)
+        from cocodiff.comm.checked import check_messages as check
+
+        check(transport)
     _tell_of_blocking(transport)
     return transport
 

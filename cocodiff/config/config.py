@@ -174,12 +174,11 @@ class Config:
     )
     weights: str = setting(
         "whole",
-        "who keeps a block's weights: whole (every rank all of them), card or node (each of its tiles a part; what is "
-        "missing comes while the block before computes)",
+        "who keeps a block's weights: whole (each rank), card or node (its tiles share them: the rest comes in time)",
         choices=("whole", "card", "node"),
     )
     split_layers: int | None = setting(
-        None, "how many blocks have split weights; by default all", least=1, only_with=("weights", "card", "node")
+        None, "blocks whose weights are shared; by default all", least=1, only_with=("weights", "card", "node")
     )
     vae: str = setting(
         "one",
@@ -263,7 +262,7 @@ class Config:
 
     @property
     def split(self) -> tuple[str, int | None] | None:
-        """Who shares blocks' weights, and of how many blocks; None where every rank has all of them."""
+        """Who shares blocks' weights, and of how many blocks; None where nobody does."""
         return None if self.weights == "whole" else (self.weights, self.split_layers)
 
     @property

@@ -43,7 +43,7 @@ from cocodiff.topology.layout import Segments
 if TYPE_CHECKING:
     from cocodiff.engine.compiling import Compiler
     from cocodiff.engine.step_cache import FirstBlockCache
-    from cocodiff.engine.weights import SplitWeights
+    from cocodiff.engine.weights import EngineWeights
 
 COMPARED_CALLS = 3  # at the start of each run: into its second step, where guidance takes two calls
 
@@ -131,12 +131,12 @@ class Engine:
         self.counter = StepCounter()
         self.compiler = self._new_compiler()
         self._kernels = self._new_kernels(config.kernels, self.trace.note_kernel)
+        self._weights = self._new_weights()
         self._rule = self._guidance_rule()
         self._guided = GuidedRanks(self.topology, self.transport, self._rule, self.trace, self._sequence_of)
         self._inside = False
         self._results: Results | None = None  # of all ranks, when the last block ended
         self._undo = ExitStack()  # what leaving the block puts back
-        self._split: dict[nn.Module, SplitWeights] = {}  # where weights are split
         self._sized: set[tuple[Any, ...]] = set()  # the calls for which there is memory
 
     def _new_compiler(self) -> Compiler | None:
@@ -146,6 +146,14 @@ class Engine:
         from cocodiff.engine.compiling import Compiler
 
         return Compiler(self.trace, lambda: self.counter.run > 0 or self.counter.step > 0)
+
+    def _new_weights(self) -> EngineWeights | None:
+        """None where every rank has all weights."""
+        if self.config.split is None or self.size == 1:
+            return None
+        from cocodiff.engine.weights import EngineWeights
+
+        return EngineWeights(self.topology, self.transport, self.config.split, self.trace)
 
     def _new_kernels(self, path: str, note: Any = None) -> Kernels:
         return Kernels(path, note) if self.compiler is None else Kernels(path, note, self.compiler.compiled)
@@ -197,9 +205,8 @@ class Engine:
 
     def __exit__(self, _kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._inside = False
-        if self._split and error is None:  # after an error nobody sends the rest
-            self._end_split()
-        self._split.clear()
+        if self._weights is not None:
+            self._weights.end(drain=error is None)
         self._undo.close()
         self._sized.clear()
         self._guided.end(drain=error is None)
@@ -209,13 +216,6 @@ class Engine:
         self._results = self._results_of_all_ranks() if error is None else None
         if self._owns_transport and error is None:
             self.transport.close()
-
-    def _end_split(self) -> None:
-        """Weights that were whole are whole again."""
-        from cocodiff.engine.weights import is_split
-
-        for model, split in self._split.items():
-            split.drain() if is_split(model) else split.make_whole()
 
     def _open(self) -> None:
         if self._inside:
@@ -234,22 +234,13 @@ class Engine:
         yield self.adapter.attach(model, self, kernels)
         if self.compiler is not None:
             yield self.compiler.attach(model, self.adapter.blocks())
-        if self.config.weights != "whole" and self.size > 1:
-            yield self._split_weights(model)
+        if self._weights is not None:  # around blocks that are compiled by then
+            yield self._weights.attach(model)
         if self._caches:  # around blocks that are compiled by then: what the cache sends is in no graph
             yield self._caches[number].attach()
         if self._rule.possible:
             yield replace_forward(model, self._guided.compute)
         yield replace(model, "__getstate__", self.__reduce__)
-
-    def _split_weights(self, model: nn.Module) -> Callable[[], object]:
-        """Around blocks that are compiled by then; what a cache leaves out needs no weights."""
-        from cocodiff.engine.weights import SplitWeights, is_split
-
-        assert self.config.split is not None, "else every rank has all weights"
-        split = is_split(model) or SplitWeights(model, self.topology, self.transport, *self.config.split)
-        self._split[model] = split
-        return split.attach(self.trace)
 
     def _share_vae(self) -> Iterator[Callable[[], object]]:
         """Has ranks do together what they call the pipeline's VAE for: gives what takes that off."""
@@ -374,7 +365,7 @@ class Engine:
             "step and branch": (self.counter.step, self.counter.branch),
         }
         if self.counter.calls == 1:
-            digests = [split.digest for split in self._split.values()] or map(weights_digest, self._models)
+            digests = map(weights_digest, self._models) if self._weights is None else self._weights.digests
             facts["digest of weights"] = ", ".join(digests)
         check_agreement(facts | arguments, ranks)
 

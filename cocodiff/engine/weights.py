@@ -158,6 +158,32 @@ class SplitWeights:
             self._trace.count(link, own.nbytes, purpose="weights")
 
 
+class EngineWeights:
+    """The split weights of an engine's models, from entering to leaving it."""
+
+    def __init__(self, topology: Topology, transport: Transport, split: tuple[str, int | None], trace: Trace) -> None:
+        self._among, self._trace = (topology, transport, *split), trace
+        self._split: dict[nn.Module, SplitWeights] = {}
+
+    @property
+    def digests(self) -> list[str]:
+        return [split.digest for split in self._split.values()]
+
+    def attach(self, model: nn.Module) -> Callable[[], object]:
+        """Splits a model's weights, unless they are split for good. All ranks call it."""
+        self._split[model] = _FOR_GOOD.get(model) or SplitWeights(model, *self._among)
+        return self._split[model].attach(self._trace)
+
+    def end(self, drain: bool) -> None:
+        """Weights that were whole are whole again, but after an error, when nobody sends the rest."""
+        for model, split in self._split.items() if drain else ():
+            if model in _FOR_GOOD:
+                split.drain()
+            else:
+                split.make_whole()
+        self._split.clear()
+
+
 _FOR_GOOD: WeakKeyDictionary[nn.Module, SplitWeights] = WeakKeyDictionary()
 
 
@@ -168,11 +194,6 @@ def split_for_good(
     every engine on these ranks."""
     for model in models:
         _FOR_GOOD[model] = SplitWeights(model, topology, transport, *split)
-
-
-def is_split(model: nn.Module) -> SplitWeights | None:
-    """What has split a model's weights for good."""
-    return _FOR_GOOD.get(model)
 
 
 def split_blocks(count: int, layers: int | None) -> list[int]:

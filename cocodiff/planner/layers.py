@@ -28,18 +28,16 @@ from cocodiff.config.config import Config
 from cocodiff.config.machine import Topology
 from cocodiff.config.registry import ORDERS, load
 from cocodiff.engine.assemble import AttentionWork, chunking, exchange_table, mesh_of
-from cocodiff.engine.weights import split_blocks
 from cocodiff.exchange.codec import StepInfo
 from cocodiff.models.adapter import IMAGE
 from cocodiff.planner.costs import WHOLE, CallKind, Typical, costs_of
 from cocodiff.planner.decisions import Decisions, decisions_of, without_seldom
-from cocodiff.planner.memory import Load, ModelShape, block_parameters
+from cocodiff.planner.memory import Load, ModelShape, weights_waited_s
 from cocodiff.planner.placement import InStages, in_chunks, ring_of
 from cocodiff.planner.roofline import Layer, coded_s, copied_s, merged_s, roofline, scored_s
 from cocodiff.planner.traffic import Hop, Latencies, Wires, of_ranks, stages_of
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.layout import Layout, Segments
-from cocodiff.topology.links import alltoall_bound
 from cocodiff.topology.routes.chunks import megabytes_per_rank
 
 SAMPLES = (0.0, 0.5, 1.0)  # stable fractions that are looked at where a schedule has more than three
@@ -416,23 +414,8 @@ def plan_step(case: Case, latencies: Latencies) -> StepPlan:
         waits += calls * several * over_steps(choosing, every)
         for link in LINK_CLASSES:
             sent[link] += calls * over_steps({call: plan.bytes[link] for call, plan in plans.items()}, every)
-    weights_s = branches * weights_waited_s(case, layers_s, latencies)
+    weights_s = branches * weights_waited_s(case.shape, case.load, layers_s, latencies)
     return StepPlan(step_s + weights_s, compute_s, sent, case.steps, waits)
-
-
-def weights_waited_s(case: Case, layers_s: Sequence[float], latencies: Latencies) -> float:
-    """Seconds of a call that ranks wait for split weights: a block's parts are under way from where the split block
-    before it begins, over links that tokens use as well, whose bytes come first."""
-    numbers = block_parameters(case.shape)
-    if case.load.split is None or not numbers:
-        return 0.0
-    ranks, layers = case.load.split
-    chosen = split_blocks(len(numbers), layers)
-    waited = 0.0
-    for before, number in zip([chosen[-1] - len(numbers), *chosen[:-1]], chosen, strict=True):
-        arriving_s = alltoall_bound(ranks, numbers[number] * case.load.itemsize / ranks.size) or 0.0
-        waited += max(0.0, latencies.latency_s + arriving_s - sum(layers_s[place] for place in range(before, number)))
-    return waited
 
 
 # For benchmarks -------------------------------------------------------------------------------------------------------

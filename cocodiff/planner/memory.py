@@ -26,8 +26,10 @@ from cocodiff.engine.weights import sharing, split_blocks
 from cocodiff.models.adapter import IMAGE, image_and_text
 from cocodiff.models.family import VAE_FACTOR, Family, VaeSize, Video
 from cocodiff.planner.costs import Cell, StateSizes
+from cocodiff.planner.traffic import Latencies
 from cocodiff.topology.axes import Mesh, cut
 from cocodiff.topology.layout import Layout, Segments
+from cocodiff.topology.links import alltoall_bound
 from cocodiff.topology.routes.rounds import rounds_of
 
 T = TypeVar("T")
@@ -323,6 +325,20 @@ def weights_held(shape: ModelShape, load: Load) -> int:
         some = [blocks[number] for number in split_blocks(len(blocks), load.split.layers)]
         numbers -= models * int(sum(some) * (1 - 1 / load.split.ranks.size) - 2 * max(some))
     return numbers * load.itemsize
+
+
+def weights_waited_s(shape: ModelShape, load: Load, layers_s: Sequence[float], latencies: Latencies) -> float:
+    """Seconds of a call that ranks wait for split weights: a block's parts are under way from where the split block
+    before it begins. That tokens use these links as well is left out."""
+    numbers, waited = block_parameters(shape), 0.0
+    if load.split is None or not numbers:
+        return waited
+    ranks, layers = load.split
+    chosen = split_blocks(len(numbers), layers)
+    for before, number in zip([chosen[-1] - len(numbers), *chosen[:-1]], chosen, strict=True):
+        arriving_s = alltoall_bound(ranks, numbers[number] * load.itemsize / ranks.size) or 0.0
+        waited += max(0.0, latencies.latency_s + arriving_s - sum(layers_s[place] for place in range(before, number)))
+    return waited
 
 
 def largest_batch(shape: ModelShape, topology: Topology, load: Load, memory: int, mesh: Mesh | None = None) -> int:
