@@ -174,7 +174,7 @@ class Config:
     )
     weights: str = setting(
         "whole",
-        "who keeps a block's weights: whole (each rank), card or node (its tiles share them: the rest comes in time)",
+        "who keeps a block's weights: whole (each rank), card or node (its tiles share them: docs/ranks.md)",
         choices=("whole", "card", "node"),
     )
     split_layers: int | None = setting(
