@@ -86,7 +86,18 @@ def test_models_by_a_plan(name):
         assert outputs and all(map(torch.equal, expected, outputs))
 
 
-def test_some_layers_are_split_and_their_parts_sent_once_a_call(monkeypatch):
+@pytest.mark.parametrize("what", ["adapters", pytest.param("compiled", marks=pytest.mark.full)])
+def test_with_adapters_and_with_compiled_blocks(what):
+    from peft import LoraConfig
+
+    model = FAMILIES["sd3"][0](6).requires_grad_(False)
+    if what == "adapters":
+        model.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_v"], init_lora_weights=False))
+    settings = SETTINGS["tapa"] | {"compile": what == "compiled"}
+    check(model, FAMILIES["sd3"][1](1, 4, 5, 3), 2, settings, weights="card")
+
+
+def test_some_layers_are_split_and_their_parts_sent_once_a_call():
     model = FAMILIES["sd3"][0](6, layers=5).requires_grad_(False)
     whole = held(model)
     of_ranks = check(model, FAMILIES["sd3"][1](1, 4, 5, 3), 4, SETTINGS["tapa"], weights="card", split_layers=2)
