@@ -33,7 +33,7 @@ from cocodiff.models import family_of
 from cocodiff.models.adapter import image_and_text
 from cocodiff.models.checks import called_often
 from cocodiff.planner import automatic
-from cocodiff.planner.choice import Partition, Workload, parts_of
+from cocodiff.planner.choice import Partition, Workload, parts_of, with_weights_chosen
 from cocodiff.planner.costs import StateSizes, state_sizes
 from cocodiff.planner.memory import (
     MIB,
@@ -455,3 +455,33 @@ def test_weights_that_tiles_share_leave_a_part_and_two_buffers(among, ranks, lay
     block, split = block_parameters(shape)[0] * 2, layers or 60
     held = shape.parameters * 2 - split * block * (1 - 1 / ranks) + 2 * block
     assert [part.need.weights for part in parts] == pytest.approx([held, held], rel=1e-6)
+
+
+MODELS_THAT_DO_NOT_FIT = [
+    ("flux.2", 1536, "lossless"),
+    ("flux.2", 1536, "coded"),
+    ("flux.2", 2304, "cocodiff"),
+    ("flux.2", 2304, "lossless"),
+    ("qwen-image", 3072, "lossless"),
+    ("qwen-image", 3072, "tapa"),
+]
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 4, 8])
+@pytest.mark.parametrize(("name", "size", "preset"), MODELS_THAT_DO_NOT_FIT)
+def test_weights_are_shared_as_far_as_memory_needs_it(name, size, preset, nodes):
+    """4 GiB of a tile stay free, and with one shared block less they would not."""
+    shape, topology = load_shape(name), topology_of("aurora", 12 * nodes)
+    config = Config.preset(preset, weights="auto", machine="aurora")
+    load = Load(shape.segments(size), shape.rows_per_image, 2, shape.branches, state_sizes(config))
+    work, partition = Workload(shape, load, config, 50), Partition(1, shape.branches)
+
+    def need(chosen: Config) -> int:
+        parts = parts_of(topology, replace(work, config=chosen), partition)
+        return max(part.need.total for of_replica in parts for part in of_replica)
+
+    chosen, room = with_weights_chosen(topology, work, partition), 60 * 2**30
+    assert need(chosen) == need(config) <= room
+    if chosen.weights == "card" and chosen.split_layers not in (None, 1):
+        assert need(chosen.with_(split_layers=chosen.split_layers - 1)) > room
+    assert (chosen.weights == "whole") == (need(config.with_(weights="whole")) <= room)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
+import tifffile
 import torch
 from covering import covering
 from planned_models import PLANNED
 from tiny_models import FAMILIES
 from torch import Tensor, nn
 
+from cocodiff.cli.main import main
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.config.errors import UserError
 from cocodiff.engine.agreement import tensors_in
@@ -112,3 +115,22 @@ def test_what_cannot_be_split_is_refused():
     model.transformer_blocks[0].attn.to_q.weight.data = model.transformer_blocks[0].attn.to_q.weight.data.t()
     with pytest.raises(UserError, match=r"weights of transformer_blocks\.0: .* choose weights whole"):
         check(model, FAMILIES["sd3"][1](1, 4, 5, 3), 2, SETTINGS["tapa"], weights="card")
+
+
+def test_a_job_shares_weights_before_they_are_on_the_device(tmp_path, monkeypatch, capfd):
+    """`weights: auto` is decided once for all presets and the exact run, and the image stays what it was."""
+
+    def shared(_topology: Any, work: Any, _partition: Any) -> Any:
+        return work.config.with_(weights="card", split_layers=2)
+
+    monkeypatch.setattr("cocodiff.planner.choice.with_weights_chosen", shared)
+    tifffile.imwrite(tmp_path / "scan.tif", np.random.default_rng(0).random((64, 64), np.float32))
+    images = {}
+    for weights in ("whole", "auto"):
+        words = ["--input", str(tmp_path / "scan.tif"), "--steps", "2", "--ranks", "2", "--preset", "tapa", "cocodiff"]
+        words += ["--weights", weights, "--out", str(tmp_path / weights), "--quiet"]
+        assert main(["inpaint", *words]) == 0
+        found = sorted((tmp_path / weights / "images").glob("*.tif"))
+        images[weights] = [tifffile.imread(path) for path in found]
+    assert "weights auto: of 2 blocks shared by the tiles of a card" in capfd.readouterr().out
+    assert len(images["auto"]) > 2 and all(map(np.array_equal, images["whole"], images["auto"]))

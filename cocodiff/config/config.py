@@ -174,8 +174,9 @@ class Config:
     )
     weights: str = setting(
         "whole",
-        "who keeps a block's weights: whole (each rank), card or node (its tiles share them: docs/ranks.md)",
-        choices=("whole", "card", "node"),
+        "who keeps a block's weights: whole (each rank), card or node (its tiles share them), or auto (in jobs: shared "
+        "as far as a tile's memory needs it)",
+        choices=("auto", "whole", "card", "node"),
     )
     split_layers: int | None = setting(
         None, "blocks whose weights are shared; by default all", least=1, only_with=("weights", "card", "node")
@@ -263,7 +264,7 @@ class Config:
     @property
     def split(self) -> tuple[str, int | None] | None:
         """Who shares blocks' weights, and of how many blocks; None where nobody does."""
-        return None if self.weights == "whole" else (self.weights, self.split_layers)
+        return (self.weights, self.split_layers) if self.weights in ("card", "node") else None
 
     @property
     def exact(self) -> bool:

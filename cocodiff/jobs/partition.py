@@ -94,6 +94,32 @@ def with_guidance(presets: Mapping[str, Config], partition: Partition, request: 
     }
 
 
+def with_weights(
+    presets: Mapping[str, Config],
+    values: dict[str, Any],
+    request: Request,
+    partition: Partition,
+    ranks: int,
+    batch: int = 1,
+    **_: Any,
+) -> dict[str, Config]:
+    """The presets with `weights: auto` decided, as the one that needs most memory has it: all share one model."""
+    undecided = [config for config in presets.values() if config.weights == "auto"]
+    if not undecided:
+        return dict(presets)
+    import_pipeline(request)
+    from cocodiff.planner.choice import shared_weights, with_weights_chosen
+
+    topology = Topology.build(load_machine(values["machine"]), ranks, detect().local_size)
+    works = workloads(values, request, undecided, batch, 1)
+    found = [with_weights_chosen(topology, work, partition) for work in works]
+    most = max(found, key=lambda config: (config.split is not None, config.weights == "node", config.split_layers or 0))
+    if detect().speaks:
+        say(shared_weights(most))
+    settings = {"weights": most.weights, "split_layers": most.split_layers}
+    return {name: one.with_(**settings) if one.weights == "auto" else one for name, one in presets.items()}
+
+
 def sequence_of(
     values: dict[str, Any], request: Request, partition: Partition, ranks: int
 ) -> tuple[Topology, AttentionWork]:

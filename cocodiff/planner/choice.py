@@ -7,6 +7,7 @@ them, and then each rank sends its branch's whole output to its partner in the o
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,7 +25,7 @@ from cocodiff.models.adapter import IMAGE
 from cocodiff.planner.costs import state_sizes
 from cocodiff.planner.decisions import Decisions
 from cocodiff.planner.layers import Case, StepPlan, plan_step
-from cocodiff.planner.memory import Load, ModelShape, RankMemory, Split, check_fits, misfit, size_run
+from cocodiff.planner.memory import Load, ModelShape, RankMemory, Split, block_parameters, check_fits, misfit, size_run
 from cocodiff.planner.partitions import Partition, partitions_of
 from cocodiff.planner.traffic import Latencies, Traffic, Wires
 from cocodiff.topology.axes import Axes, Mesh
@@ -143,7 +144,10 @@ def untimed(machine: Machine) -> str | None:
 
 
 def parts_of(topology: Topology, work: Workload, partition: Partition) -> list[list[Part]]:
-    """Of every replica its guidance branches. Raises UserError where the partition does not divide the ranks."""
+    """Of every replica its guidance branches, with `weights: auto` decided. Raises UserError where the partition does
+    not divide the ranks."""
+    if work.config.weights == "auto":
+        work = replace(work, config=with_weights_chosen(topology, work, partition))
     axes = Axes.build(topology, replica=partition.replicas, guidance=partition.guidance)
 
     def part_of(replica: Topology, branch: int, ranks: tuple[int, ...]) -> Part:
@@ -157,6 +161,39 @@ def parts_of(topology: Topology, work: Workload, partition: Partition) -> list[l
         [part_of(topology.part(sorted(sum(of_replica, ()))), *one) for one in enumerate(of_replica)]
         for of_replica in axes.branches
     ]
+
+
+MARGIN = 4 * 2**30  # bytes of a tile, for the driver, the library of messages and what estimates are off by
+
+
+def with_weights_chosen(topology: Topology, work: Workload, partition: Partition) -> Config:
+    """The settings with weights whole where everything fits a tile, else of as few blocks shared by cards as does it,
+    else all by nodes."""
+    memory = int(topology.machine.device.memory_gib * 2**30) - MARGIN
+
+    def shared(weights: str, layers: int | None = None) -> Config:
+        return work.config.with_(weights=weights, split_layers=layers)
+
+    def fits(config: Config) -> bool:
+        parts = parts_of(topology, replace(work, config=config), partition)
+        return max(part.need.total for of_replica in parts for part in of_replica) <= memory
+
+    if memory <= 0 or fits(shared("whole")):
+        return shared("whole")
+    if not fits(shared("card")):
+        return shared("node")
+    blocks = range(1, len(block_parameters(work.shape)))
+    return shared("card", 1 + bisect_left(blocks, True, key=lambda count: fits(shared("card", count))))
+
+
+def shared_weights(config: Config) -> str:
+    """What `weights: auto` became, in words."""
+    of = "all blocks" if config.split_layers is None else f"{config.split_layers} blocks"
+    return (
+        "weights auto: whole"
+        if config.split is None
+        else f"weights auto: of {of} shared by the tiles of a {config.weights}"
+    )
 
 
 class Pricer:

@@ -124,7 +124,7 @@ def check(values: dict[str, Any]) -> None:
 
 def run_plan(values: dict[str, Any], plan: dict[str, Any], folder: Path | None) -> None:
     from cocodiff.cli.plan import report
-    from cocodiff.planner.choice import Pricer, choose, untimed
+    from cocodiff.planner.choice import Pricer, choose, shared_weights, untimed, with_weights_chosen
 
     shape, topology = load_shape(values["model"]), topology_of(values)
     config = engine_record().preset(values["preset"], **engine_settings(values))
@@ -135,6 +135,8 @@ def run_plan(values: dict[str, Any], plan: dict[str, Any], folder: Path | None) 
         batches = -(-values["images"] // values["batch"])
         choice = choose(pricer, [work], values["images"], batches, None, report.pinned_guidance(config))
     partition = report.one_replica(topology, work) if choice is None else choice.taken.partition
+    if config.weights == "auto":
+        say(shared_weights(with_weights_chosen(topology, work, partition)))
     sizes = report.size(topology, work, partition, video)
     plan |= report.memory_json(values, shape, topology, work.load, sizes, video)
     plan["case"] |= {"replicas": partition.replicas, "guidance_parallel": partition.guidance}

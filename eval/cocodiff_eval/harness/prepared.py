@@ -9,7 +9,7 @@ from cocodiff.config.config import Config, load_machine
 from cocodiff.config.machine import Topology
 from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.options import preset_configs
-from cocodiff.jobs.partition import partition_of, sequence_of, with_guidance
+from cocodiff.jobs.partition import partition_of, sequence_of, with_guidance, with_weights
 from cocodiff.jobs.pipelines import Request, check_model
 from cocodiff.planner.partitions import Partition
 from cocodiff_eval.harness.quality import Quality
@@ -57,5 +57,7 @@ class Prepared:
             quality = replace(quality, rungs=with_guidance(quality.rungs, partition, request))
             if ranks == partition.replicas and not quality.caches:
                 quality = quality.exact_alone()
-        presets = with_guidance(self.presets, partition, request)
+        presets = with_weights(
+            with_guidance(self.presets, partition, request), self.values, request, partition, ranks, **work
+        )
         return replace(self, presets=presets, partition=partition, quality=quality)

@@ -196,6 +196,8 @@ def with_exact(prepared: Prepared) -> tuple[dict[str, Config], str | None]:
     whole = {"selection": "full", "codec": "none", "arrival": "now", "step_cache": "none"}
     settings = engine_settings(prepared.values) | {"exchange": "flat", "chunks": 1, **whole}
     settings["guidance_parallel"] = prepared.partition.guidance
+    shared = next(iter(prepared.presets.values()))
+    settings |= {"weights": shared.weights, "split_layers": shared.split_layers}
     exact = engine_record().preset(EXACT, **settings)
     for mode, config in prepared.presets.items():
         if same_bits(config, exact):
