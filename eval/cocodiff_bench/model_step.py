@@ -24,7 +24,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from cocodiff.comm.launch import emulated
+from cocodiff.comm.launch import detect, emulated
 from cocodiff.comm.trace import save_traces
 from cocodiff.comm.transport import Part
 from cocodiff.config.config import Config, load_machine
@@ -35,11 +35,12 @@ from cocodiff.engine.assemble import mesh_of as assembled_mesh
 from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.model_shapes import family_of_shape, load_shape
 from cocodiff.jobs.options import Option, check_counts
+from cocodiff.kernels.device import free_memory
 from cocodiff.planner.choice import OUTPUT_CHANNELS
 from cocodiff.planner.costs import WHOLE, CallKind, state_sizes
 from cocodiff.planner.decisions import decisions_of, read_decisions
 from cocodiff.planner.layers import Case, Kind, PlannedLayer, kinds_of_steps, over_steps, sampled_kinds
-from cocodiff.planner.memory import Load, ModelShape, largest_batch
+from cocodiff.planner.memory import Load, ModelShape, largest_batch, mib
 from cocodiff.topology.axes import PLACEMENTS, Axes, Mesh
 from cocodiff_bench import common
 from cocodiff_bench.common import Benchmark, Row, Values
@@ -165,6 +166,17 @@ def check_shape(values: Values, shape: ModelShape) -> None:
         raise UserError(f"--variants {late[0]!r}: on an emulated machine alone (cocodiff emulate)")
 
 
+def check_room(shape: ModelShape, transport: Any) -> None:
+    """Raises UserError where a random model of the shape is too large for this rank."""
+    need = shape.parameters * (4 if transport.device.type == "cpu" else 2)
+    free = free_memory(transport.device, detect().local_size or transport.size)
+    if free is not None and need > free:
+        raise UserError(
+            f"{shape.name}: random weights take {mib(need)} MiB of a rank, and {mib(free)} are free: run it inside "
+            f"cocodiff emulate, where computing is waited for"
+        )
+
+
 def fitting(values: Values, shape: ModelShape, topology: Topology) -> tuple[int, dict[str, Config]]:
     """Images in one call, and the variants for which they fit into a tile's memory by the plan; all where the machine's
     file does not tell that. Raises UserError where none fits."""
@@ -192,6 +204,7 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
     if not emulated() or not values["batch"]:
         values["batch"], configs = fitting(values, shape, topology)
     if not emulated():
+        check_room(shape, transport)
         found = measure_shape(values, shape, str(family_of_shape(values["model"])), configs, transport)
         if transport.rank == 0:
             rows = [row | about | {"size": values["size"][0], "batch": values["batch"]} for row in found]

@@ -22,7 +22,6 @@ MANY = "999999999999"
         ("inpaint", "--input", "scan.tif", "--mask", "block", "--ranks", MANY),
         ("generate", "--model", "models/some", "--prompt", "a tooth", "--ranks", MANY),
         ("sweep", "--input", "scan.tif", "--ranks", MANY),
-        ("bench", "attention", "--ranks", MANY),
         ("plan", "--model", "sd3.5", "--machine", "local", "--ranks", MANY),
         ("plan", "--model", "sd3.5", "--nodes", MANY),
         ("emulate", "--machine", "local", "--ranks", MANY, "--", "true"),
