@@ -89,6 +89,21 @@ def test_models_by_a_plan(name):
         assert outputs and all(map(torch.equal, expected, outputs))
 
 
+def test_in_torchs_inference_mode():
+    model, inputs = FAMILIES["sd3"][0](6).requires_grad_(False), FAMILIES["sd3"][1](1, 4, 5, 3)
+
+    def work(transport: Any, **settings: Any) -> Tensor:
+        own = copy.deepcopy(model)
+        with torch.inference_mode(), parallelize(own, transport=transport, kernels="torch", **settings):
+            found = [own(**inputs, return_dict=False)[0].clone() for _ in range(2)][1]
+        with parallelize(own, transport=transport, kernels="torch", **settings), torch.no_grad():
+            assert torch.equal(own(**inputs, return_dict=False)[0], found)
+        return found
+
+    whole, split = run_ranks(2, work), run_ranks(2, lambda t: work(t, weights="card"))
+    assert all(map(torch.equal, whole, split))
+
+
 @pytest.mark.parametrize("what", ["adapters", pytest.param("compiled", marks=pytest.mark.full)])
 def test_with_adapters_and_with_compiled_blocks(what):
     from peft import LoraConfig

@@ -49,6 +49,7 @@ class SplitBlock:
         for (start, size, *_), parameter in zip(self._cells, parameters, strict=True):
             whole[start : start + size].copy_(parameter.data.view(-1).view(torch.uint8))
         self.own = whole[index * self.part : (index + 1) * self.part].clone()
+        self._nothing = [self.own.new_empty(0, dtype=parameter.dtype) for parameter in parameters]
         self.clear()
 
     def tensors_in(self, buffer: Tensor) -> list[Tensor]:
@@ -60,8 +61,7 @@ class SplitBlock:
             parameter.data = tensor
 
     def clear(self) -> None:
-        for parameter in self._parameters:
-            parameter.data = self.own.new_empty(0, dtype=parameter.dtype)
+        self.fill(self._nothing)
 
 
 class UnderWay(NamedTuple):
@@ -80,6 +80,12 @@ class SplitWeights:
         self, model: nn.Module, topology: Topology, transport: Transport, among: str, layers: int | None
     ) -> None:
         """among: "card" or "node". layers: blocks that are split, evenly spread; None for all. All ranks call it."""
+        with torch.inference_mode(False):  # what is made here serves calls in that mode and out of it
+            self._split(model, topology, transport, among, layers)
+
+    def _split(
+        self, model: nn.Module, topology: Topology, transport: Transport, among: str, layers: int | None
+    ) -> None:
         self.digest, blocks = weights_digest(model), called_often(model)[1:]
         self._ranks = sharing(topology, among, transport.rank)
         self._topology, self._transport, self._trace = topology, transport, Trace(transport.rank)
@@ -111,9 +117,11 @@ class SplitWeights:
         """Every rank has all weights again. All ranks call it."""
         self.drain()
         for block in self._blocks:
-            buffer = block.own.new_empty(len(self._ranks) * block.part)
+            with torch.inference_mode(False):
+                buffer = block.own.new_empty(len(self._ranks) * block.part)
+                tensors = block.tensors_in(buffer)
             self._transport.lane("weights").submit(self._gather, block.own, buffer).wait()
-            block.fill(block.tensors_in(buffer))
+            block.fill(tensors)
 
     def _compute(self, number: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         buffer = self._here(number)

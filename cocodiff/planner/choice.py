@@ -188,12 +188,10 @@ def with_weights_chosen(topology: Topology, work: Workload, partition: Partition
 
 def shared_weights(config: Config) -> str:
     """What `weights: auto` became, in words."""
-    of = "all blocks" if config.split_layers is None else f"{config.split_layers} blocks"
-    return (
-        "weights auto: whole"
-        if config.split is None
-        else f"weights auto: of {of} shared by the tiles of a {config.weights}"
-    )
+    if config.split is None:
+        return "weights auto: whole"
+    blocks = "all" if config.split_layers is None else config.split_layers
+    return f"weights auto: of {blocks} blocks shared by the tiles of a {config.weights}"
 
 
 class Pricer:

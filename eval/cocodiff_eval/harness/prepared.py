@@ -54,10 +54,11 @@ class Prepared:
         check_model(request, ranks // (partition.replicas * partition.guidance), weights=not self.values["dry_run"])
         if quality is not None:
             quality = quality.for_links(*sequence_of(self.values, request, partition, ranks))
-            quality = replace(quality, rungs=with_guidance(quality.rungs, partition, request))
+            rungs = with_guidance(quality.rungs, partition, request)
+            quality = replace(quality, rungs=with_weights(rungs, self.values, request, partition, ranks, **work))
             if ranks == partition.replicas and not quality.caches:
                 quality = quality.exact_alone()
-        presets = with_weights(
-            with_guidance(self.presets, partition, request), self.values, request, partition, ranks, **work
-        )
+        presets = with_guidance(self.presets, partition, request)
+        if quality is None:
+            presets = with_weights(presets, self.values, request, partition, ranks, **work)
         return replace(self, presets=presets, partition=partition, quality=quality)
