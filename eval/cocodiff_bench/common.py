@@ -83,13 +83,13 @@ def of_benchmarks(setting: Option) -> bool:
 
 
 def engine_config(values: Values, preset: str | None = None, **own: Any) -> Config:
-    """A variant's settings: its own, over a preset's where it has one, and those of the machine, which all share.
+    """A variant's settings: its own, over a preset's where it has one and those of the machine, which all share.
     Raises UserError for values that do not fit."""
     record = engine_record()
-    own |= {
+    shared = {
         name: values[name] for name, one in settings_of(record).items() if one.given == "machine" and name in values
     }
-    return record.preset(preset, **own) if preset else record(**own)
+    return record.preset(preset, **shared | own) if preset else record(**shared | own)
 
 
 def with_compiled(configs: Mapping[str, Config]) -> dict[str, Config]:

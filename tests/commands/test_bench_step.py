@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from cocodiff_bench import alltoall, model_step
+from cocodiff_bench.common import of_benchmarks
 from tiny_models import sd3_inpaint_pipeline
 
 from cocodiff.cli.main import main
+from cocodiff.config.config import Config
+from cocodiff.jobs.options import parse, with_settings
 
 
 def test_one_rank_is_compared_with_plain_diffusers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,3 +85,16 @@ def test_a_batch_that_no_tile_holds_is_refused(tmp_path: Path, capsys: pytest.Ca
     assert main(["bench", "step", *words]) == 2
     assert "toy 64, batch 1: more than a tile's memory holds" in capsys.readouterr().err
     assert not (tmp_path / "bench").exists()
+
+
+@pytest.mark.parametrize(("benchmark", "words"), [(alltoall, []), (model_step, ["--model", "qwen-image"])])
+def test_the_librarys_own_all_to_all_is_not_what_the_command_line_leaves_to_batches(benchmark: Any, words: list[str]):
+    """Whatever `--messages` says of the others."""
+    options = with_settings(benchmark.OPTIONS, of_benchmarks)
+    values = parse("bench", "", options, words)
+    how = {name: config_of(benchmark, values, name).messages for name in ("flat", "library")}
+    assert how == {"flat": "batch", "library": "alltoall"}
+
+
+def config_of(benchmark: Any, values: dict[str, Any], name: str) -> Config:
+    return benchmark.config_of(name, values) if benchmark is alltoall else benchmark.config_of(values, name)
