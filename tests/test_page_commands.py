@@ -105,7 +105,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def runs(words: Sequence[str]) -> bool:
     """Whether it can run here in a moment: what plans, and what restores with the embedded model, as a dry run."""
-    elsewhere = {"inpaint": {"--model", "xpu"}, "plan": {"bench/bench.json"}}  # models' weights, a GPU, an earlier run
+    elsewhere = {"inpaint": {"--model", "xpu"}, "plan": {"bench/bench.json", "campaign"}}  # models' weights, a GPU, earlier runs
     return words[0] in elsewhere and elsewhere[words[0]].isdisjoint(words)
 
 
