@@ -148,11 +148,15 @@ def test_ipex_is_imported_where_it_fits_and_never_required(installed, caplog):
 
 def test_free_memory_of_a_tile_counts_what_the_allocator_keeps(xpu):
     xpu.memory_allocated, xpu.memory_reserved = lambda _: 10, lambda _: 30
-    xpu.mem_get_info = lambda _: (100, 200)
+    xpu.get_device_properties = lambda _: SimpleNamespace(total_memory=192)
+    xpu.mem_get_info = lambda _: (100, 192)
     assert devices.free_memory(XPU, 12) == 120
+    for wrong in (0, 192):  # as drivers of the Max 1550 tell: nothing, or as much as before an allocation
+        xpu.mem_get_info = lambda _, wrong=wrong: (wrong, 192)
+        assert devices.free_memory(XPU, 12) == 192 * 31 // 32 - 10
 
     def without_sysman(_: Any) -> Any:
         raise RuntimeError("no sysman")
 
-    xpu.mem_get_info, xpu.get_device_properties = without_sysman, lambda _: SimpleNamespace(total_memory=200)
-    assert devices.free_memory(XPU, 12) == 190
+    xpu.mem_get_info = without_sysman
+    assert devices.free_memory(XPU, 12) == 192 * 31 // 32 - 10

@@ -7,6 +7,7 @@ import pytest
 import torch
 from test_engine_v_major import denoise
 from tiny_models import FAMILIES
+from torch.utils._pytree import tree_map_only
 
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.config.config import Config
@@ -54,6 +55,47 @@ def test_every_family_is_coded_and_displaced(family):
     assert not torch.equal(exact[1], displaced[1])
     far = [float((x[1:] - exact[1:]).norm() / exact[1:].norm()) for x in (fine, coarse)]
     assert 0 < far[0] < far[1] < 0.1 and far[0] < 0.005
+
+
+STATES: dict[str, dict[str, Any]] = {
+    "coded": {"predictor": "auto"},
+    "lossless": {},
+    "displaced": {"preset": "split", "arrival": "displaced"},
+    "cocodiff": {"steps": 4, "warmup": 1, "schedule": "fixed"},
+}
+
+
+@pytest.mark.parametrize("preset", STATES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_some_layers_keep_state_and_the_others_tensors_travel_whole(family, preset):
+    """On every rank alike, in every image anew: by memory, by the profile, by what is sent; exact where that is."""
+    make, inputs_of = FAMILIES[family]
+    model, inputs = make(6).to(torch.bfloat16), inputs_of(1, 6, 7, 5)
+    inputs = tree_map_only(torch.Tensor, lambda x: x.to(torch.bfloat16) if x.is_floating_point() else x, inputs)
+
+    def work(transport: Any) -> list[Any]:
+        own, found = copy.deepcopy(model), []
+        settings = {"preset": preset, **STATES[preset]}
+        with torch.no_grad():
+            for layers in (None, 1, 99):
+                with parallelize(own, transport=transport, state_layers=layers, **settings) as engine:
+                    outputs = [denoise(own, inputs) for _ in range(2)]
+                    held = engine.sequence.strategy.codec.bytes_held()
+                sent = [sum(engine.bytes(purpose).values()) for purpose in ("attention", "late")]
+                found.append((outputs, held, *sent, engine.drift_profile()))
+        return found
+
+    of_ranks = run_ranks(2, work)
+    for rank in of_ranks:
+        (every, held, sent, late, profile), (some, of_one, sent_some, late_some, profile_of_one), many = rank
+        assert all(map(torch.equal, some, of_ranks[0][1][0])) and torch.equal(*some) and torch.equal(*every)
+        assert many[1:] == (held, sent, late, profile) and all(map(torch.equal, many[0], every))
+        assert 0 < of_one < held and (late_some < late if late else sent < sent_some)
+        if preset in ("coded", "lossless"):
+            shares = [row["coded_fraction"] for row in profile_of_one]
+            assert shares[-1] == of_one / held and profile[-1]["coded_fraction"] == 1
+        if preset == "lossless":
+            assert all(map(torch.equal, some, every))
 
 
 @pytest.mark.parametrize(

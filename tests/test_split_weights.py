@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from cocodiff.cli.main import main
 from cocodiff.comm.loopback import run_ranks
-from cocodiff.config.errors import UserError
+from cocodiff.config.errors import PeerLost, UserError
 from cocodiff.engine.agreement import tensors_in
 from cocodiff.engine.engine import parallelize
 from cocodiff.models.checks import called_often
@@ -120,9 +121,60 @@ def test_some_layers_are_split_and_their_parts_sent_once_a_call():
     whole = held(model)
     of_ranks = check(model, FAMILIES["sd3"][1](1, 4, 5, 3), 4, SETTINGS["tapa"], weights="card", split_layers=2)
     for _, inside, sent, _ in of_ranks:
-        assert inside == [whole[0], 0, whole[2], 0, whole[4]]
-        once = sum(-(-whole[number] // 2) for number in (1, 3)) * 4  # every rank its half, to its sibling
+        assert inside == [whole[0], whole[1], 0, whole[3], 0]
+        once = sum(-(-whole[number] // 2) for number in (2, 4)) * 4  # every rank its half, to its sibling
         assert STEPS * once <= sent <= 1.05 * (STEPS * once + once)  # at the end the next call's first is under way
+
+
+@pytest.mark.full
+def test_twelve_ranks_share_blocks():
+    make, inputs_of = FAMILIES["flux"]
+    check(
+        make(12, num_single_layers=3).requires_grad_(False), inputs_of(1, 4, 5, 3), 12, SETTINGS["tapa"], weights="node"
+    )
+
+
+def test_a_block_that_a_step_cache_leaves_out_is_not_fetched():
+    """The first block has its weights at hand, and what is under way for the second one stays until it is computed."""
+    model, inputs = FAMILIES["sd3"][0](6, layers=5).requires_grad_(False), FAMILIES["sd3"][1](1, 4, 5, 3)
+    settings = {"step_cache": "first_block", "weights": "card", "split_layers": 4, "exchange": "flat"}
+
+    def work(transport: Any) -> tuple[int, int, list[dict[str, Any]]]:
+        own, sent = copy.deepcopy(model), []
+        with parallelize(own, transport=transport, step_cache_threshold=1e9, **settings) as engine, torch.no_grad():
+            for step in range(4):
+                own(**inputs | {"timestep": torch.full_like(inputs["timestep"], 0.9 - 0.2 * step)}, return_dict=False)
+                sent.append(sum(engine.bytes("weights").values()))
+            return sent[0], sent[-1], engine.drift_profile()
+
+    for first, last, profile in run_ranks(2, work):
+        assert [row["cached_fraction"] for row in profile] == [0, 1, 1, 1] and first == last > 0
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_failure_while_weights_are_under_way_ends_all_ranks(size):
+    """And leaves the model's forwards as they were."""
+    model, inputs = FAMILIES["sd3"][0](6, layers=4).requires_grad_(False), FAMILIES["sd3"][1](1, 4, 5, 3)
+    ends: dict[int, BaseException] = {}
+
+    def work(transport: Any) -> None:
+        own = copy.deepcopy(model)
+        block = own.transformer_blocks[2]
+        if transport.rank == 1:
+            block.register_forward_pre_hook(lambda *_: 1 / 0)
+        try:
+            with parallelize(own, transport=transport, exchange="flat", weights="node"), torch.no_grad():
+                own(**inputs, return_dict=False)
+        except BaseException as error:
+            ends[transport.rank] = error
+            assert "forward" not in vars(block)
+            raise
+
+    with pytest.raises((ZeroDivisionError, PeerLost)):
+        run_ranks(size, work)
+    assert isinstance(ends.pop(1), ZeroDivisionError)
+    assert all(isinstance(end, PeerLost) and "ZeroDivisionError" in str(end) for end in ends.values())
+    assert len(ends) == size - 1
 
 
 def test_what_cannot_be_split_is_refused():
@@ -136,14 +188,16 @@ def test_a_job_shares_weights_before_they_are_on_the_device(tmp_path, monkeypatc
     """`weights: auto` is decided once for all presets and the exact run, and the image stays what it was."""
 
     def shared(_topology: Any, work: Any, _partition: Any) -> Any:
-        return work.config.with_(weights="card", split_layers=2)
+        return replace(work, config=work.config.with_(weights="card", split_layers=2))
 
     monkeypatch.setattr("cocodiff.planner.choice.with_weights_chosen", shared)
     tifffile.imwrite(tmp_path / "scan.tif", np.random.default_rng(0).random((64, 64), np.float32))
+    machine = tmp_path / "machine.yaml"
+    machine.write_text("name: here\ntiles: 2\nplanes: [0, 1]\ndevice: {memory_gib: 64}\n")
     images = {}
     for weights in ("whole", "auto"):
         words = ["--input", str(tmp_path / "scan.tif"), "--steps", "2", "--ranks", "2", "--preset", "tapa", "cocodiff"]
-        words += ["--weights", weights, "--out", str(tmp_path / weights), "--quiet"]
+        words += ["--weights", weights, "--out", str(tmp_path / weights), "--quiet", "--machine", str(machine)]
         assert main(["inpaint", *words]) == 0
         found = sorted((tmp_path / weights / "images").glob("*.tif"))
         images[weights] = [tifffile.imread(path) for path in found]

@@ -139,11 +139,15 @@ class Displaced(StatefulCodec[LayerArrivals, DisplacedStep]):
         inner: type[Codec] = load(CODECS, settings.codec) if codes else load(SELECTIONS, settings.selection)
         return cls(inner.of(settings, topology, exchange, transport, everyone), exchange, everyone, settings)
 
-    def open(self, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> Transfer:
+    def transfer(self, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> Transfer:
         call = DisplacedCall(self, exchange, layout, layer_key, self.inner.call(exchange, layout, layer_key))
         return DisplacedTransfer(exchange, call, layer_key.kind)
 
     # Lifecycle --------------------------------------------------------------------------------------------------------
+
+    def note_whole(self) -> None:
+        self._report[self.moment.step].add(frozenset(), 1.0)
+        self.inner.note_whole()
 
     def begin_step(self, moment: StepInfo) -> None:
         super().begin_step(moment)

@@ -101,6 +101,9 @@ class Lossless(StatefulCodec[SiteState, LosslessStep]):
     def call(self, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> EncodedCall:
         return LosslessCall(self, exchange, layout, layer_key)
 
+    def note_whole(self) -> None:
+        self._report[self.moment.step].add(False, 1.0)
+
     def begin_call(self, call: LosslessCall, like_BLHD: Tensor) -> None:
         notes, state, head_dim = self.begun(call, like_BLHD), call.state, like_BLHD.shape[-1]
         call.factor = state.factor * self.factor or None

@@ -80,6 +80,9 @@ class Residual(StatefulCodec[SiteState, CodedStep]):
     def call(self, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> EncodedCall:
         return ResidualCall(self, exchange, layout, layer_key)
 
+    def note_whole(self) -> None:
+        self._report[self.moment.step].add(False, 1.0)
+
     # Deciding ---------------------------------------------------------------------------------------------------------
 
     @property

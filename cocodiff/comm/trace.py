@@ -25,7 +25,7 @@ MAX_SPANS = 2_000  # of one rank; later ones are counted, not kept
 
 class Span(NamedTuple):
     """A piece of work: name, lane (thread), start and end in nanoseconds of the process's clock, kind of layer.
-    late_bytes: that this rank sent in it and no call of attention waited for."""
+    late_bytes: that this rank sent in it and no call of attention waited for, as of weights none does."""
 
     name: str
     lane: str

@@ -172,10 +172,16 @@ class Config:
     steps: int | None = setting(
         None, "denoising steps, for a bare transformer; a pipeline tells by itself", given="code", least=1
     )
+    state_layers: int | None = setting(
+        None,
+        "attention layers, the first ones, of which a codec, V-Major or displacement keeps tensors between calls; the "
+        "others' travel whole; by default all",
+        least=1,
+    )
     weights: str = setting(
-        "whole",
-        "who keeps a block's weights: whole (each rank), card or node (its tiles share them), or auto (in jobs: shared "
-        "as far as a tile's memory needs it)",
+        "auto",
+        "who keeps a block's weights: whole (each rank), card or node (its tiles share them), or auto (in jobs on "
+        "devices: shared as far as a tile's memory needs it; then predictor last, and fewer state_layers)",
         choices=("auto", "whole", "card", "node"),
     )
     split_layers: int | None = setting(

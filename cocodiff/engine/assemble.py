@@ -83,6 +83,7 @@ def build_strategy(
             config.exchange, topology, members, trace, table, config.nic_balance, kernels, chunked, together
         )
     codec = codec_class(config).of(config, topology, exchange, members, AllRanks(mesh.topology, transport))
+    codec.layers = config.state_layers
     return Ulysses(topology, exchange, trace, load(ORDERS, config.order), codec, local, ring)
 
 

@@ -45,10 +45,13 @@ class SplitBlock:
             self._cells.append((end, parameter.nbytes, parameter.dtype, parameter.shape))
             end += -(-parameter.nbytes // ALIGNED) * ALIGNED
         self.part = -(-end // (ranks * ALIGNED)) * ALIGNED
-        whole = torch.zeros(ranks * self.part, dtype=torch.uint8, device=device)
+        self.own = torch.zeros(self.part, dtype=torch.uint8, device=device)
+        first = index * self.part
         for (start, size, *_), parameter in zip(self._cells, parameters, strict=True):
-            whole[start : start + size].copy_(parameter.data.view(-1).view(torch.uint8))
-        self.own = whole[index * self.part : (index + 1) * self.part].clone()
+            begin, end = max(start, first), min(start + size, first + self.part)
+            if begin < end:  # of a file that is mapped no more is read
+                of_parameter = parameter.data.view(-1).view(torch.uint8)
+                self.own[begin - first : end - first].copy_(of_parameter[begin - start : end - start])
         self._nothing = [self.own.new_empty(0, dtype=parameter.dtype) for parameter in parameters]
         self.clear()
 
@@ -67,7 +70,6 @@ class SplitBlock:
 class UnderWay(NamedTuple):
     """What arrives for a block, in the buffer of this number."""
 
-    block: int
     buffer: int
     arriving: LaneFuture[None]
 
@@ -91,7 +93,7 @@ class SplitWeights:
         self._topology, self._transport, self._trace = topology, transport, Trace(transport.rank)
         self._group: Group = transport.group(self._ranks)
         self._index = self._ranks.index(transport.rank)
-        self._under_way: UnderWay | None = None
+        self._under_way: dict[int, UnderWay] = {}  # by the number of the block
         chosen = [blocks[number] for number in split_blocks(len(blocks), layers)]
         self._modules, self._blocks = list[nn.Module](), list[SplitBlock]()
         seen, device = set[int](), transport.device
@@ -124,8 +126,9 @@ class SplitWeights:
             block.fill(tensors)
 
     def _compute(self, number: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        buffer = self._here(number)
-        self._start((number + 1) % len(self._blocks), 1 - buffer)
+        buffer, following = self._here(number), (number + 1) % len(self._blocks)
+        if following not in self._under_way:
+            self._start(following, 1 - buffer)
         self._blocks[number].fill(self._tensors[number][buffer])
         try:
             return forward(*args, **kwargs)
@@ -133,33 +136,37 @@ class SplitWeights:
             self._blocks[number].clear()
 
     def _here(self, number: int) -> int:
-        """The buffer with a block's weights. Where a model leaves blocks out, another one than expected comes."""
-        if self._under_way is None or self._under_way.block != number:
-            self.drain()
-            self._start(number, 0)
-        assert self._under_way is not None
+        """The buffer with a block's weights. Where a model leaves blocks out, another one than expected comes: what is
+        under way for that one stays, as long as its buffer is not needed."""
+        if number not in self._under_way:
+            self._start(number, 1 - next((one.buffer for one in self._under_way.values()), 1))
+        buffer, arriving = self._under_way.pop(number)
         with self._trace.span("wait for weights"):
-            self._under_way.arriving.wait()
-        return self._under_way.buffer
+            arriving.wait()
+        return buffer
 
     def _start(self, number: int, buffer: int) -> None:
+        for other, one in list(self._under_way.items()):
+            if one.buffer == buffer:
+                one.arriving.wait()
+                del self._under_way[other]
         block = self._blocks[number]
         whole = self._buffers[buffer][: len(self._ranks) * block.part]
         arriving = self._transport.lane("weights").submit(self._gather, block.own, whole)
-        self._under_way = UnderWay(number, buffer, arriving)
+        self._under_way[number] = UnderWay(buffer, arriving)
 
     def drain(self) -> None:
         """Waits for what is under way. All ranks call it."""
-        if self._under_way is not None:
-            self._under_way.arriving.wait()
-            self._under_way = None
+        for one in self._under_way.values():
+            one.arriving.wait()
+        self._under_way.clear()
 
     def _gather(self, own: Tensor, whole: Tensor) -> None:
         """Every rank's part on every rank."""
         parts = whole.view(len(self._ranks), -1)
         parts[self._index].copy_(own)
         others = [number for number in range(len(self._ranks)) if number != self._index]
-        with self._trace.span("gather weights", "weights"):
+        with self._trace.span("gather weights", "weights", late_bytes=len(others) * own.nbytes):
             self._group.send_recv([(own, peer) for peer in others], [(parts[peer], peer) for peer in others]).wait()
         for peer in others:
             link = self._topology.link_class(self._transport.rank, self._ranks[peer])
@@ -205,9 +212,11 @@ def split_for_good(
 
 
 def split_blocks(count: int, layers: int | None) -> list[int]:
-    """Which of so many blocks have split weights: evenly spread, so that each has some others' time to arrive in."""
-    some = count if layers is None else min(layers, count)
-    return [(2 * number + 1) * count // (2 * some) for number in range(some)]
+    """Which of so many blocks have split weights: evenly spread, so that each has some others' time to arrive in, and
+    the first one, which a step cache computes alone, only where all have."""
+    if layers is None or layers >= count:
+        return list(range(count))
+    return [1 + (2 * number + 1) * (count - 1) // (2 * layers) for number in range(layers)]
 
 
 def sharing(topology: Topology, among: str, rank: int) -> list[int]:

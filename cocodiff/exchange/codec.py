@@ -63,6 +63,9 @@ class Codec:
     """Decides what all calls of a run send. This one sends every tensor whole and keeps nothing between calls."""
 
     keeps_state = False  # whether memory is held between calls, so that a run is checked for room before it starts
+    layers: int | None = None  # of a model, the first ones, whose calls it codes; None for all
+    moment = StepInfo(-1, 0, None)  # of the model's current call
+    _first: tuple[int, dict[str, None]] = (-1, {})  # of a run, its first layers, in the order in which they were called
     prefers_ulysses = False  # whether a mesh should have no ring where heads allow it: a ring's messages are not coded
 
     @classmethod
@@ -78,8 +81,29 @@ class Codec:
         return EncodedCall(layout)
 
     def open(self, exchange: Exchange, layout: Layout, layer_key: Any) -> Transfer:
-        """The messages of one attention call."""
+        """The messages of one attention call: of tensors whole, where its layer is one too many."""
+        if self.codes(layer_key.layer):
+            return self.transfer(exchange, layout, layer_key)
+        self.note_whole()
+        return Transfer(exchange, EncodedCall(layout), layer_key.kind)
+
+    def transfer(self, exchange: Exchange, layout: Layout, layer_key: Any) -> Transfer:
+        """The messages of one attention call that is coded."""
         return Transfer(exchange, self.call(exchange, layout, layer_key), layer_key.kind)
+
+    def codes(self, layer: str) -> bool:
+        """Whether a layer is one of those that are coded: alike on all ranks, whose models call them in one order."""
+        if self.layers is None:
+            return True
+        if self._first[0] != self.moment.run:
+            self._first = self.moment.run, {}
+        first = self._first[1]
+        if len(first) < self.layers:
+            first[layer] = None
+        return layer in first
+
+    def note_whole(self) -> None:
+        """Notes a call whose tensors travel whole as its layer is one too many."""
 
     def begin_step(self, moment: StepInfo) -> None:
         """The model is called: for another run, another step, or another guidance branch of the same step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -103,21 +104,27 @@ def with_weights(
     batch: int = 1,
     **_: Any,
 ) -> dict[str, Config]:
-    """The presets with `weights: auto` decided, as the one that needs most memory has it: all share one model."""
-    undecided = [config for config in presets.values() if config.weights == "auto"]
-    if not undecided:
-        return dict(presets)
+    """The presets with `weights: auto` decided: whole on a CPU and where the machine does not tell a tile's memory,
+    else as the preset that needs most has it, for all share one model; each with the state that fits beside."""
+    undecided = {name: config for name, config in presets.items() if config.weights == "auto"}
+    machine = load_machine(values["machine"])
+    if not undecided or values["device"] == "cpu" or not machine.device.memory_gib:
+        return dict(presets) | {name: config.with_(weights="whole") for name, config in undecided.items()}
     import_pipeline(request)
     from cocodiff.planner.choice import shared_weights, with_weights_chosen
 
-    topology = Topology.build(load_machine(values["machine"]), ranks, detect().local_size)
-    works = workloads(values, request, undecided, batch, 1)
-    found = [with_weights_chosen(topology, work, partition) for work in works]
-    most = max(found, key=lambda config: (config.split is not None, config.weights == "node", config.split_layers or 0))
+    topology = Topology.build(machine, ranks, detect().local_size)
+    works = workloads(values, request, [*undecided.values()], batch, 1)
+    found = [with_weights_chosen(topology, work, partition).config for work in works]
+    most = max(found, key=lambda one: (one.split is not None, one.weights == "node", one.split_layers or math.inf))
+    chosen = {
+        name: one.with_(weights=most.weights, split_layers=most.split_layers)
+        for name, one in zip(undecided, found, strict=True)
+    }
     if detect().speaks:
-        say(shared_weights(most))
-    settings = {"weights": most.weights, "split_layers": most.split_layers}
-    return {name: one.with_(**settings) if one.weights == "auto" else one for name, one in presets.items()}
+        for line in dict.fromkeys(line for one in chosen.values() for line in shared_weights(one)):
+            say(line)
+    return dict(presets) | chosen
 
 
 def sequence_of(

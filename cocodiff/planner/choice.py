@@ -8,11 +8,11 @@ them, and then each rank sends its branch's whole output to its partner in the o
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,12 +20,22 @@ from cocodiff.comm.trace import LINK_CLASSES
 from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Machine, Topology
-from cocodiff.engine.assemble import AttentionWork, chunking, exchange_table, mesh_of, with_codec_chosen
+from cocodiff.engine.assemble import AttentionWork, chunking, codec_class, exchange_table, mesh_of, with_codec_chosen
 from cocodiff.models.adapter import IMAGE
 from cocodiff.planner.costs import state_sizes
 from cocodiff.planner.decisions import Decisions
 from cocodiff.planner.layers import Case, StepPlan, plan_step
-from cocodiff.planner.memory import Load, ModelShape, RankMemory, Split, block_parameters, check_fits, misfit, size_run
+from cocodiff.planner.memory import (
+    Load,
+    ModelShape,
+    RankMemory,
+    Split,
+    block_parameters,
+    check_fits,
+    coded_layers,
+    misfit,
+    size_run,
+)
 from cocodiff.planner.partitions import Partition, partitions_of
 from cocodiff.planner.traffic import Latencies, Traffic, Wires
 from cocodiff.topology.axes import Axes, Mesh
@@ -147,7 +157,7 @@ def parts_of(topology: Topology, work: Workload, partition: Partition) -> list[l
     """Of every replica its guidance branches, with `weights: auto` decided. Raises UserError where the partition does
     not divide the ranks."""
     if work.config.weights == "auto":
-        work = replace(work, config=with_weights_chosen(topology, work, partition))
+        work = with_weights_chosen(topology, work, partition)
     axes = Axes.build(topology, replica=partition.replicas, guidance=partition.guidance)
 
     def part_of(replica: Topology, branch: int, ranks: tuple[int, ...]) -> Part:
@@ -164,34 +174,65 @@ def parts_of(topology: Topology, work: Workload, partition: Partition) -> list[l
 
 
 MARGIN = 4 * 2**30  # bytes of a tile, for the driver, the library of messages and what estimates are off by
+NEAR = 1.01  # times as long is taken for what keeps more
 
 
-def with_weights_chosen(topology: Topology, work: Workload, partition: Partition) -> Config:
-    """The settings with weights whole where everything fits a tile, else of as few blocks shared by cards as does it,
-    else all by nodes."""
-    memory = int(topology.machine.device.memory_gib * 2**30) - MARGIN
+@lru_cache
+def with_weights_chosen(topology: Topology, work: Workload, partition: Partition) -> Workload:
+    """The work with `weights: auto` decided: whole where everything fits a tile, else by as few shared blocks as
+    does it. Where that is not enough, or slower, codecs keep one value of a tensor (predictor last), and of as many
+    layers as fit. What is predicted to take least is chosen; where tensors arrive changed, what changes them least."""
+    memory, blocks = int(topology.machine.device.memory_gib * 2**30) - MARGIN, len(block_parameters(work.shape))
+    keeps, coded = codec_class(work.config).keeps_state, work.config.codec != "none"
+    last = {"predictor": "last"} if coded else {}
 
-    def shared(weights: str, layers: int | None = None) -> Config:
-        return work.config.with_(weights=weights, split_layers=layers)
+    def with_settings(**settings: Any) -> Workload:
+        config = work.config.with_(**settings)
+        return replace(work, config=config, load=replace(work.load, state=state_sizes(config)))
 
-    def fits(config: Config) -> bool:
-        parts = parts_of(topology, replace(work, config=config), partition)
+    def fits(one: Workload) -> bool:
+        parts = parts_of(topology, one, partition)
         return max(part.need.total for of_replica in parts for part in of_replica) <= memory
 
-    if memory <= 0 or fits(shared("whole")):
-        return shared("whole")
-    if not fits(shared("card")):
-        return shared("node")
-    blocks = range(1, len(block_parameters(work.shape)))
-    return shared("card", 1 + bisect_left(blocks, True, key=lambda count: fits(shared("card", count))))
+    def first(count: int, work_of: Callable[[int], Workload]) -> list[Workload]:
+        """Of so many settings, each of which needs less than the one before, the first that fits."""
+        found = bisect_left(range(count), True, key=lambda number: fits(work_of(number)))
+        return [work_of(found)] if found < count else []
+
+    whole = with_settings(weights="whole")
+    if memory <= 0 or not blocks or fits(whole):
+        return whole
+    fitting: list[Workload] = []
+    for changes in ({}, last) if last and work.config.predictor != "last" else ({},):
+        for among in ("card", "node"):
+            of_blocks = [
+                with_settings(weights=among, split_layers=n or None, **changes) for n in [*range(1, blocks), 0]
+            ]
+            fitting += first(blocks, of_blocks.__getitem__)
+    layers = sum(coded_layers(work.shape, work.config.state_layers)) if keeps else 1
+    for among in ("card", "node"):
+        fewer = [with_settings(weights=among, state_layers=n, **last) for n in range(layers - 1, 0, -1)]
+        fitting += first(len(fewer), fewer.__getitem__)
+    if not fitting:
+        return fewer[-1] if fewer else of_blocks[-1]
+    if untimed(topology.machine) or not work.config.exact_attention:
+        return fitting[0]
+    pricer = Pricer(topology)
+    steps_s = [pricer.step(one, partition).plan.step_s for one in fitting]
+    return next(one for one, step_s in zip(fitting, steps_s, strict=True) if step_s <= NEAR * min(steps_s))
 
 
-def shared_weights(config: Config) -> str:
-    """What `weights: auto` became, in words."""
+def shared_weights(config: Config) -> list[str]:
+    """What `weights: auto` became, in words; none where everything fits as it is."""
     if config.split is None:
-        return "weights auto: whole"
+        return []
     blocks = "all" if config.split_layers is None else config.split_layers
-    return f"weights auto: of {blocks} blocks shared by the tiles of a {config.weights}"
+    told = f"weights auto: of {blocks} blocks shared by the tiles of a {config.weights}"
+    if config.codec != "none" and config.predictor == "last":
+        told += "; predictor last, which keeps half"
+    if config.state_layers is not None:
+        told += f"; {config.state_layers} layers keep something between calls, the others' tensors travel whole"
+    return [told]
 
 
 class Pricer:

@@ -32,7 +32,7 @@ from cocodiff.exchange.codec import StepInfo
 from cocodiff.models.adapter import IMAGE
 from cocodiff.planner.costs import WHOLE, CallKind, Typical, costs_of
 from cocodiff.planner.decisions import Decisions, decisions_of, without_seldom
-from cocodiff.planner.memory import Load, ModelShape, weights_waited_s
+from cocodiff.planner.memory import Load, ModelShape, coded_layers, weights_waited_s
 from cocodiff.planner.placement import InStages, in_chunks, ring_of
 from cocodiff.planner.roofline import Layer, coded_s, copied_s, merged_s, roofline, scored_s
 from cocodiff.planner.traffic import Hop, Latencies, Wires, of_ranks, stages_of
@@ -70,6 +70,9 @@ class Case:
         )
 
 
+KINDS = ("joint", "parallel", "image")  # of layers: see `ModelShape`
+
+
 class Kind(NamedTuple):
     """Layers that take alike: their number in one call of the model, what they attend to; whether what follows
     attention is done while q and k travel."""
@@ -82,10 +85,11 @@ class Kind(NamedTuple):
 
 def kinds_of(shape: ModelShape, load: Load) -> list[Kind]:
     """A parallel MLP takes as long as one that follows, and waits for no attention."""
+    joint, parallel, image = KINDS
     found = (
-        Kind("joint", shape.joint_layers, load.segments),
-        Kind("parallel", shape.parallel_layers, load.segments, True),
-        Kind("image", shape.image_layers, tuple(one for one in load.segments if one.name == IMAGE)),
+        Kind(joint, shape.joint_layers, load.segments),
+        Kind(parallel, shape.parallel_layers, load.segments, True),
+        Kind(image, shape.image_layers, tuple(one for one in load.segments if one.name == IMAGE)),
     )
     return [kind for kind in found if kind.layers]
 
@@ -406,14 +410,23 @@ def plan_step(case: Case, latencies: Latencies) -> StepPlan:
     compute_s, waits, sent = 0.0, 0.0, dict.fromkeys(LINK_CLASSES, 0.0)
     choosing = {call: costs.choosing(case.config, call, tiles)[2] for step in every for call in step}
     layers_s: list[float] = []  # of the blocks of one call, in the model's order
+    coded_of = dict(zip(KINDS, coded_layers(case.shape, case.config.state_layers), strict=True))
     for kind, plans in plan_layers(case, latencies):
-        calls = kind.layers * branches
-        layers_s += [over_steps({call: plan.seconds for call, plan in plans.items()}, every)] * kind.layers
-        step_s += calls * over_steps({call: plan.seconds for call, plan in plans.items()}, every)
-        compute_s += calls * over_steps({call: plan.compute_s for call, plan in plans.items()}, every)
-        waits += calls * several * over_steps(choosing, every)
+        coded, of_whole = coded_of[kind.name], plans[WHOLE]
+        whole = kind.layers - coded
+
+        def both(known: Mapping[CallKind, float], of_whole: float, coded: int = coded, whole: int = whole) -> float:
+            return coded * over_steps(known, every) + whole * of_whole
+
+        seconds = {call: plan.seconds for call, plan in plans.items()}
+        layers_s += [over_steps(seconds, every)] * coded + [of_whole.seconds] * whole
+        step_s += branches * both(seconds, of_whole.seconds)
+        compute_s += branches * both({call: plan.compute_s for call, plan in plans.items()}, of_whole.compute_s)
+        waits += branches * several * both(choosing, 0.0)
         for link in LINK_CLASSES:
-            sent[link] += calls * over_steps({call: plan.bytes[link] for call, plan in plans.items()}, every)
+            sent[link] += branches * both(
+                {call: plan.bytes[link] for call, plan in plans.items()}, of_whole.bytes[link]
+            )
     weights_s = branches * weights_waited_s(case.shape, case.load, layers_s, latencies)
     return StepPlan(step_s + weights_s, compute_s, sent, case.steps, waits)
 
@@ -439,10 +452,12 @@ class ModelCalls:
 
     def run(self, layers: int) -> None:
         for number in range(layers):
-            for branch, layer in enumerate(self.layers):
-                layer.run(
-                    self._strategy, LayerKey(f"{layer.kind.name} {number}" if number else layer.kind.name, branch)
-                )
+            self.run_layer(number)
+
+    def run_layer(self, number: int) -> None:
+        for branch, layer in enumerate(self.layers):
+            name = f"{layer.kind.name} {number}" if number else layer.kind.name
+            layer.run(self._strategy, LayerKey(name, branch))
 
 
 class SerialTransport:

@@ -84,12 +84,15 @@ MORE_VARIANTS: dict[str, dict[str, Any]] = {
 LARGEST_BATCH = 32  # the CoCoDiff paper's
 CODECS = ("lossless", "int8", "int4", "int2")
 ARRIVALS = {"ahead": "adaptive", "displaced": "displaced"}
-ALL_VARIANTS = {  # whatever sends tensors whole also with a codec's name behind it, and with an arrival's behind that
+SHARING = ("card", "node")  # whose tiles share the weights of a block
+LATER = {name: {"arrival": arrival} for name, arrival in ARRIVALS.items()} | {of: {"weights": of} for of in SHARING}
+# What sends tensors whole also with a codec's name behind it, then an arrival's; all with whose tiles share weights.
+ALL_VARIANTS = {
     " ".join(word for word in (name, codec, late) if word): settings
     | ({"codec": codec} if codec else {})
-    | ({"arrival": ARRIVALS[late]} if late else {})
-    for (name, settings), codec, late in product({**VARIANTS, **MORE_VARIANTS}.items(), ("", *CODECS), ("", *ARRIVALS))
-    if not {"selection", "ring_kind"} & settings.keys() or not codec + late
+    | LATER.get(late, {})
+    for (name, settings), codec, late in product({**VARIANTS, **MORE_VARIANTS}.items(), ("", *CODECS), ("", *LATER))
+    if not {"selection", "ring_kind"} & settings.keys() or not (codec or late in ARRIVALS)
 }
 USUAL_VARIANTS = (*VARIANTS, "split v_first int4", "split v_first int2")
 OPTIONS = common.with_common_options(
@@ -108,8 +111,8 @@ OPTIONS = common.with_common_options(
     Option(
         "variants",
         f"of {', '.join([*VARIANTS, *MORE_VARIANTS])}; {', '.join(CODECS)} behind an exact one is the codec in it, and "
-        f"behind that ahead (arrival adaptive) or displaced; by default those without chunks and guidance, and "
-        f"split_v_first with int4 and int2",
+        f"behind that ahead (arrival adaptive) or displaced; {' or '.join(SHARING)} behind any: who shares weights; by "
+        f"default those without chunks and guidance, and split_v_first with int4 and int2",
         many=True,
     ),
     Option("ring", "ranks of a ring, for ring and token ring; default: all", None, type=int),
@@ -131,8 +134,8 @@ def check(values: Values, ranks: int | None) -> None:
             known = ", ".join([*VARIANTS, *MORE_VARIANTS])
             raise UserError(
                 f"--variants {name!r}: choose from {known} (A_v_first for 'A v_first'), and for the residual codec one "
-                f"of those without V-Major with {', '.join(CODECS)} behind (split_v_first_int4), or ahead or displaced "
-                f"behind that"
+                f"of those without V-Major with {', '.join(CODECS)} behind (split_v_first_int4), or ahead, displaced, "
+                f"{' or '.join(SHARING)} behind that"
             )
         if ranks is not None and ranks % parts_of(name):
             raise UserError(f"--variants {name!r}: {ranks} ranks have no two parts: start an even number")
@@ -234,13 +237,16 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
             seconds = common.measure_in_turns(
                 title, variants, values, transport, barrier=together, prepare=partial(begin_step, begins)
             )
-            behind = {key_of(name, kind): one for (name, kind), one in built.items() if kind.displaced}
+            behind = {key_of(*of): one for of, one in built.items() if of[1].displaced or one.shares}
             seconds |= {key: one.last_s[-values["repeats"] :] for key, one in behind.items()}
             slowest = common.of_slowest_rank(seconds, transport)
             records = {key: transport.gather_object(one.record) for key, one in behind.items()}
             if transport.rank == 0:
                 title = title_of(shape, topology, size, values["batch"], efficiency, texts)
-                hidden = {key: Late.of([one["spans"] for one in of_ranks]) for key, of_ranks in records.items()}
+                hidden = {
+                    key: Late.of([one["spans"] for one in of_ranks], behind[key].waited)
+                    for key, of_ranks in records.items()
+                }
                 firsts = {name: of_name[0] for name, of_name in cases.items()}
                 of_case = rows_of(Measured(title, firsts, texts, clock.dilation, computing, hidden), slowest)
                 common.say_rows(of_case, "a step", more_words)
@@ -322,9 +328,10 @@ def calls_of(built: Mapping[tuple[str, CallKind], StandIn]) -> tuple[Calls, Call
     variants, begins = Calls(), Calls()
     for (name, kind), one in built.items():
         key = key_of(name, kind)
-        variants[key] = partial(one.run_behind, kind) if kind.displaced else partial(one.run, 1)
-        if not kind.displaced:
-            begins[key] = partial(one.begin, kind)
+        if kind.displaced or one.shares:
+            variants[key] = partial(one.run_shared if one.shares else one.run_behind, kind)
+        else:
+            variants[key], begins[key] = partial(one.run, 1), partial(one.begin, kind)
     return variants, begins
 
 
@@ -477,7 +484,8 @@ def more_words(row: Row) -> list[str]:
     faster = [f"{1 / ratio:.2f}x over {name}" for name, ratio in ratios.items() if ratio]
     replays = [f"displaced as in {row['decisions']}"] if row.get("decisions") else []
     if row.get("hidden_share") is not None:
-        replays.append(f"{row['hidden_share']:.1%} of what is sent late hidden")
+        what = "weights" if row["variant"].endswith(SHARING) else "what is sent late"
+        replays.append(f"{row['hidden_share']:.1%} of {what} hidden")
     if row.get("peak_bytes"):
         replays.append(f"{row['peak_bytes'] / 2**30:.1f} GiB")
     return [f"communication {row['communication_share']:.1%}", *faster, *replays]

@@ -3,24 +3,28 @@ that the cores that all ranks share do not decide what messages can hide behind.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cocodiff.attention.local import LocalAttention, Partial
 from cocodiff.comm.trace import Span, Trace
 from cocodiff.config.config import Config
 from cocodiff.config.machine import Device, Topology
 from cocodiff.engine.assemble import build_strategy, chunking, exchange_table
+from cocodiff.engine.weights import SplitWeights
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.outgoing import EncodedCall
 from cocodiff.exchange.transfer import Transfer
 from cocodiff.kernels import Kernels, moved_by
 from cocodiff.planner.costs import CallKind
 from cocodiff.planner.layers import SITES, Case, ModelCalls, SerialTransport
+from cocodiff.planner.memory import block_parameters
 from cocodiff.planner.roofline import LAUNCHES, bytes_of, cost_of, prefer_linear, seconds
 from cocodiff.topology.layout import Layout
 
@@ -115,6 +119,11 @@ class StandIn(ModelCalls):
         kernels = WaitingKernels(clock, case.config.kernels, self._trace.note_kernel)
         strategy = build_strategy(case.config, case.mesh, over, self._trace, kernels, RooflineAttention(clock))
         super().__init__(case.config, strategy, case.steps)
+        self.shares = case.config.split is not None
+        self.waited = "wait for weights" if self.shares else "wait"  # what waits are called that hide nothing
+        if case.config.split is not None:
+            self._blocks = Blocks(statistics.mean(block_parameters(case.shape)))
+            SplitWeights(self._blocks, case.topology, transport, *case.config.split).attach(self._trace)
 
     def settle(self, kind: CallKind) -> None:
         """The whole step and those that differ from the ones which follow, without waits."""
@@ -136,6 +145,37 @@ class StandIn(ModelCalls):
         self.record = self._trace.record()
         self.costs.catch_up(self.codec)
 
+    def run_shared(self, kind: CallKind) -> None:
+        """Two calls of a model of some layers whose weights ranks share, of which the second one counts."""
+        for _ in range(2):
+            self._trace.clear()
+            self.begin(kind)
+            started = time.perf_counter()
+            self._blocks(self.run_layer)
+        self.last_s.append((time.perf_counter() - started) / SITES)
+        self.record = self._trace.record()
+
+
+class Blocks(nn.Module):
+    """Blocks that have weights, each one tensor, and compute something else."""
+
+    def __init__(self, numbers: float) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(int(numbers)) for _ in range(SITES))
+
+    def forward(self, run_layer: Callable[[int], None]) -> None:
+        for number, block in enumerate(self.blocks):
+            block(partial(run_layer, number))
+
+
+class Block(nn.Module):
+    def __init__(self, numbers: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(numbers, dtype=torch.bfloat16), requires_grad=False)
+
+    def forward(self, run: Callable[[], None]) -> None:
+        run()
+
 
 # What nobody waits for ------------------------------------------------------------------------------------------------
 
@@ -150,11 +190,11 @@ class Late(NamedTuple):
     hidden: float
 
     @classmethod
-    def of(cls, of_ranks: Iterable[Sequence[Span]]) -> Late:
-        """By the spans of every rank."""
+    def of(cls, of_ranks: Iterable[Sequence[Span]], waited: str = "wait") -> Late:
+        """By the spans of every rank. waited: what waits are called that count."""
         sent, hidden = 0, 0.0
         for of_rank in of_ranks:
-            waits = _waits(of_rank)
+            waits = _waits(of_rank, waited)
             for late in (span for span in of_rank if span.late_bytes):
                 duration = late.end_ns - late.start_ns
                 unseen = duration - overlap(_times([late]), waits)
@@ -162,9 +202,9 @@ class Late(NamedTuple):
         return cls(sent, hidden)
 
 
-def _waits(of_rank: Iterable[Span]) -> list[Interval]:
-    """When the rank's main thread waited, for whatever."""
-    return union(_times(s for s in of_rank if s.lane == "main" and s.name.startswith("wait")))
+def _waits(of_rank: Iterable[Span], waited: str) -> list[Interval]:
+    """When the rank's main thread waited."""
+    return union(_times(s for s in of_rank if s.lane == "main" and s.name.startswith(waited)))
 
 
 def _times(spans: Iterable[Span]) -> list[Interval]:

@@ -67,7 +67,7 @@ def test_more_nodes_hold_less_each(plan):
 
 
 def test_what_does_not_fit_says_why(plan):
-    told, shown = plan(*with_options(QWEN, "--batch", "40"))
+    told, shown = plan(*with_options(QWEN, "--batch", "40"), "--weights", "whole")
     assert not told["fits"] and told["largest_batch"] < 40
     assert "does not fit: " in shown and "V-Major's cache is too much" in shown
 

@@ -182,6 +182,23 @@ def test_a_step_of_a_models_shape(machine, tmp_path):
 
 
 @pytest.mark.full
+def test_weights_that_cards_share_travel_beside_tokens(machine, tmp_path):
+    """With what is hidden of them; a block that takes long hides all."""
+    model = tmp_path / "tiny.yaml"
+    text = "name: tiny\nfamily: FLUX.1\nheads: 4\nhead_dim: 64\njoint_layers: 2\nparameters: 1000000\n"
+    model.write_text(text)
+    words = ["--model", str(model), "--size", "64", "--repeats", "1", "--link_efficiency", "1", "--quiet"]
+    words += ["--variants", "split", "split_card", "cocodiff_card", "--out", str(tmp_path / "step")]
+    done = run(emulate("--machine", machine, "--scale", "1000", "--", "cocodiff", "bench", "step", *words))
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "step" / "bench.json").read_text())["rows"]
+    assert [row["variant"] for row in rows] == ["split", "split card", "cocodiff card"]
+    whole, *shared = rows
+    assert whole["hidden_share"] is None and all(0 <= row["hidden_share"] < 1 for row in shared)
+    assert all(row["median_s"] > whole["median_s"] for row in shared)
+
+
+@pytest.mark.full
 def test_a_campaign_that_is_killed_goes_on_to_its_page(machine, tmp_path):
     """The course of launch/campaign.pbs on two emulated nodes with a small model."""
     (tmp_path / "toy.yaml").write_text(

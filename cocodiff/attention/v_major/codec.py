@@ -74,7 +74,7 @@ class VMajor(Codec):
     ) -> VMajor:
         return cls(exchange, transport, Schedule.of(settings), settings.scoring, settings.reference)
 
-    def open(self, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> Transfer:
+    def transfer(self, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> Transfer:
         call, transfer = (SourceCall, SourceTransfer) if self.scoring == "source" else (CardCall, CardTransfer)
         cache = self._caches.setdefault(layer_key, LayerCache())
         return transfer(exchange, call(self, exchange, layout, layer_key, cache), layer_key.kind)

@@ -136,7 +136,9 @@ def run_plan(values: dict[str, Any], plan: dict[str, Any], folder: Path | None) 
         choice = choose(pricer, [work], values["images"], batches, None, report.pinned_guidance(config))
     partition = report.one_replica(topology, work) if choice is None else choice.taken.partition
     if config.weights == "auto":
-        say(shared_weights(with_weights_chosen(topology, work, partition)))
+        work = with_weights_chosen(topology, work, partition)
+        for line in shared_weights(work.config):
+            say(line)
     sizes = report.size(topology, work, partition, video)
     plan |= report.memory_json(values, shape, topology, work.load, sizes, video)
     plan["case"] |= {"replicas": partition.replicas, "guidance_parallel": partition.guidance}

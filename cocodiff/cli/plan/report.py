@@ -23,21 +23,9 @@ from cocodiff.planner.choice import Choice, Part, PartitionStep, PricedPartition
 from cocodiff.planner.costs import CallKind, costs_of, state_sizes
 from cocodiff.planner.decisions import as_file, decisions_of
 from cocodiff.planner.layers import SITES, Case, plan_layers
-from cocodiff.planner.memory import (
-    KEPT,
-    MIB,
-    Load,
-    ModelShape,
-    Peaks,
-    RankMemory,
-    add,
-    largest_batch,
-    mib,
-    misfit,
-    size_peaks,
-    size_run,
-)
+from cocodiff.planner.memory import KEPT, MIB, Load, ModelShape, RankMemory, add, largest_batch, mib, misfit, size_run
 from cocodiff.planner.partitions import Partition
+from cocodiff.planner.peaks import Peaks, size_peaks
 from cocodiff.planner.placement import table as meshes_table
 from cocodiff.planner.placement import worth_listing
 from cocodiff.planner.traffic import Latencies
