@@ -151,6 +151,26 @@ def test_a_block_that_a_step_cache_leaves_out_is_not_fetched():
         assert [row["cached_fraction"] for row in profile] == [0, 1, 1, 1] and first == last > 0
 
 
+@pytest.mark.parametrize("more", [{}, {"step_cache": "first_block", "step_cache_threshold": 0.05}], ids=str)
+def test_each_part_of_guidance_shares_its_own(more):
+    """Of three calls of a step one part computes two: what it fetches waits for nobody of the other part."""
+    model = FAMILIES["flux"][0](6, num_single_layers=3).requires_grad_(False)
+    calls = [FAMILIES["flux"][1](1, 4, 5, text) for text in (3, 5, 4)]
+
+    def work(transport: Any, **settings: Any) -> tuple[list[Tensor], list[int]]:
+        own, outputs = copy.deepcopy(model), []
+        with parallelize(own, transport=transport, guidance_parallel=2, **settings, **more), torch.no_grad():
+            for step in range(STEPS):
+                moment = {"timestep": torch.full_like(calls[0]["timestep"], 0.9 - 0.2 * step)}
+                moment["hidden_states"] = calls[0]["hidden_states"] * (1 + 0.1 * step)
+                outputs += [own(**call | moment, return_dict=False)[0] * 1 for call in calls]
+            return outputs, held(own)
+
+    whole, split = (run_ranks(4, lambda t, s=settings: work(t, **s)) for settings in ({}, {"weights": "node"}))
+    for (expected, _), (outputs, inside) in zip(whole, split, strict=True):
+        assert not any(inside) and len(outputs) == 3 * STEPS and all(map(torch.equal, outputs, expected))
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_failure_while_weights_are_under_way_ends_all_ranks(size):
     """And leaves the model's forwards as they were."""

@@ -28,6 +28,7 @@ from cocodiff.config.machine import Topology
 from cocodiff.config.registry import PLANNER, STEP_CACHES, load
 from cocodiff.engine.agreement import check_agreement, weights_digest
 from cocodiff.engine.assemble import AttentionWork
+from cocodiff.engine.guidance import PARTS
 from cocodiff.engine.guidance.ranks import GuidanceRule, GuidedRanks, parts_fit
 from cocodiff.engine.progress import StepCounter
 from cocodiff.engine.sequence import SequenceRanks
@@ -131,8 +132,8 @@ class Engine:
         self.counter = StepCounter()
         self.compiler = self._new_compiler()
         self._kernels = self._new_kernels(config.kernels, self.trace.note_kernel)
-        self._weights = self._new_weights()
         self._rule = self._guidance_rule()
+        self._weights = self._new_weights()
         self._guided = GuidedRanks(self.topology, self.transport, self._rule, self.trace, self._sequence_of)
         self._inside = False
         self._results: Results | None = None  # of all ranks, when the last block ended
@@ -153,7 +154,8 @@ class Engine:
             return None
         from cocodiff.engine.weights import EngineWeights
 
-        return EngineWeights(self.topology, self.transport, self.config.split, self.trace)
+        parts = PARTS if self._rule.possible else 1
+        return EngineWeights(self.topology, self.transport, self.config.split, self.trace, parts)
 
     def _new_kernels(self, path: str, note: Any = None) -> Kernels:
         return Kernels(path, note) if self.compiler is None else Kernels(path, note, self.compiler.compiled)

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from cocodiff.comm.trace import Trace
-from cocodiff.comm.transport import Group, LaneFuture, Transport
+from cocodiff.comm.transport import Group, LaneFuture, Part, Transport
 from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Topology
 from cocodiff.engine.agreement import weights_digest
 from cocodiff.models.checks import called_often, replace_forward
+from cocodiff.topology.axes import Axes
 
 ALIGNED = 64  # bytes: where each parameter begins, as kernels like it
 
@@ -176,8 +177,10 @@ class SplitWeights:
 class EngineWeights:
     """The split weights of an engine's models, from entering to leaving it."""
 
-    def __init__(self, topology: Topology, transport: Transport, split: tuple[str, int | None], trace: Trace) -> None:
-        self._among, self._trace = (topology, transport, *split), trace
+    def __init__(
+        self, topology: Topology, transport: Transport, split: tuple[str, int | None], trace: Trace, parts: int
+    ) -> None:
+        self._among, self._trace = (*part_of(topology, transport, parts), *split), trace
         self._split: dict[nn.Module, SplitWeights] = {}
 
     @property
@@ -203,12 +206,21 @@ _FOR_GOOD: WeakKeyDictionary[nn.Module, SplitWeights] = WeakKeyDictionary()
 
 
 def split_for_good(
-    models: Sequence[nn.Module], topology: Topology, transport: Transport, split: tuple[str, int | None]
+    models: Sequence[nn.Module], topology: Topology, transport: Transport, split: tuple[str, int | None], parts: int
 ) -> None:
     """Splits models' weights before they are on the device, of which no rank needs room for all then. They stay so for
-    every engine on these ranks."""
+    every engine on these ranks. parts: see `part_of`."""
     for model in models:
-        _FOR_GOOD[model] = SplitWeights(model, topology, transport, *split)
+        _FOR_GOOD[model] = SplitWeights(model, *part_of(topology, transport, parts), *split)
+
+
+def part_of(topology: Topology, transport: Transport, parts: int) -> tuple[Topology, Transport]:
+    """The ranks among which this one shares blocks, where so many parts of the ranks compute a guidance branch each:
+    those of its part. Ranks of the others call the model at other times, and not as often."""
+    if parts == 1:
+        return topology, transport
+    ranks = Axes.build(topology, guidance=parts).branch(transport.rank)
+    return topology.part(ranks), Part(transport, ranks)
 
 
 def split_blocks(count: int, layers: int | None) -> list[int]:

@@ -48,11 +48,11 @@ class Replica:
         self.topology = axes.topology.part(ranks)
         self.leads = self.transport.rank == 0
 
-    def splits_weights(self, split: tuple[str, int | None]) -> Callable[[Sequence[Any]], None]:
-        """What splits models' weights among these ranks, see `Config.split`."""
+    def splits_weights(self, split: tuple[str, int | None], parts: int) -> Callable[[Sequence[Any]], None]:
+        """What splits models' weights among these ranks, see `Config.split`. parts: of guidance."""
         from cocodiff.engine.weights import split_for_good
 
-        return partial(split_for_good, topology=self.topology, transport=self.transport, split=split)
+        return partial(split_for_good, topology=self.topology, transport=self.transport, split=split, parts=parts)
 
     def say_ready(self, started: float) -> None:
         """started: `time.monotonic()` when the command began."""

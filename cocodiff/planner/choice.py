@@ -160,17 +160,14 @@ def parts_of(topology: Topology, work: Workload, partition: Partition) -> list[l
         work = with_weights_chosen(topology, work, partition)
     axes = Axes.build(topology, replica=partition.replicas, guidance=partition.guidance)
 
-    def part_of(replica: Topology, branch: int, ranks: tuple[int, ...]) -> Part:
+    def part_of(branch: int, ranks: tuple[int, ...]) -> Part:
         own = topology.part(ranks)
         of_branch = work.of_branch(partition.guidance, branch).with_codec_chosen(own)
         return Part(
-            ranks, own, replace(of_branch, load=replace(of_branch.load, split=Split.of(work.config.split, replica)))
+            ranks, own, replace(of_branch, load=replace(of_branch.load, split=Split.of(work.config.split, own)))
         )
 
-    return [
-        [part_of(topology.part(sorted(sum(of_replica, ()))), *one) for one in enumerate(of_replica)]
-        for of_replica in axes.branches
-    ]
+    return [[part_of(*one) for one in enumerate(of_replica)] for of_replica in axes.branches]
 
 
 MARGIN = 4 * 2**30  # bytes of a tile, for the driver, the library of messages and what estimates are off by

@@ -156,7 +156,7 @@ class Split(NamedTuple):
 
     @classmethod
     def of(cls, split: tuple[str, int | None] | None, topology: Topology) -> Split | None:
-        """split: see `Config.split`. topology: of a replica, of whose groups the smallest counts."""
+        """split: see `Config.split`. topology: of ranks that share a sequence, of whose groups the smallest counts."""
         if split is None:
             return None
         groups = [sharing(topology, split[0], rank) for rank in range(topology.size)]

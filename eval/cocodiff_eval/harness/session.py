@@ -230,6 +230,7 @@ def load_requested(request: Request, dtype: str, transport: Any, split: Any = No
 def open_session(prepared: Prepared, transport: Any) -> Session:
     """The model, its engines and the folder of results; returns when all ranks are ready."""
     from cocodiff.engine.engine import Engine
+    from cocodiff.engine.guidance import PARTS
 
     if (
         detect().kind != "alone"
@@ -241,7 +242,8 @@ def open_session(prepared: Prepared, transport: Any) -> Session:
     modes, exact = with_exact(prepared)
     wanted = {config.split for config in modes.values()}
     alike = wanted.pop() if len(wanted) == 1 else None  # else each engine splits and joins them for itself
-    split = None if alike is None else replica.splits_weights(alike)
+    parts = PARTS if any(config.guidance_parallel == PARTS for config in modes.values()) else 1
+    split = None if alike is None else replica.splits_weights(alike, parts)
     model = load_requested(prepared.request, prepared.values["dtype"], transport, split)
     engines = Engines(modes, lambda config: Engine(model.pipe, config, replica.transport))
     if prepared.quality is None:  # else those of the settings that are tried
