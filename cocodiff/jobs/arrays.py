@@ -40,8 +40,8 @@ class Restored:
 
     mean                the restoration, in the volume's dtype, outside the mask its very voxels
     spread              standard deviation of the samples, float32, in the volume's units; None for a single one
-    low_90, high_90     ends of the intervals that hold 90 % of the truth, by a test on hidden regions of this volume;
-                        None without one: of fewer than 16 slices it is made with hidden_test=True
+    low_90, high_90     ends of the intervals that hold 90 % of the truth, by hidden regions of this volume, or of each
+                        slice of fewer than 16; None of one sample, and where nothing could be hidden
     samples             each restoration by itself
     verdict             how good this and methods without a model were on hidden regions, in words; None without a test
     metrics             what metrics.json holds
@@ -202,7 +202,8 @@ def _read(out: Path, preset: str) -> Restored:
         return np.load(path) if path.is_file() else None
 
     metrics = json.loads((out / "metrics.json").read_text())
-    tested = any(one["intervals"] for one in metrics.get("volumes", []))  # else the ends are those of the type
+    told = [*metrics.get("volumes", []), *metrics["images"]]
+    tested = any(one.get("intervals") for one in told)  # else the ends are those of the type
     said = [one["verdict"] for one in metrics.get("volumes", []) if one["verdict"] is not None]
     numbers = sorted(int(path.stem.rpartition("_")[2]) for path in images.glob(f"{stem}_sample_*.npy"))
     samples = [of(f"_sample_{number}") for number in numbers]

@@ -161,6 +161,7 @@ def test_images_that_are_gone_are_made_again(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_damaged_samples_and_journals_count_as_not_done(runs_of: Callable[..., Runs]) -> None:
+    """Of three samples, and one in which more is hidden."""
     runs = runs_of("--samples", 3, "--slices", "0:1")
 
     def sample(partial: Path) -> Path:
@@ -184,7 +185,7 @@ def test_damaged_samples_and_journals_count_as_not_done(runs_of: Callable[..., R
         (lambda partial: journal(partial).open("ab").write(b'{"number": 2, "size": "x", "rows": 3}\n\xff[[[\n'), 3),
         (lambda partial: journal(partial).write_bytes(journal(partial).read_bytes().replace(b"size", b"sice", 1)), 2),
     ):
-        assert f"going on: {kept} of 3 samples are there already" in runs.go_on_after(damage)
+        assert f"going on: {kept} of 4 samples are there already" in runs.go_on_after(damage)
     runs.restore()
     cut(runs.partial / ".progress" / "job.json")
     code, said = runs("--out", runs.out, "--resume")

@@ -178,7 +178,8 @@ def test_terminal_table() -> None:
 
 def test_rows_of_several_samples_have_their_spread_judged() -> None:
     of_samples = {"samples": 8, "coverage_50": 0.4, "coverage_90": 0.8, "psnr_db_single": 20.0}
-    unknown = {**of_samples, "coverage_50": None, "coverage_90": None, "psnr_db_single": None}
+    of_samples["intervals"] = {"floor": 0.1, "factor_50": 1.0, "factor_90": 2.0}
+    unknown = {**of_samples, "coverage_50": None, "coverage_90": None, "psnr_db_single": None, "intervals": None}
     several = [
         row_of("a[0]", "block", "flat", QUALITY, 2.0, {}, baseline=BASELINE, **of_samples),
         row_of("a[1]", "block", "flat", QUALITY, 2.0, {}, **{**of_samples, "coverage_50": 0.5}),
@@ -188,8 +189,7 @@ def test_rows_of_several_samples_have_their_spread_judged() -> None:
     first, last = document["summary"]["rows"]
     assert (first["samples"], first["coverage_50"], first["psnr_db_single"]) == (8, pytest.approx(0.45), 20.0)
     assert last["samples"] == 8 and last["coverage_90"] is None
-    of_test = {"name": "a", "mask": "block", "intervals": {"floor": 0.1}}
-    lines = [line.split() for line in terminal_table({**document, "volumes": [of_test]}).split("\n")]
+    lines = [line.split() for line in terminal_table(document).split("\n")]
     assert " ".join(lines[0]) == "image mask preset PSNR dB SSIM one sample in 50 % in 90 % vs exact seconds bytes"
     assert lines[1][5:] == ["21.50", "0.650", "20.00", "45", "%", "80", "%", "identical", "4.0", "0", "B"]
     assert lines[2][5:] == ["18.00", "0.500", "-", "-", "-", "-", "0.4", "-"]

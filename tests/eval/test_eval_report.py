@@ -36,7 +36,6 @@ IMAGE_YX = phantom(40, 48)
 QUALITY = {"psnr_db": 21.53, "ssim": 0.654, "mse": 0.00703}
 NOTHING = {"psnr_db": None, "ssim": None, "mse": None}
 BASELINE = {"psnr_db": 18.25, "ssim": 0.512, "mse": 0.015, "seconds": 0.44}
-UNTESTED = {"name": "a", "mask": "block", "intervals": None}
 FACTS = {"model": "embedded", "steps": "20", "seed": "0", "machine": "local <3", "version": "0.1.0"}
 
 
@@ -160,22 +159,21 @@ def test_steps_are_drawn_where_tensors_were_coded_or_displaced(tmp_path: Path) -
 
 def test_several_samples_show_how_far_they_spread(tmp_path: Path) -> None:
     of_samples = {"samples": 8, "coverage_50": 0.43, "coverage_90": 0.81, "psnr_db_single": 20.12}
+    of_samples["intervals"] = {"floor": 0.1, "factor_50": 1.0, "factor_90": 2.0}
     rows = [row_of("a", "block", "flat", QUALITY, 1.0, {}, baseline=BASELINE, **of_samples)]
     document = metrics_document({}, 1, rows)
-    of_test = {"name": "a", "mask": "block", "intervals": {"floor": 0.1, "factor_50": 1.0, "factor_90": 2.0}}
-    page = rendered(tmp_path, {**document, "volumes": [of_test]}, [], FACTS)
+    page = rendered(tmp_path, document, [], FACTS)
     for text in ("one sample, dB", "in 90 %", "20.12", "43 %", "81 %"):
         assert f">{text}<" in page, text
     assert "one sample" not in rendered(tmp_path, known()[0], [], FACTS)
-    told = terminal_table({**document, "volumes": [of_test]})
+    told = terminal_table(document)
     assert "one sample" in told and "in 90 %" in told and "81 %" in told
 
 
-@pytest.mark.parametrize("volumes", [[], [UNTESTED], [UNTESTED | {"mask": "other"}]])
-def test_intervals_that_were_not_calibrated_are_not_shown(tmp_path: Path, volumes: list[dict[str, Any]]) -> None:
+def test_intervals_that_were_not_calibrated_are_not_shown(tmp_path: Path) -> None:
     of_samples = {"samples": 8, "coverage_50": 0.1, "coverage_90": 0.31, "psnr_db_single": 20.12}
     rows = [row_of(f"a[{n}]", "block", "flat", QUALITY, 1.0, {}, baseline=BASELINE, **of_samples) for n in range(2)]
-    document = {**metrics_document({}, 1, rows), "volumes": volumes}
+    document = metrics_document({}, 1, rows)
     for shown in (rendered(tmp_path, document, [], FACTS), terminal_table(document)):
         assert "20.12" in shown and ">in 90 %<" not in shown and " in 90 %  " not in shown and "31 %" not in shown
 

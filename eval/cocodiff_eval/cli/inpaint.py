@@ -71,7 +71,8 @@ OPTIONS = (
     Option(
         "hidden_test",
         "hide regions like the mask's in known voxels; axes, weights and intervals are learnt there, and how "
-        "good methods without a model are (default: of several samples of 16 slices or more)",
+        "good methods without a model are (default: of several samples of 16 slices or more; of less, for "
+        "intervals alone; --no_hidden_test: neither)",
         type=bool,
     ),
     Option(

@@ -64,10 +64,7 @@ def center_mask(shape: tuple[int, int]) -> np.ndarray:
 def depth(read: Callable[[int], np.ndarray], index: int, slices: int) -> np.ndarray:
     """How far each masked voxel of slice `index` is from the nearest known one in its slice, or straight before or
     behind it, in voxels; float64 [Y, X], 0 where it is known. read: a slice of the mask, of so many."""
-    from scipy.ndimage import distance_transform_edt
-
-    mask_YX = read(index)
-    found_YX = np.full(mask_YX.shape, float(FAR)) if mask_YX.all() else np.asarray(distance_transform_edt(mask_YX))
+    found_YX = depth_in(read(index))
     for away in range(1, FAR):
         if found_YX.max() <= away:
             break
@@ -75,6 +72,13 @@ def depth(read: Callable[[int], np.ndarray], index: int, slices: int) -> np.ndar
             if 0 <= other < slices:
                 found_YX = np.where(read(other), found_YX, np.minimum(found_YX, away))
     return found_YX
+
+
+def depth_in(mask_YX: np.ndarray) -> np.ndarray:
+    """The same in a slice alone."""
+    from scipy.ndimage import distance_transform_edt
+
+    return np.full(mask_YX.shape, float(FAR)) if mask_YX.all() else np.asarray(distance_transform_edt(mask_YX))
 
 
 def nothing_masked(stack: Stack) -> Mask:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from functools import reduce
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
 class Batch:
     """Items that one replica makes, by their places (`indices`) in a task, such as a stack of slices; task: its number.
     compared: whether the exact run is made of them for comparison alone. samples: those of each item that are made, of
-    so many (`of`) that it gets in all. together: items, or samples of them, that share the model's calls. copied:
+    so many (`of`) that it gets in all; tests: of these the last ones, which are no results but show on hidden regions
+    how far results may be off. together: items, or samples of them, that share the model's calls. copied:
     whether they are their own results, as slices that are not masked."""
 
     task: int
@@ -42,6 +44,12 @@ class Batch:
     of: int = 1
     together: int = 1
     copied: bool = False
+    tests: int = 0
+
+    @property
+    def drawn(self) -> int:
+        """Samples of each item that its result is made of."""
+        return self.of - self.tests
 
     @property
     def size(self) -> int:
@@ -55,9 +63,11 @@ class Batch:
 
     @property
     def calls(self) -> list[list[tuple[int, int]]]:
-        """What shares the model's calls: the place of an item in `indices`, and a sample."""
-        pairs = [(place, sample) for place in range(len(self.indices)) for sample in self.samples]
-        return [[pairs[number] for number in group] for group in evenly(range(len(pairs)), self.together)]
+        """What shares the model's calls: the place of an item in `indices`, and a sample; of tests apart, so that there
+        are as many as there would be without."""
+        every = [(place, sample) for place in range(len(self.indices)) for sample in self.samples]
+        kinds = [[pair for pair in every if (pair[1] >= self.drawn) is tests] for tests in (False, True)]
+        return [[pairs[n] for n in group] for pairs in kinds for group in evenly(range(len(pairs)), self.together)]
 
 
 def evenly(indices: Sequence[int], most: int) -> list[tuple[int, ...]]:
@@ -71,12 +81,13 @@ def evenly(indices: Sequence[int], most: int) -> list[tuple[int, ...]]:
 class ItemSamples:
     """Samples of an item in one mode. moments: of the normalised images; cost: of all of them; psnr_db: of each,
     as a run with this sample alone would have it, None where the truth is unknown. kept: each sample, where they are
-    written as well."""
+    written as well. tested: of the samples in which more was hidden, if any."""
 
     moments: Moments
     cost: Cost
     psnr_db: tuple[float | None, ...] = ()
     kept: tuple[np.ndarray, ...] = ()
+    tested: Moments | None = None
 
     @property
     def restored01_YX(self) -> np.ndarray:
@@ -86,11 +97,12 @@ class ItemSamples:
     @classmethod
     def merged(cls, parts: Sequence[ItemSamples]) -> ItemSamples:
         """Parts of an item's samples, from the first to the last."""
-        moments = parts[0].moments
+        moments, tested = parts[0].moments, [part.tested for part in parts if part.tested is not None]
         for part in parts[1:]:
             moments = moments.merged(part.moments)
         psnr_db = tuple(one for part in parts for one in part.psnr_db)
-        return cls(moments, Cost.summed([part.cost for part in parts]), psnr_db)
+        cost = Cost.summed([part.cost for part in parts])
+        return cls(moments, cost, psnr_db, tested=reduce(Moments.merged, tested) if tested else None)
 
 
 @dataclass(frozen=True)
@@ -103,24 +115,32 @@ class Parts:
         """drawn: in each mode the samples of each item of the batch. Returns when they are on the disk."""
         for place, index in enumerate(batch.indices):
             of_modes = {mode: of_items[place] for mode, of_items in drawn.items()}
-            facts = {mode: [one.moments.count, vars(one.cost), one.psnr_db] for mode, one in of_modes.items()}
+            facts = {
+                mode: [one.moments.count, vars(one.cost), one.psnr_db, one.tested.count if one.tested else 0]
+                for mode, one in of_modes.items()
+            }
             images: dict[str, Any] = {}
             for mode, one in of_modes.items():
-                # a single restoration has no spread, and is a float32
-                alone = one.moments.count == 1
-                images[f"mean {mode}"] = one.moments.mean_YX.astype(np.float32 if alone else np.float64)
-                images |= {} if alone else {f"squares {mode}": one.moments.squares_YX}
+                for moments, name in ((one.moments, mode), *([(one.tested, f"{mode} tested")] if one.tested else [])):
+                    # a single restoration has no spread, and is a float32
+                    alone = moments.count == 1
+                    images[f"mean {name}"] = moments.mean_YX.astype(np.float32 if alone else np.float64)
+                    images |= {} if alone else {f"squares {name}": moments.squares_YX}
             np.savez(self._path(batch, index), facts=np.array(json.dumps(facts)), **images)
             flush(self._path(batch, index))
 
     def read(self, batch: Batch, index: int) -> dict[str, ItemSamples]:
         """What was kept of an item of a batch, in each mode."""
         with np.load(self._path(batch, index), allow_pickle=False) as found:
+
+            def read(count: int, name: str) -> Moments:
+                mean_YX = found[f"mean {name}"]
+                return Moments.of(mean_YX) if count == 1 else Moments(count, mean_YX, found[f"squares {name}"])
+
             drawn = {}
-            for mode, (count, cost, psnr) in json.loads(str(found["facts"])).items():
-                mean_YX = found[f"mean {mode}"]
-                moments = Moments.of(mean_YX) if count == 1 else Moments(count, mean_YX, found[f"squares {mode}"])
-                drawn[mode] = ItemSamples(moments, Cost(**cost), tuple(psnr))
+            for mode, (count, cost, psnr, tests) in json.loads(str(found["facts"])).items():
+                tested = read(tests, f"{mode} tested") if tests else None
+                drawn[mode] = ItemSamples(read(count, mode), Cost(**cost), tuple(psnr), tested=tested)
             return drawn
 
     def holds(self, batch: Batch, modes: Collection[str]) -> bool:
@@ -233,28 +253,32 @@ def batches_of(
     sample: int,
     samples: int = 1,
     apart: Sequence[Collection[int]] = (),
+    tests: int = 0,
 ) -> list[Batch]:
     """The slices of a task in batches, which depend on nothing but these arguments.
 
     masked: which slices have something to restore. together: so many of them, or samples of one, at most share calls.
     sample: so many slices, evenly spread, are compared with an exact run, and have batches of their own: it then runs
-    the same calls. samples: of each slice. apart: sets of slices that are compared as well, each with batches of its
-    own.
+    the same calls. samples: of each slice, and beside them so many `tests`. apart: sets of slices that are compared as
+    well, each with batches of its own.
     """
     hidden = [index for index, has_mask in enumerate(masked) if has_mask]
     slices, at_once = shape_of_batch(len(hidden), together, samples)
+    parts, of_tests = evenly(range(samples), at_once), evenly(range(samples, samples + tests), at_once)
+    parts = [(*parts[0], *sum(of_tests, ()))] if len(parts) == 1 else parts + of_tests
+    samples += tests
     groups, left = [], {*hidden}
     for compared in (*apart, shown_slices(masked, sample)):
         groups += [(group, True) for group in evenly(sorted(left & {*compared}), slices)]
         left -= {*compared}
     groups += [(group, False) for group in evenly(sorted(left), slices)]
     batches = [
-        Batch(task, group, compared, part, samples, together)
+        Batch(task, group, compared, part, samples, together, tests=tests)
         for group, compared in groups
-        for part in evenly(range(samples), at_once)
+        for part in parts
     ]
     empty = evenly(sorted({*range(len(masked))} - {*hidden}), COPIED_TOGETHER)
-    batches += [Batch(task, group, False, tuple(range(samples)), samples, copied=True) for group in empty]
+    batches += [Batch(task, group, False, tuple(range(samples)), samples, copied=True, tests=tests) for group in empty]
     return sorted(batches, key=lambda batch: (batch.indices, batch.samples))
 
 

@@ -15,12 +15,13 @@ import numpy as np
 
 from cocodiff.jobs.folder import storage_faults
 from cocodiff_eval.data.intensity import IntensityRange, compose_native, prepare_slice
+from cocodiff_eval.data.masks import depth_in
 from cocodiff_eval.data.slices import SMALLEST_SIDE, save_preview_png
 from cocodiff_eval.data.volume import Progress, unit_symbol
 from cocodiff_eval.harness.items import ItemSamples
 from cocodiff_eval.harness.job import ItemResult
 from cocodiff_eval.harness.tasks import BOUNDS, Task, WorkingFile, kept_samples, result_files, slice_name, spread_of
-from cocodiff_eval.quality.fusing import Intervals, coverage, spread_native
+from cocodiff_eval.quality.fusing import Intervals, Moments, coverage, spread_native
 from cocodiff_eval.quality.metrics import (
     Result,
     distance_db,
@@ -33,6 +34,7 @@ from cocodiff_eval.quality.metrics import (
 from cocodiff_eval.report import Picture, PicturePlan, ShownVolume, encode, shown_slices, worst_slices
 from cocodiff_eval.restore.baseline import biharmonic
 
+FEWEST = 200  # hidden voxels that intervals are learnt from
 FOLDER = "pictures"  # beside a job's journals, and removed with them
 
 
@@ -168,12 +170,46 @@ class Restored(NamedTuple):
 
 @dataclass(frozen=True)
 class SliceReview:
-    """A slice whose samples are judged one by one."""
+    """A slice whose samples are judged one by one. hidden_YX: known voxels that are hidden besides the mask, for its
+    intervals; None where there are to be none."""
 
     task: Task
     index: int
     original_YX: np.ndarray
     mask_YX: np.ndarray
+    hidden_YX: np.ndarray | None = None
+
+    @cached_property
+    def hides(self) -> bool:
+        """Whether enough is hidden to learn from."""
+        return self.hidden_YX is not None and int((self.hidden_YX & np.isfinite(self.original_YX)).sum()) >= FEWEST
+
+    @cached_property
+    def unknown_YX(self) -> np.ndarray:
+        """What a test restores."""
+        return self.mask_YX if self.hidden_YX is None else self.mask_YX | self.hidden_YX
+
+    def given(self, test: bool) -> tuple[np.ndarray, np.ndarray]:
+        """What the model gets for a result, or for a test: the slice, filled under the mask, and the mask."""
+        return self._of_test if test else self._of_result
+
+    @cached_property
+    def _of_result(self) -> tuple[np.ndarray, np.ndarray]:
+        return prepare_slice(self.original_YX, self.mask_YX, self.task.scale), self.mask_YX
+
+    @cached_property
+    def _of_test(self) -> tuple[np.ndarray, np.ndarray]:
+        return prepare_slice(self.original_YX, self.unknown_YX, self.task.scale), self.unknown_YX
+
+    def intervals(self, tested: Moments | None) -> Intervals | None:
+        """Of the mask's voxels, by the errors of those that were hidden besides; unknown where these are too few, None
+        where none are asked for."""
+        if self.hidden_YX is None or tested is None:
+            return None if self.hidden_YX is None else Intervals.unknown()
+        judged_YX = self.hidden_YX & np.isfinite(self.original_YX)
+        errors_P = tested.mean_YX[judged_YX] - self.task.scale.normalise(self.original_YX[judged_YX])
+        found = Intervals.calibrated(errors_P, tested.deviation_YX[judged_YX], depth_in(self.unknown_YX)[judged_YX])
+        return found.at(depth_in(self.mask_YX))
 
     @cached_property
     def truth_YX(self) -> np.ndarray | None:
@@ -193,11 +229,11 @@ def judge_slice(
     exact_mode: str | None,
     drawn: Mapping[str, ItemSamples],
     samples: int,
-    intervals: Intervals | None = None,
+    intervals: Mapping[str, Intervals],
 ) -> ItemResult:
     """Restored slices in the input's dtype, of several samples with their standard deviation, and their rows of
     metrics.json with the biharmonic baseline. modes: whose results are kept; exact_mode: which they are compared with;
-    intervals: calibrated ones, whose ends are written.
+    intervals: calibrated ones of each mode, whose ends are written.
     """
     task, index, original_YX, mask_YX = seen.task, seen.index, seen.original_YX, seen.mask_YX
     scale = task.scale
@@ -223,9 +259,11 @@ def judge_slice(
         more: dict[str, Any] = {}
         if exact is not None:
             more = {"psnr_vs_exact_db": psnr_vs_exact_db(scale, exact, one, mask_YX), "bytes_exact": exact.cost.bytes}
-        if samples > 1 or intervals is not None:
+        if samples > 1 or intervals:
+            of_preset = intervals.get(preset)
             more |= {"samples": samples, "psnr_db_single": mean(one.psnr_db)}
-            more |= coverage(one.moments, truth_YX, mask_YX, scale, intervals)
+            more |= coverage(one.moments, truth_YX, mask_YX, scale, of_preset)
+            more |= {"intervals": of_preset.record() if of_preset is not None else None}
         result = Result(
             slice_name(task.stack, index),
             task.mask.name,
@@ -241,15 +279,15 @@ def judge_slice(
 
 
 def further_native(
-    seen: SliceReview, presets: Mapping[str, ItemSamples], intervals: Intervals | None
+    seen: SliceReview, presets: Mapping[str, ItemSamples], intervals: Mapping[str, Intervals]
 ) -> dict[str, np.ndarray]:
     """The ends of intervals that hold 90 % of the truth, and the samples that are kept, in the input's dtype, by the
     names of their files."""
     found: dict[str, np.ndarray] = {}
     for name, one in presets.items():
         found |= {f"{name}{end}": kept_YX for end, kept_YX in zip(kept_samples(len(one.kept)), one.kept, strict=True)}
-        if intervals is not None:
-            radius_YX = intervals.radius(one.moments.deviation_YX, 0.9)
+        if name in intervals:
+            radius_YX = intervals[name].radius(one.moments.deviation_YX, 0.9)
             for end, end01_YX in zip(
                 BOUNDS, (one.restored01_YX - radius_YX, one.restored01_YX + radius_YX), strict=True
             ):

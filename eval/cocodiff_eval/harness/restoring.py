@@ -88,22 +88,30 @@ class Restorer:
             for one_YX, share in zip(restored, cost.shares(len(restored)), strict=True)
         ]
 
-    def draw(
-        self, batch: Batch, prepared: Sequence[np.ndarray], seen: Sequence[SliceReview], mode: str, leads: bool
-    ) -> list[ItemSamples]:
+    def draw(self, batch: Batch, seen: Sequence[SliceReview], mode: str, leads: bool) -> list[ItemSamples]:
         """The batch's samples of each slice in one mode, of which no more are in memory than share calls. leads: on
         ranks that judge none the result is empty."""
-        moments: dict[int, Moments] = {}
+        moments: dict[tuple[int, bool], Moments] = {}
         costs: list[list[Cost]] = [[] for _ in seen]
         psnr_db: list[list[float | None]] = [[] for _ in seen]
         limits = seen[0].task.scale.limits01
         for pairs in batch.calls:
-            places, samples = zip(*pairs, strict=True)
-            of_call = ([prepared[n] for n in places], [seen[n].mask_YX for n in places])
-            runs = self.run(*of_call, mode, limits, samples)
-            for place, run in zip(places, runs if leads else [], strict=False):
-                moments[place] = moments[place].merged(run.moments) if place in moments else run.moments
+            made = [(place, sample, sample >= batch.drawn) for place, sample in pairs]
+            made = [(place, sample, test) for place, sample, test in made if not test or seen[place].hides]
+            if not made:
+                continue
+            images, masks = zip(*(seen[place].given(test) for place, _, test in made), strict=True)
+            runs = self.run(images, masks, mode, limits, [sample for _, sample, _ in made])
+            for (place, _, test), run in zip(made, runs if leads else [], strict=False):
+                key = place, test
+                moments[key] = moments[key].merged(run.moments) if key in moments else run.moments
                 costs[place].append(run.cost)
-                if batch.of > 1:
+                if batch.drawn > 1 and not test:
                     psnr_db[place].append(seen[place].psnr_db(run))
-        return [ItemSamples(moments[n], Cost.summed(costs[n]), tuple(psnr_db[n])) for n in moments]
+
+        def of_slice(place: int) -> ItemSamples:
+            drawn = moments.get((place, False)) or Moments.none(seen[place].mask_YX.shape)
+            cost, tested = Cost.summed(costs[place] or [Cost()]), moments.get((place, True))
+            return ItemSamples(drawn, cost, tuple(psnr_db[place]), tested=tested)
+
+        return [*map(of_slice, range(len(seen)))] if leads else []

@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from cocodiff import __version__
 from cocodiff.config.errors import UserError
 from cocodiff.jobs.record import described_inputs, lasting
 from cocodiff.jobs.terminal import reading_bar, say
-from cocodiff_eval.data.intensity import prepare_slice
 from cocodiff_eval.harness.bound import Bound, Slices
 from cocodiff_eval.harness.items import Batch, Cost, ItemSamples, batches_of
 from cocodiff_eval.harness.job import BatchPolicy, ItemResult, Job, JobResult
@@ -30,10 +31,10 @@ from cocodiff_eval.harness.judging import (
 from cocodiff_eval.harness.quality import Group, Quality
 from cocodiff_eval.harness.restoring import TOGETHER, Restorer, slices_together
 from cocodiff_eval.harness.session import Session
-from cocodiff_eval.harness.tasks import Task, WorkingFile, checksums, export, result_files, slice_name
+from cocodiff_eval.harness.tasks import BOUNDS, Task, WorkingFile, checksums, export, result_files, slice_name
 from cocodiff_eval.harness.volumes import Volumes
 from cocodiff_eval.quality.fusing import Moments
-from cocodiff_eval.quality.hidden import Hidden
+from cocodiff_eval.quality.hidden import Hidden, hide_beside
 from cocodiff_eval.quality.metrics import json_ready
 from cocodiff_eval.report import plan_pictures, shown_slices
 
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from cocodiff.jobs.replicas import Queue
 
 VOLUME_OPTIONS = ("axes", "hidden_test", "method", "keep_samples")
+TESTED, MOST_TESTS = 4, 4  # samples of a slice for each one in which more is hidden, and these at most
+TILES = 1.25  # times as many has such a sample at most, but one more in any case
 
 
 def check_truth(bound: Bound, tasks: Sequence[Task]) -> None:
@@ -74,6 +77,9 @@ class SliceJob(Job[Batch]):
         restorer = self.restorers[tasks[0].steps]
         native, compared = restorer.inpainter.native_size, values["exact_slices"]
         self.volumes = Volumes(session, restorer, tasks, hidden)
+        # Of several samples of a slice alone, unless it is asked for a test of its own, or for none.
+        calibrates = self.samples > 1 and quality is None and values.get("hidden_test", False) is None
+        self.tests = min(MOST_TESTS, max(1, self.samples // TESTED)) if calibrates else 0
         self.before = self.volumes.sizes
         self._masks = {} if quality is None else slices_of_masks(quality, tasks, masked, compared)
         self.batches: list[Batch] = []
@@ -83,7 +89,7 @@ class SliceJob(Job[Batch]):
                 continue
             together = min(self.together, slices_together(task.stack.shape[1:], native, restorer.batch))
             apart = self._masks[number].apart(number) if self._masks else []
-            self.batches += batches_of(number, of_task, together, compared, self.samples, apart)
+            self.batches += batches_of(number, of_task, together, compared, self.samples, apart, self.tests)
         journals = session.prepared.output.journals.folder
         self._store = journals / "results"
         plan = plan_pictures(masked, len(self.presets) * (1 + (self.samples > 1)) + 1)
@@ -123,7 +129,8 @@ class SliceJob(Job[Batch]):
             )
 
     def _files(self, task: int) -> dict[str, WorkingFile]:
-        return result_files(self.tasks[task], self.presets, self._store, self.samples, self.volumes.further(task))
+        further = self.volumes.further(task) or (BOUNDS if self.tests else ())
+        return result_files(self.tasks[task], self.presets, self._store, self.samples, further)
 
     def _provenance(self, task: int) -> dict[str, dict[str, Any]]:
         """How a task's results of each preset are made, for the files' own metadata: plain data."""
@@ -146,32 +153,51 @@ class SliceJob(Job[Batch]):
     def steps(self, batch: Batch) -> int:
         if batch.task in self.volumes.of:
             return 0
-        restorer = self.restorers[self.tasks[batch.task].steps]
-        return restorer.tile_steps([seen.mask_YX for seen in self._seen(batch)]) * len(batch.samples)
+        masks = [
+            seen.given(sample >= batch.drawn)[1]
+            for seen in self._seen(batch)
+            for sample in batch.samples
+            if sample < batch.drawn or seen.hides
+        ]
+        return self.restorers[self.tasks[batch.task].steps].tile_steps(masks)
 
     def _seen(self, batch: Batch) -> list[SliceReview]:
         """The slices of a batch, which are read once: those of the last one are remembered."""
         if self._last[0] != batch:
             task = self.tasks[batch.task]
-            seen = [SliceReview(task, index, task.stack.read(index), task.mask.read(index)) for index in batch.indices]
-            self._last = (batch, seen)
+            pairs = [(task.stack.read(index), task.mask.read(index)) for index in batch.indices]
+            hidden = [None if batch.copied else self._hidden_beside(task, *pair) for pair in pairs]
+            found = zip(batch.indices, pairs, hidden, strict=True)
+            self._last = (batch, [SliceReview(task, index, *pair, hides) for index, pair, hides in found])
         return self._last[1]
+
+    def _hidden_beside(self, task: Task, original_YX: np.ndarray, mask_YX: np.ndarray) -> np.ndarray | None:
+        """What is hidden of a slice besides its mask, on all ranks alike; None where its intervals are not asked for,
+        or come of the test of a volume."""
+        if not self.tests or mask_YX.all():
+            return None
+        restorer = self.restorers[task.steps]
+        of_mask = restorer.tile_steps([mask_YX])
+        most = max(TILES * of_mask, of_mask + restorer.inpainter.steps)
+        seed = self.session.prepared.values["seed"]
+        return hide_beside(original_YX, mask_YX, seed, lambda unknown_YX: restorer.tile_steps([unknown_YX]) <= most)
 
     def make(self, settings: Sequence[str], batch: Batch) -> dict[str, list[ItemSamples]]:
         if batch.task in self.volumes.of:
             leads = self.session.replica.leads
             return {one: self.volumes.fused(batch, one) if leads else [] for one in settings}
-        seen, task = self._seen(batch), self.tasks[batch.task]
-        prepared = [prepare_slice(one.original_YX, one.mask_YX, task.scale) for one in seen]
-        leads = self.session.replica.leads
+        seen, leads = self._seen(batch), self.session.replica.leads
         if batch.copied:  # a slice without masked voxels is its own restoration
-            return {one: [ItemSamples(Moments.of(p_YX), Cost()) for p_YX in prepared if leads] for one in settings}
-        restorer = self.restorers[task.steps]
-        return {one: restorer.draw(batch, prepared, seen, one, leads) for one in settings}
+            copies = [ItemSamples(Moments.of(one.given(False)[0]), Cost()) for one in seen if leads]
+            return dict.fromkeys(settings, copies)
+        restorer = self.restorers[self.tasks[batch.task].steps]
+        return {one: restorer.draw(batch, seen, one, leads) for one in settings}
 
     def judge(self, batch: Batch, place: int, drawn: Mapping[str, ItemSamples], exact: str | None) -> ItemResult:
-        intervals = self.volumes.intervals(batch.task, batch.indices[place])
-        return judge_slice(self._seen(batch)[place], self.presets, exact, drawn, batch.of, intervals)
+        of_volume, seen = self.volumes.intervals(batch.task, batch.indices[place]), self._seen(batch)[place]
+        found = {mode: of_volume or seen.intervals(drawn[mode].tested) for mode in self.presets}
+        intervals = {mode: one for mode, one in found.items() if one is not None}
+        return judge_slice(seen, self.presets, exact, drawn, batch.drawn, intervals)
 
     def write(self, batch: Batch, place: int, result: Restored) -> None:
         index = batch.indices[place]
@@ -204,6 +230,9 @@ class SliceJob(Job[Batch]):
                     say(line)
                 found += jumps(task, self.presets, files, of_task, progress)
                 save_previews(task, of_task, files, self.presets, images)
+        alone = [row for *_, row in done.rows if "samples" in row] if self.tests else []
+        if unknown := sum(row["intervals"] is None for row in alone):
+            say(f"{unknown} of {len(alone)} results have no intervals: no regions like the mask's could be hidden")
         numbers = {task.stack.name: task.stack.numbers for task in self.tasks if len(task.stack) > 1}
         return {
             "pictures": self.pages.all(done.rows, self._picture, progress),
@@ -244,7 +273,7 @@ def describe_inputs(tasks: Sequence[Task], values: Mapping[str, Any]) -> dict[st
         "exact_slices": values["exact_slices"],
         "inputs": described_inputs(tasks),
     }
-    if any(task.volume is not None for task in tasks):
+    if any(task.volume is not None for task in tasks) or (values["samples"] > 1 and "hidden_test" in values):
         described |= {name: values[name] for name in VOLUME_OPTIONS}
     others = [task.format for task in tasks]
     return described if set(others) == {"tiff"} else described | {"formats": others}

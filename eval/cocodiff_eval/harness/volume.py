@@ -135,9 +135,7 @@ class HiddenRegionReport:
             "better_in_regions": [lead.wins, lead.of] if lead else None,
             "lead_db": round(lead.db, 3) if lead else None,
             "expected_lead_db": [round(lead.low, 3), round(lead.high, 3)] if lead and math.isfinite(lead.low) else None,
-            "intervals": None
-            if found is None
-            else {"floor": found.floor, "factor_50": found.factors[0], "factor_90": found.factors[1]},
+            "intervals": None if found is None else found.record(),
             "verdict": self.line(where) if self.psnr_db is not None else None,
         }
 

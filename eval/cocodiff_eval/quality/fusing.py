@@ -192,6 +192,13 @@ class Intervals:
         """Where nothing is known: without ends."""
         return cls(1.0, (math.inf, math.inf), False)
 
+    def record(self) -> dict[str, float] | None:
+        """For metrics.json; None where nothing is known."""
+        low, high = self.factors
+        return (
+            {"floor": float(np.min(self.floor)), "factor_50": low, "factor_90": high} if math.isfinite(high) else None
+        )
+
     @classmethod
     def calibrated(cls, errors_P: np.ndarray, spread_P: np.ndarray, depth_P: np.ndarray) -> Intervals:
         """By split conformal prediction (Papadopoulos et al. 2002; Lei et al. 2018): factors are the quantiles of
@@ -271,6 +278,11 @@ class Moments:
     squares_YX: np.ndarray
 
     @classmethod
+    def none(cls, shape: tuple[int, ...]) -> Moments:
+        """Those of no image: what is merged with them stays as it is."""
+        return cls(0, np.zeros(shape), np.zeros(shape))
+
+    @classmethod
     def of(cls, image_YX: np.ndarray) -> Moments:
         """Those of one image, of any real dtype."""
         return cls(1, image_YX.astype(np.float64), np.zeros(image_YX.shape))
@@ -317,6 +329,8 @@ def coverage(
     """
     judged_YX = mask_YX if truth_YX is None else mask_YX & np.isfinite(truth_YX)
     if truth_YX is None or (moments01.count < 2 and intervals is None) or not judged_YX.any():
+        return dict.fromkeys(COVERAGES)
+    if intervals is not None and intervals.record() is None:
         return dict.fromkeys(COVERAGES)
     from scipy.stats import t as student
 

@@ -156,7 +156,22 @@ class Survey:
         return np.asarray(ndimage.binary_dilation(self.masked_ZYX))
 
 
-def hide(survey: Survey, slices: int, seed: int, along: Sequence[str] = AXES) -> tuple[Hidden, ...]:
+def hide_beside(
+    image_YX: np.ndarray, mask_YX: np.ndarray, seed: int, allowed: Callable[[np.ndarray], bool]
+) -> np.ndarray:
+    """Which known voxels of a slice are hidden besides its mask, boolean [Y, X]: regions as of the first round of
+    `hide`, as many as are `allowed`, which is asked of the mask with them; none where no region finds a place."""
+    found_YX = np.zeros_like(mask_YX)
+    survey = Survey.of(lambda _: image_YX, lambda _: mask_YX, (1, mask_YX.shape[0], mask_YX.shape[1]))
+    for piece in (piece for one in hide(survey, 1, seed, (), rounds=1) for piece in one.pieces):
+        more_YX = found_YX | Hidden((piece,), {}).mask("z", 0, lambda _: mask_YX)
+        found_YX = more_YX if allowed(mask_YX | more_YX) else found_YX
+    return found_YX
+
+
+def hide(
+    survey: Survey, slices: int, seed: int, along: Sequence[str] = AXES, rounds: int = ROUNDS
+) -> tuple[Hidden, ...]:
     """Chooses rounds of a test, each with up to 24 regions, and `slices` tested slices along each axis in all of them,
     but at least 6 in each; nothing where nothing can be hidden. along: the axes that slices are restored along, as
     others have 96 in each round.
@@ -165,7 +180,7 @@ def hide(survey: Survey, slices: int, seed: int, along: Sequence[str] = AXES) ->
     less than half of the mask, all are cut to halves, quarters or eighths of the volume's sides, but never along a side
     that they span. Of 16 random lattices the one is taken that hides most known cells which no earlier round has
     hidden, each counted by how much the surroundings of its region look like those of the part of the mask that it is.
-    There are as many rounds as it takes to 12 regions, up to 4.
+    There are as many rounds as it takes to 12 regions, up to `rounds`.
     """
     rng = np.random.default_rng(seed)
     best: list[list[Piece]] = []
@@ -173,7 +188,7 @@ def hide(survey: Survey, slices: int, seed: int, along: Sequence[str] = AXES) ->
     for part in (1, 2, 4, 8):
         boxes, weights = _parts(survey.masked_ZYX, [max(1, -(-side // part)) for side in survey.masked_ZYX.shape])
         uncut = uncut or {*boxes}
-        found = _rounds(survey, boxes, weights, rng) if boxes else []
+        found = _rounds(survey, boxes, weights, rng, rounds) if boxes else []
         best = found if sum(map(len, found)) > sum(map(len, best)) else best
         placed = {(piece.source, piece.shape) for some in found for piece in some}
         share = sum(weight for box, weight in zip(boxes, weights, strict=True) if box in placed)
@@ -185,10 +200,12 @@ def hide(survey: Survey, slices: int, seed: int, along: Sequence[str] = AXES) ->
     return tuple(Hidden(pieces, _tested(pieces, counts, rng), cut) for pieces in fine)
 
 
-def _rounds(survey: Survey, boxes: Sequence[Box], weights: np.ndarray, rng: np.random.Generator) -> list[list[Piece]]:
-    """Up to four lattices."""
+def _rounds(
+    survey: Survey, boxes: Sequence[Box], weights: np.ndarray, rng: np.random.Generator, most: int
+) -> list[list[Piece]]:
+    """Up to so many lattices."""
     new_ZYX, rounds = ~survey.masked_ZYX, []
-    for _ in range(ROUNDS):
+    for _ in range(most):
         tries = [_lattice(survey, boxes, weights, new_ZYX, rng) for _ in range(TRIES)]
         worth, pieces = max(tries, key=lambda one: one[0])
         if not worth:

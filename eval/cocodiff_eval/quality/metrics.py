@@ -121,6 +121,10 @@ def mean(values: Sequence[float | None]) -> float | None:
     return sum(present) / len(present) if present else None
 
 
+def _first_known(values: Sequence[Any]) -> Any:
+    return next((value for value in values if value is not None), None)
+
+
 def _field(of_slices: Callable[[list[Any]], Any], **default: Any) -> Any:
     """of_slices: makes one value of those of several slices, for a line of the table."""
     return field(**default, metadata={"of_slices": of_slices})
@@ -141,7 +145,8 @@ class Result:
     rank_seconds        of all ranks that worked on the image, added up; `replica_seconds`: of each replica that did, by
                         its number
     samples             their number, where there are several; `coverage_50` and `coverage_90` are
-                        `fusing.coverage`, `psnr_db_single` is the mean of the samples' own PSNR
+                        `fusing.coverage`, `psnr_db_single` is the mean of the samples' own PSNR; `intervals` are those
+                        that hidden regions have calibrated, whose coverage it then is
     baseline            the biharmonic result of the image and mask: psnr_db, ssim, mse, seconds
     drift               of a lossy run, for each step: of V-Major the mean relative change of v and the fraction of
                         tokens that stayed; of a codec or displacement the fraction of attention calls that were coded
@@ -171,6 +176,7 @@ class Result:
     coverage_50: float | None = _field(mean, default=None)
     coverage_90: float | None = _field(mean, default=None)
     psnr_db_single: float | None = _field(mean, default=None)
+    intervals: Mapping[str, float] | None = _field(_first_known, default=None)
     baseline: Mapping[str, Any] | None = None
     drift: Sequence[Mapping[str, Any]] = ()
     cached_fraction: float | None = _field(mean, default=None)
@@ -191,7 +197,7 @@ class Result:
 QUALITY = ("psnr_db", "ssim", "mse")
 OF_LINKS = ("bytes", "bytes_whole", "bytes_late", "bytes_exact")
 OF_RUN = (*QUALITY, "seconds", "bytes", "bytes_whole", "bytes_late", "cached_fraction")  # in a sweep's lines
-OF_SAMPLES = ("samples", "coverage_50", "coverage_90", "psnr_db_single")
+OF_SAMPLES = ("samples", "coverage_50", "coverage_90", "psnr_db_single", "intervals")
 # What has a field's value of None otherwise says something: null is "unknown", or "the same bits".
 ONLY_WHERE_KNOWN = (
     "rank_seconds",

@@ -41,15 +41,10 @@ def versus_exact(row: Mapping[str, Any]) -> str:
     return "identical" if row.get("exact_compared", True) else MISSING
 
 
-def calibrated(metrics: Mapping[str, Any]) -> set[tuple[str, str | None]]:
-    """The stacks and masks whose intervals hidden regions have calibrated: those of others promise nothing."""
-    return {(one["name"], one["mask"]) for one in metrics.get("volumes", ()) if one["intervals"]}
-
-
-def samples_told(row: Mapping[str, Any], of_intervals: set[tuple[str, str | None]]) -> tuple[str, str, str]:
-    """The cells of OF_SAMPLES: a single sample's PSNR, and the coverage of calibrated intervals of 50 and 90 %."""
-    known = (base_name(row.get("name", "")), row.get("mask")) in of_intervals
-    share = [row.get(name) if known else None for name in ("coverage_50", "coverage_90")]
+def samples_told(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    """The cells of OF_SAMPLES: a single sample's PSNR, and the coverage of intervals of 50 and 90 % where hidden
+    regions have calibrated them: others promise nothing."""
+    share = [row.get(name) if row.get("intervals") else None for name in ("coverage_50", "coverage_90")]
     inside = [MISSING if one is None else f"{100 * one:.0f} %" for one in share]
     return number(row.get("psnr_db_single"), 2), inside[0], inside[1]
 
@@ -127,8 +122,8 @@ def terminal_table(metrics: Mapping[str, Any]) -> str:
 
     Plain ASCII apart from the user's names: terminals of batch systems know little else.
     """
-    of_intervals = calibrated(metrics)
-    sampled = OF_SAMPLES[: 3 if of_intervals else 1] if any("samples" in row for row in metrics["images"]) else ()
+    known = any(row.get("intervals") for row in metrics["images"])
+    sampled = OF_SAMPLES[: 3 if known else 1] if any("samples" in row for row in metrics["images"]) else ()
     ranked = (RANK_SECONDS,) if has_rank_seconds(metrics) else ()
     jumps = jumps_of(metrics)
     jumped = (JUMP,) if jumps else ()
@@ -138,7 +133,7 @@ def terminal_table(metrics: Mapping[str, Any]) -> str:
     for name, mask, slices, rows in grouped(metrics["images"]):
         shown = _shorten(name) + (f" ({slices} slices)" if slices > 1 else "")
         for row in with_baseline(rows):
-            told = samples_told(row, of_intervals)[: len(sampled)]
+            told = samples_told(row)[: len(sampled)]
             jump = [number(jumps.get((name, mask, row["mode"])), 2) for _ in jumped]
             quality = (number(row["psnr_db"], 2), *jump, number(row["ssim"], 3), *told, versus_exact(row))
             total = MISSING if row["bytes"] is None else size(sum(row["bytes"].values()))
@@ -375,7 +370,7 @@ def quality_table(
         images += [Cell(name, prompts.get(name, "")), *[Cell("")] * (len(found) - 1)]
         told += [{**row, "slice_jump": jumps.get((name, mask, row["mode"]))} for row in found]
     named = len(tables) > 1 or any(one.note for one in images)
-    of_samples = [samples_told(row, calibrated(metrics)) for row in told]
+    of_samples = [samples_told(row) for row in told]
     columns = [
         *([Column("image", images)] if named else []),
         Column("preset", [row["mode"] for row in told], left=True),

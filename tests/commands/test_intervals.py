@@ -1,0 +1,99 @@
+"""Several samples of a slice have intervals, by regions that are hidden in samples of their own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tifffile
+from cocodiff_eval.data.masks import block_mask
+from cocodiff_eval.quality.fusing import Moments
+from cocodiff_eval.quality.hidden import hide_beside
+
+from cocodiff.cli.main import main
+
+Run = Callable[..., tuple[dict[str, Any], dict[str, np.ndarray], str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Run:
+    """`inpaint` of an image: metrics, the images of the results, and what was said."""
+
+    def of(image: np.ndarray, *more: Any, mask: np.ndarray | str = "block", samples: int = 4) -> Any:
+        out = tmp_path / f"out{len([*tmp_path.iterdir()])}"
+        tifffile.imwrite(tmp_path / "scan.tif", image, photometric="minisblack")
+        if not isinstance(mask, str):
+            tifffile.imwrite(tmp_path / "hole.tif", mask.astype(np.uint8), photometric="minisblack")
+            mask = str(tmp_path / "hole.tif")
+        words = ["--input", tmp_path / "scan.tif", "--mask", mask, "--samples", samples, "--steps", 2, "--out", out]
+        assert main(["inpaint", *map(str, [*words, "--quiet", "--no-exact", *more])]) == 0
+        images = {path.stem.partition("_")[2]: tifffile.imread(path) for path in (out / "images").glob("*.tif")}
+        return json.loads((out / "metrics.json").read_text()), images, capfd.readouterr().out
+
+    return of
+
+
+def picture(slices: int = 0) -> np.ndarray:
+    """Smooth noise."""
+    from scipy.ndimage import gaussian_filter
+
+    rng = np.random.default_rng(3)
+    found = [gaussian_filter(rng.standard_normal((96, 96)), 3) for _ in range(slices or 1)]
+    return (30000 + 60000 * np.stack(found)).clip(0, 65535).astype(np.uint16)[0 if not slices else slice(None)]
+
+
+@pytest.mark.parametrize("slices", [0, 3])
+def test_results_stay_as_they_are_without_a_test_and_have_intervals_beside(run: Run, slices: int) -> None:
+    """On replicas, which share the samples of a slice, as well."""
+    image = picture(slices)
+    plain, without, said = run(image, "--no_hidden_test")
+    assert not [name for name in without if "90" in name] and "in 90 %" not in said
+    for more in ((), ("--ranks", 2, "--replicas", 2)):
+        metrics, images, said = run(image, *more)
+        assert {*images} == {*without} | {"block_tapa_low_90", "block_tapa_high_90"} and "in 90 %" in said
+        assert all(np.array_equal(images[name], without[name]) for name in without)
+        for row, before in zip(metrics["images"], plain["images"], strict=True):
+            assert row["samples"] == 4 and row["psnr_db"] == before["psnr_db"] and before["intervals"] is None
+            assert row["intervals"]["factor_90"] > row["intervals"]["factor_50"] > 0
+            assert 0.5 < row["coverage_90"] <= 1 and row["coverage_50"] < row["coverage_90"]
+        mask = block_mask((96, 96), 0)
+        low, high = (np.atleast_3d(images[f"block_tapa_{end}_90"].T).T for end in ("low", "high"))
+        mean = np.atleast_3d(images["block_tapa"].T).T
+        assert np.array_equal(low[:, ~mask], mean[:, ~mask]) and np.array_equal(high[:, ~mask], mean[:, ~mask])
+        assert (low[:, mask] <= mean[:, mask]).all() and (high[:, mask] > low[:, mask]).mean() > 0.99
+
+
+def test_a_quarter_of_the_samples_and_of_the_tiles_more() -> None:
+    """Regions do not touch the mask, and none is taken that is not allowed."""
+    image, mask = picture() / 65535, block_mask((96, 96), 1)
+    asked: list[int] = []
+
+    def allowed(unknown: np.ndarray) -> bool:
+        asked.append(int(unknown.sum()))
+        return len(asked) != 2
+
+    every = hide_beside(image, mask, 0, lambda _: True)
+    some = hide_beside(image, mask, 0, allowed)
+    assert 0 < some.sum() < every.sum() and not (every & mask).any() and not (some & ~every).any()
+    assert not hide_beside(image, mask, 0, lambda _: False).any()
+
+
+def test_where_nothing_can_be_hidden_there_are_no_intervals(run: Run) -> None:
+    mask = np.ones((96, 96), bool)
+    mask[::24, ::24] = False
+    metrics, images, said = run(picture(), mask=mask)
+    assert "1 of 1 results have no intervals: no regions like the mask's could be hidden" in said
+    assert metrics["images"][0]["intervals"] is None and metrics["images"][0]["coverage_90"] is None
+    assert images["hole_tapa_high_90"][mask].min() == 65535 and images["hole_tapa_low_90"][mask].max() == 0
+
+
+def test_moments_of_no_image_change_nothing() -> None:
+    some = Moments.of(picture()).merged(Moments.of(picture() // 2))
+    none = Moments.none(some.mean_YX.shape)
+    for merged in (none.merged(some), some.merged(none)):
+        assert merged.count == 2 and np.array_equal(merged.mean_YX, some.mean_YX)
+        assert np.array_equal(merged.squares_YX, some.squares_YX)
