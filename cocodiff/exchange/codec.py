@@ -65,7 +65,7 @@ class Codec:
     keeps_state = False  # whether memory is held between calls, so that a run is checked for room before it starts
     layers: int | None = None  # of a model, the first ones, whose calls it codes; None for all
     moment = StepInfo(-1, 0, None)  # of the model's current call
-    _first: tuple[int, dict[str, None]] = (-1, {})  # of a run, its first layers, in the order in which they were called
+    _first: tuple[int, dict[str, None]] = (-2, {})  # of a run, its first layers, in the order in which they were called
     prefers_ulysses = False  # whether a mesh should have no ring where heads allow it: a ring's messages are not coded
 
     @classmethod
@@ -93,7 +93,7 @@ class Codec:
 
     def codes(self, layer: str) -> bool:
         """Whether a layer is one of those that are coded: alike on all ranks, whose models call them in one order."""
-        if self.layers is None:
+        if self.layers is None or not self.keeps_state:
             return True
         if self._first[0] != self.moment.run:
             self._first = self.moment.run, {}
