@@ -91,6 +91,17 @@ def test_where_nothing_can_be_hidden_there_are_no_intervals(run: Run) -> None:
     assert images["hole_tapa_high_90"][mask].min() == 65535 and images["hole_tapa_low_90"][mask].max() == 0
 
 
+def test_slices_of_a_stack_without_a_mask_or_wholly_masked(run: Run) -> None:
+    """Their ends are the slice itself, and those of the type."""
+    image, mask = picture(4), np.zeros((4, 96, 96), bool)
+    mask[0], mask[1] = block_mask((96, 96), 0), True
+    metrics, images, said = run(image, mask=mask)
+    low, high = images["hole_tapa_low_90"], images["hole_tapa_high_90"]
+    assert np.array_equal(low[2:], image[2:]) and np.array_equal(high[2:], image[2:])
+    assert "results have no intervals" not in said and low[0][mask[0]].min() > 0
+    assert [row["name"] for row in metrics["images"]] == ["scan[0]"] and np.array_equal(low[1], image[1])
+
+
 def test_moments_of_no_image_change_nothing() -> None:
     some = Moments.of(picture()).merged(Moments.of(picture() // 2))
     none = Moments.none(some.mean_YX.shape)

@@ -129,7 +129,7 @@ class SliceJob(Job[Batch]):
             )
 
     def _files(self, task: int) -> dict[str, WorkingFile]:
-        further = self.volumes.further(task) or (BOUNDS if self.tests else ())
+        further = BOUNDS if self._calibrates(task) else self.volumes.further(task)
         return result_files(self.tasks[task], self.presets, self._store, self.samples, further)
 
     def _provenance(self, task: int) -> dict[str, dict[str, Any]]:
@@ -166,17 +166,22 @@ class SliceJob(Job[Batch]):
         if self._last[0] != batch:
             task = self.tasks[batch.task]
             pairs = [(task.stack.read(index), task.mask.read(index)) for index in batch.indices]
-            hidden = [None if batch.copied else self._hidden_beside(task, *pair) for pair in pairs]
+            hidden = [self._hidden_beside(batch, *pair) for pair in pairs]
             found = zip(batch.indices, pairs, hidden, strict=True)
             self._last = (batch, [SliceReview(task, index, *pair, hides) for index, pair, hides in found])
         return self._last[1]
 
-    def _hidden_beside(self, task: Task, original_YX: np.ndarray, mask_YX: np.ndarray) -> np.ndarray | None:
-        """What is hidden of a slice besides its mask, on all ranks alike; None where its intervals are not asked for,
-        or come of the test of a volume."""
-        if not self.tests or mask_YX.all():
+    def _calibrates(self, task: int) -> bool:
+        """Whether slices of a task have intervals each of its own."""
+        return self.tests > 0 and task not in self.volumes.of
+
+    def _hidden_beside(self, batch: Batch, original_YX: np.ndarray, mask_YX: np.ndarray) -> np.ndarray | None:
+        """What is hidden of a slice besides its mask, on all ranks alike; None where it has no intervals of its own."""
+        if not self._calibrates(batch.task):
             return None
-        restorer = self.restorers[task.steps]
+        if batch.copied or mask_YX.all():
+            return np.zeros_like(mask_YX)
+        restorer = self.restorers[self.tasks[batch.task].steps]
         of_mask = restorer.tile_steps([mask_YX])
         most = max(TILES * of_mask, of_mask + restorer.inpainter.steps)
         seed = self.session.prepared.values["seed"]
