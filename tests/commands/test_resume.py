@@ -126,7 +126,8 @@ def test_a_run_that_ended_badly_goes_on_only_as_it_began(
 @pytest.mark.full
 @pytest.mark.processes
 def test_samples_of_a_slice_are_dealt_and_put_together_to_the_same_bits(tmp_path: Path) -> None:
-    """One bundled slice, and replicas that make some of its samples each; killed between, and gone on with by fewer."""
+    """One bundled slice, and replicas that make some of its samples each, three for its intervals among them; killed
+    between, and gone on with by fewer."""
 
     def several(out: str, *more: Any, samples: int = 12) -> list[str]:
         fixed = ("--input", SLICE, "--samples", samples, "--steps", 3, "--quiet")
@@ -138,7 +139,7 @@ def test_samples_of_a_slice_are_dealt_and_put_together_to_the_same_bits(tmp_path
     os.killpg(run.process.pid, signal.SIGKILL)
     run.end()
     kept = run.journals.kept()
-    assert kept is not None and kept.unit == "samples" and 2 <= kept.done < kept.total == 12
+    assert kept is not None and kept.unit == "samples" and 2 <= kept.done < kept.total == 15
     refused = forked(*several("out", "--ranks", 1, "--resume", samples=11), folder=tmp_path)
     assert refused.returncode == 2 and "(samples: 12 there, 11 now)" in refused.stderr
     done = forked(*several("out", "--ranks", 2, "--replicas", 2, "--resume"), folder=tmp_path)
@@ -146,16 +147,19 @@ def test_samples_of_a_slice_are_dealt_and_put_together_to_the_same_bits(tmp_path
     assert results(tmp_path / "out") == results(tmp_path / "whole")
     images, (row,) = results(tmp_path / "whole")
     assert sorted(images) == [
-        f"{SLICE.stem}_block_{end}" for end in ("mask.tif", "tapa.png", "tapa.tif", "tapa_std.tif")
+        f"{SLICE.stem}_block_{end}"
+        for end in ("mask.tif", "tapa.png", "tapa.tif", "tapa_high_90.tif", "tapa_low_90.tif", "tapa_std.tif")
     ]
     assert row["samples"] == 12 and row["psnr_db"] > row["psnr_db_single"]
     assert 0 < row["coverage_50"] < row["coverage_90"] <= 1
-    original, mean, spread = (
+    endings = ("", "_low_90", "_high_90", "_std")
+    original, mean, low, high, spread = (
         tifffile.imread(path)
-        for path in (SLICE, *(tmp_path / "whole" / "images" / name for name in sorted(images)[2:]))
+        for path in (SLICE, *(tmp_path / "whole/images" / f"{SLICE.stem}_block_tapa{end}.tif" for end in endings))
     )
     assert mean.dtype == original.dtype and spread.dtype == np.float32
     known = spread == 0
+    assert (low <= mean).all() and (mean <= high).all() and (low[~known] < high[~known]).mean() > 0.99
     assert 0.7 < known.mean() < 0.8 and mean[known].tobytes() == original[known].tobytes()
 
 
