@@ -172,10 +172,13 @@ def devices(
 
     delayed: the part of the operations that start late, by up to `delay_us`, as `seed` says. lines: reports name the
     lines of files whose path contains it; "" for none."""
-    _extension.take_reports()
-    _extension.set(delayed, delay_us, seed, strict, lines)
     _extension.set_device_count(count)
     found = Devices(count)
+    for device in found:  # what threads of a run that failed have left since its devices went
+        with contextlib.suppress(RuntimeError):
+            _extension.synchronize(device.index)
+    _extension.take_reports()
+    _extension.set(delayed, delay_us, seed, strict, lines)
     try:
         yield found
         for device in found:
