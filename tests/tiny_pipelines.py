@@ -249,3 +249,59 @@ def clip_vision() -> dict[str, Any]:
     sides = {"height": 32, "width": 32}
     processor = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=sides)
     return {"image_encoder": CLIPVisionModel(config).eval(), "image_processor": processor}
+
+
+# Of classes that no family tells of: they run by a plan alone ---------------------------------------------------------
+
+
+def z_image_pipeline(heads: int = 4, **text: Any) -> Any:
+    """Prompts are lists of tensors, and guidance of 1 calls with both branches."""
+    from diffusers import ZImagePipeline, ZImageTransformer2DModel
+
+    torch.manual_seed(0)
+    transformer = ZImageTransformer2DModel(
+        in_channels=4,
+        dim=heads * 8,
+        n_layers=2,
+        n_refiner_layers=1,
+        n_heads=heads,
+        n_kv_heads=heads,
+        cap_feat_dim=text["text_encoder"].config.hidden_size if text else TEXT_WIDTH,
+        axes_dims=[4, 2, 2],
+        axes_lens=[64, 64, 64],
+    )
+    return _assembled(ZImagePipeline, transformer, image_vae(4), 1, text)
+
+
+def cogvideox_pipeline(heads: int = 4, **text: Any) -> Any:
+    """Videos by noise prediction, of 4 n + 1 frames, whose latents have the frames before the channels."""
+    from diffusers import AutoencoderKLCogVideoX, CogVideoXDDIMScheduler, CogVideoXPipeline, CogVideoXTransformer3DModel
+
+    torch.manual_seed(0)
+    transformer = CogVideoXTransformer3DModel(
+        num_attention_heads=heads,
+        attention_head_dim=16,
+        in_channels=4,
+        out_channels=4,
+        time_embed_dim=8,
+        text_embed_dim=TEXT_WIDTH,
+        num_layers=2,
+        sample_width=8,
+        sample_height=8,
+        sample_frames=5,
+        max_text_seq_length=8,
+        use_rotary_positional_embeddings=True,
+    )
+    vae = AutoencoderKLCogVideoX(
+        down_block_types=("CogVideoXDownBlock3D",) * 4,
+        up_block_types=("CogVideoXUpBlock3D",) * 4,
+        block_out_channels=(8, 8, 8, 8),
+        latent_channels=4,
+        layers_per_block=1,
+        norm_num_groups=2,
+        temporal_compression_ratio=4,
+        scaling_factor=0.7,
+    )
+    scheduler = CogVideoXDDIMScheduler(prediction_type="v_prediction", snr_shift_scale=1.0)
+    absent = {"text_encoder": None, "tokenizer": None}
+    return CogVideoXPipeline(transformer=transformer.eval(), vae=vae.eval(), scheduler=scheduler, **absent | text)

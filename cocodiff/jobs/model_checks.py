@@ -226,21 +226,24 @@ def check_tokenizer(tokenizer: Any, part: str, model: str) -> None:
         raise UserError(f"model {model}: {part} has none of {', '.join(names)}; copy its vocabulary there")
 
 
-def check_sides(pipe: Any, height: int, width: int, model: str, frames: int = 1) -> None:
+def check_sides(
+    pipe: Any, height: int, width: int, model: str, frames: int = 1, options: Sequence[str] = ("height", "width")
+) -> None:
     """Raises UserError for images that a model has no positions for, and for those that fit in no memory. frames: of a
     video."""
     positions = pipe.transformer.config.get("pos_embed_max_size")
     if positions:
         most = positions * pipe.transformer.config.patch_size * pipe.vae_scale_factor
-        for name, side in (("height", height), ("width", width)):
+        for name, side in zip(options, (height, width), strict=True):
             if side > most:
                 raise UserError(f"--{name} {side}: model {model} makes images of at most {most} pixels a side")
     needed = frames * height * width * PIXEL_BYTES
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > memory:
         asked, fewer = (f" --frames {frames}", " or fewer frames") if frames > 1 else ("", "")
+        sides = " ".join(dict.fromkeys(f"--{name} {side}" for name, side in zip(options, (height, width), strict=True)))
         raise UserError(
-            f"--height {height} --width {width}{asked}: decoding takes {needed / 2**30:.0f} GiB or more, and this "
+            f"{sides}{asked}: decoding takes {needed / 2**30:.0f} GiB or more, and this "
             f"machine has {memory / 2**30:.0f} GiB: give smaller sides{fewer}"
         )
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from cocodiff.comm.launch import detect
 from cocodiff.config.config import Config, load_machine
+from cocodiff.config.errors import UserError
 from cocodiff.config.files import read_json
 from cocodiff.config.machine import Topology
 from cocodiff.demo_model import PROMPT_TOKENS
@@ -50,6 +51,7 @@ def partition_of(
     preset selects or codes what it sends, which one rank has no use for. Rank 0 says what was taken and why; with
     dry_run also memory and predicted time, also where there is no choice. All ranks find the same. The partition's
     guidance is for presets whose guidance_parallel is auto.
+    A model of which no more than a plan is known has one replica unless more are given.
     Raises UserError for pinned axes that the ranks do not allow, and where no partition fits the machine's memory.
     """
     two = guides(request)
@@ -58,6 +60,8 @@ def partition_of(
         replicas, guidance = replicas or 1, guidance or 1
     compares = compares and replicas is None and len(presets) > 1
     least = 2 if ranks > 1 and not all(config.exact_attention for config in presets) else 1
+    if not is_planned(request):
+        return partitions_of(ranks, two, replicas or 1, guidance or 1, least)[0]
     possible = partitions_of(ranks, two, 1 if compares else replicas, guidance, least)
     only = possible[0] if len(possible) == 1 and not values["dry_run"] else None
     if only is not None and only.replicas == 1:
@@ -104,11 +108,12 @@ def with_weights(
     batch: int = 1,
     **_: Any,
 ) -> dict[str, Config]:
-    """The presets with `weights: auto` decided: whole on a CPU and where the machine does not tell a tile's memory,
-    else as the preset that needs most has it, for all share one model; each with the state that fits beside."""
+    """The presets with `weights: auto` decided: whole on a CPU, where the machine does not tell a tile's memory, and of
+    a model of which no more than a plan is known; else as the preset that needs most has it, for all share one model,
+    each with the state that fits beside."""
     undecided = {name: config for name, config in presets.items() if config.weights == "auto"}
     machine = load_machine(values["machine"])
-    if not undecided or values["device"] == "cpu" or not machine.device.memory_gib:
+    if not undecided or values["device"] == "cpu" or not machine.device.memory_gib or not is_planned(request):
         return dict(presets) | {name: config.with_(weights="whole") for name, config in undecided.items()}
     import_pipeline(request)
     from cocodiff.planner.choice import shared_weights, with_weights_chosen
@@ -136,7 +141,17 @@ def sequence_of(
     topology = Topology.build(load_machine(values["machine"]), ranks, detect().local_size)
     axes = Axes.build(topology, replica=partition.replicas, guidance=partition.guidance)
     config = read_json(transformer_config(request.model))
-    return topology.part(axes.branch(0)), AttentionWork(config["num_attention_heads"], config["attention_head_dim"])
+    heads, width = (config.get(name) for name in ("num_attention_heads", "attention_head_dim"))
+    if heads is None or width is None:
+        raise UserError(f"--quality: the config of {request.model} does not say its heads: name a preset instead")
+    return topology.part(axes.branch(0)), AttentionWork(heads, width)
+
+
+def is_planned(request: Request) -> bool:
+    """Whether enough of the model's transformer is known to price its calls and count its memory."""
+    from cocodiff.jobs.model_shapes import family_of_class
+
+    return family_of_class(str(read_json(transformer_config(request.model)).get("_class_name"))) is not None
 
 
 def pinned(values: dict[str, Any], presets: Sequence[Config]) -> tuple[int | None, int | None]:
@@ -152,8 +167,8 @@ def guides(request: Request) -> bool:
     if request.own is not None:
         return False
     index, pipelines = request.index, request.pipelines
-    family = next(one for one in families() if pipelines in one.pipelines)
-    if family.rows_per_image == 1 and pipelines.negative is None:
+    family = next((one for one in families() if pipelines in one.pipelines), None)
+    if family is None or (family.rows_per_image == 1 and pipelines.negative is None):
         return False
     if request.guidance is None:  # a pipeline without encoders is called with a scale of 1
         return has_encoders(index) and not index.get("is_distilled")
@@ -202,12 +217,15 @@ def image_tokens(values: dict[str, Any], request: Request, path: Path, shape: Mo
 
 def own_latents(path: Path) -> int:
     """Latent pixels of a side of the model's own size."""
-    return int(read_json(path).get("sample_size", OWN_SIDE))
+    side = read_json(path).get("sample_size")
+    return side if isinstance(side, int) else OWN_SIDE
 
 
-def own_pixels(model: str) -> int:
-    """Pixels of a side of the model's own size."""
-    return own_latents(transformer_config(model)) * vae_factor(model)
+def own_pixels(request: Request) -> int:
+    """Pixels of a side of the model's own size; of a video's shorter one."""
+    if request.video is not None:
+        return min(request.video.height, request.video.width)
+    return own_latents(transformer_config(request.model)) * vae_factor(request.model)
 
 
 def vae_factor(model: str) -> int:

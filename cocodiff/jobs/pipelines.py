@@ -30,9 +30,9 @@ from cocodiff.jobs.model_checks import (
 )
 from cocodiff.jobs.terminal import say
 from cocodiff.models import pipelines_of
-from cocodiff.models.family import EXPERTS, GENERATE, Pipelines, Video
+from cocodiff.models.family import EXPERTS, GENERATE, INPAINT, Pipelines, Video
 
-Embeddings = dict[str, Any]  # arguments of a pipeline call for one image: tensors of one row
+Embeddings = dict[str, Any]  # arguments of a pipeline call for one image: tensors of one row, or lists of one tensor
 EMBEDDED = "embedded"
 INDEX = "model_index.json"
 OWN_PIPELINE = "StableDiffusion3InpaintPipeline"  # of the embedded model
@@ -40,6 +40,7 @@ OWN_VAE = "vae_config.json"  # what tells the folder of a model that was trained
 TEXT_PARTS = ("text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "tokenizer_2", "tokenizer_3")
 IMAGE_ENCODER = "image_encoder"  # of image prompts, and of a video's first frame
 UNUSED_PARTS = (IMAGE_ENCODER, "feature_extractor")  # without such an image
+TEXT_WIDTHS = ("joint_attention_dim", "text_dim", "text_embed_dim", "cap_feat_dim", "caption_channels")  # in configs
 MAY_BE_ABSENT = (*TEXT_PARTS, *UNUSED_PARTS, *EXPERTS[1:])
 
 
@@ -66,12 +67,19 @@ class Request:
 
     @cached_property
     def pipelines(self) -> Pipelines:
-        return pipelines_of(self.index["_class_name"], self.model)
+        transformer = self.index.get("transformer")
+        named = str(transformer[-1]) if isinstance(transformer, list) and transformer else ""
+        return pipelines_of(self.index["_class_name"], self.model, named)
 
     @property
     def video(self) -> Video | None:
         """What a video is, unless options say otherwise; None for a model that makes images."""
         return None if self.own is not None else self.pipelines.video_of(self.index)
+
+    @property
+    def keeps_known(self) -> bool:
+        """Whether it restores with what only generates."""
+        return self.task == INPAINT and self.own is None and not self.pipelines.inpaint
 
     @property
     def content(self) -> dict[str, Any]:
@@ -97,8 +105,15 @@ class Model:
 
     def arguments(self, batch: int, prompt: int = 0) -> dict[str, Any]:
         """A call's arguments for `batch` images of one prompt: its embeddings, and what all calls have."""
-        rows = self.prompts[prompt]
-        return {name: row.repeat(batch, *[1] * (row.ndim - 1)) for name, row in rows.items()} | self.fixed
+        return repeated(self.prompts[prompt], batch) | self.fixed
+
+
+def repeated(embeddings: Embeddings, batch: int) -> Embeddings:
+    """The embeddings of one image for so many."""
+    return {
+        name: row * batch if isinstance(row, list) else row.repeat(batch, *[1] * (row.ndim - 1))
+        for name, row in embeddings.items()
+    }
 
 
 def own_weights(model: str) -> Path | None:
@@ -152,7 +167,7 @@ def check_model(request: Request, ranks: int, weights: bool = True) -> None:
 def check_shape(request: Request, config: dict[str, Any], ranks: int) -> None:
     """Raises UserError for more ranks than a transformer can use, and for weights that want more than latents."""
     name, patch = request.model, patch_side(config)
-    side = config.get("sample_size", 0) // patch
+    side = config["sample_size"] // patch if isinstance(config.get("sample_size"), int) else 0
     if side and ranks > side * side:
         raise UserError(f"{ranks} ranks for the {side * side} image tokens of model {name}: use at most {side * side}")
     enters, leaves = config.get("in_channels"), config.get("out_channels")
@@ -164,10 +179,12 @@ def check_shape(request: Request, config: dict[str, Any], ranks: int) -> None:
             raise UserError(f"--image: model {name} makes videos from text alone: leave it away")
         if request.image is not None and config.get("image_dim") and not _is_named(request.index, IMAGE_ENCODER):
             raise UserError(f"model {name} has no image_encoder, which its transformer asks for; copy it there")
-    elif request.task == GENERATE and more:
+    elif more and (request.task == GENERATE or request.keeps_known):
+        does = "only restores" if request.task == GENERATE else "begins with an image, and cannot inpaint"
+        kind = "video" if request.pipelines.animate else "image"
         raise UserError(
-            f"model {name} only restores: its transformer takes {enters} channels and gives {leaves}; name a "
-            f"text-to-image model"
+            f"model {name} {does}: its transformer takes {enters} channels and gives {leaves}; name a "
+            f"text-to-{kind} model"
         )
 
 
@@ -256,6 +273,8 @@ def load_model(
     stored in `dtype` are mapped from their file, not copied.
     Raises UserError on every rank when the model cannot be loaded.
     """
+    from torch.utils._pytree import tree_map
+
     wanted = torch_dtype(dtype)
     if request.own is not None:
         from cocodiff.demo_model import load_pipeline, prompt_embeddings
@@ -269,7 +288,7 @@ def load_model(
 
         split(experts_of(pipe))
     pipe.to(transport.device)
-    prompts = [{name: value.to(transport.device) for name, value in prompt.items()} for prompt in prompts]
+    prompts = tree_map(lambda value: value.to(transport.device), prompts)
     return Model(request.model, pipe, prompts, fixed)
 
 
@@ -419,6 +438,8 @@ def encode(pipelines: Pipelines, pipe: Any, prompts: Sequence[str], guided: bool
 
 def _embeddings_of(pipelines: Pipelines, pipe: Any, prompt: str, device: Any) -> Embeddings:
     import torch
+    from torch import Tensor
+    from torch.utils._pytree import tree_leaves, tree_map
 
     try:
         values = pipe.encode_prompt(prompt, **pipelines.also, device=device)
@@ -427,16 +448,16 @@ def _embeddings_of(pipelines: Pipelines, pipe: Any, prompt: str, device: Any) ->
             f"{type(pipe).__name__} cannot encode the prompt with the model's text encoders and tokenizers "
             f"({type(error).__name__}: {_one_line(error)}); copy them again"
         ) from error
-    named = dict(zip(pipelines.encoded, values, strict=True))
+    named = pipelines.named(values)
     if "prompt_embeds_mask" in named and named["prompt_embeds_mask"] is None:
         # Qwen-Image's encode_prompt leaves out a mask that masks nothing; its call would warn that it is missing.
         named["prompt_embeds_mask"] = torch.ones(named["prompt_embeds"].shape[:2], dtype=torch.long)
     for name, value in named.items():
-        if name and value is not None and not bool(torch.isfinite(value).all()):
+        if name and value is not None and not all(bool(torch.isfinite(one).all()) for one in tree_leaves(value)):
             raise UserError(
                 f"the model's text encoders give NaN or Inf as {name}: use a wider --dtype, or copy their weights again"
             )
-    return {name: value.cpu() for name, value in named.items() if name and value is not None}
+    return {name: tree_map(Tensor.cpu, value) for name, value in named.items() if name and value is not None}
 
 
 def no_prompt(pipelines: Pipelines, transformer: Any, dtype: Any) -> Embeddings:
@@ -444,7 +465,7 @@ def no_prompt(pipelines: Pipelines, transformer: Any, dtype: Any) -> Embeddings:
     of as many as all prompts have, where that is told."""
     import torch
 
-    config, zero = transformer.config, {}
+    config, zero = transformer.config, Embeddings()
     negative = () if pipelines.negative is None else tuple(f"negative_{name}" for name in pipelines.encoded if name)
     for name in (*filter(None, pipelines.encoded), *negative):
         if name.endswith("_mask"):
@@ -452,6 +473,11 @@ def no_prompt(pipelines: Pipelines, transformer: Any, dtype: Any) -> Embeddings:
         elif "pooled" in name:
             zero[name] = torch.zeros(1, config.pooled_projection_dim, dtype=dtype)
         else:
-            width = config.get("joint_attention_dim") or config.text_dim
-            zero[name] = torch.zeros(1, pipelines.also.get("max_sequence_length", 1), width, dtype=dtype)
-    return zero
+            width = next((config[key] for key in TEXT_WIDTHS if config.get(key)), None)
+            if width is None:
+                raise UserError(
+                    f"a {type(transformer).__name__} does not say how wide prompts are: copy text encoders too"
+                )
+            tokens = pipelines.also.get("max_sequence_length") or config.get("max_text_seq_length") or 1
+            zero[name] = torch.zeros(1, tokens, width, dtype=dtype)
+    return {name: [*value] for name, value in zero.items()} if pipelines.lists else zero

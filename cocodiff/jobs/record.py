@@ -24,6 +24,7 @@ REMEMBERED = (
     "model",
     "dtype",
     "batch",
+    "tile",
     "height",
     "width",
     "machine",

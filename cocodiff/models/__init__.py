@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 from cocodiff.config.errors import UserError
@@ -40,14 +41,20 @@ def family_of(model: object, plan: object = None) -> Family:
     return found
 
 
-def pipelines_of(pipeline: str, model: str) -> Pipelines:
+def pipelines_of(pipeline: str, model: str, transformer: str = "") -> Pipelines:
     """The pipelines that share their weights with the class that a model's `model_index.json` names.
 
-    Raises UserError for a class that no family has."""
+    transformer: the class of its transformer, which may run by a plan without a family. Raises UserError for a class
+    that neither has."""
     known = [pipelines for family in families() for pipelines in family.pipelines]
     for pipelines in known:
         if pipeline in pipelines.classes:
             return pipelines
+    plans = import_module("cocodiff.models.plans")
+    if transformer in {*plans.PLANS, *plans.OWN}:
+        kind: Any = getattr(import_module("diffusers"), pipeline, None)
+        if hasattr(kind, "prepare_latents") and not {"image", "video"} & {*signature(kind.__call__).parameters}:
+            return Pipelines.of_class(kind)
     names = ", ".join(name for pipelines in known for name in pipelines.classes)
     raise UserError(f"model {model} is a {pipeline or 'pipeline of no name'}; known: {names}")
 

@@ -89,7 +89,8 @@ def family_by_plan(model: Any, plan: Plan | None, families: Iterable[str]) -> Fa
             f"no adapter for {kind.__name__}; known families: {', '.join(families)}; "
             f"docs/models.md tells how one is written, and how a plan does without"
         )
-    return Family(f"{kind.__module__.partition('.')[0]}.{kind.__name__}", PlanAdapter(plan))
+    name = f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
+    return Family(name, PlanAdapter(plan), vae_numbers=("scaling_factor",))
 
 
 def check_attention(modules: Iterable[tuple[str, Any]]) -> None:

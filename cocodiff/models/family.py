@@ -3,9 +3,10 @@ its memory depends on. `docs/models.md` tells how a family is added."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cocodiff.config.errors import UserError
@@ -34,8 +35,10 @@ class Pipelines:
     Arguments that all classes have (`image`, `mask_image`, `strength`, `height`, `generator`, ...) stand where the
     pipelines are called; here is what differs between them.
 
-    generate, inpaint  diffusers' class for text to image and for restoring; "" where there is none, and `lacks` says so
-    encoded            what `encode_prompt` returns, as a call's arguments; "" for what a call makes itself
+    generate, inpaint  diffusers' class for text to image and for restoring; "" where there is none. What is restored
+                       without one: what generates keeps what is known. What cannot generate, `lacks` says
+    encoded            what `encode_prompt` returns, as a call's arguments; "" for what a call makes itself. Of a class
+                       that no family tells of, what its call takes
     also               further arguments of `encode_prompt`
     negative           the prompt that guidance leads away from, where `encode_prompt` has to be called for it
     guidance           the call's argument for the strength of guidance
@@ -56,6 +59,40 @@ class Pipelines:
     video: Video | None = None
     token_video: Video | None = None
     lacks: str = ""
+    told: bool = True  # by a family; else by the class alone
+    lists: bool = False  # of embeddings, one for each image, are what a call takes
+
+    @classmethod
+    def of_class(cls, kind: Any) -> Pipelines:
+        """Of a class of diffusers that no family tells of, by the arguments of its call."""
+        takes = signature(kind.__call__).parameters
+
+        def number(name: str, otherwise: int) -> int:
+            default = takes[name].default if name in takes else Parameter.empty
+            return default if isinstance(default, int) else otherwise
+
+        encoded = tuple(name for name in takes if name.endswith(("prompt_embeds", "prompt_attention_mask")))
+        video = Video(number("num_frames", 49), number("height", 480), number("width", 720))
+        lists = "prompt_embeds" in takes and str(takes["prompt_embeds"].annotation).startswith("list[")
+        return cls(kind.__name__, "", encoded, video=video if "num_frames" in takes else None, told=False, lists=lists)
+
+    def named(self, values: Sequence[Any]) -> dict[str, Any]:
+        """What `encode_prompt` has returned, by the arguments of a call. Of a class that no family tells of, masks,
+        pooled embeddings and others are told by what they look like; of each the positive prompt's come first."""
+        if self.told:
+            return dict(zip(self.encoded, values, strict=True))
+
+        def looks(value: Any) -> str:
+            if isinstance(value, list) or value.ndim > 2:
+                return "prompt_embeds"
+            return "pooled_prompt_embeds" if value.is_floating_point() else "prompt_attention_mask"
+
+        found: dict[str, Any] = {}
+        for value in values:
+            if value is not None and len(value):
+                name = looks(value)
+                found[f"negative_{name}" if name in found else name] = value
+        return {name: value for name, value in found.items() if name in self.encoded}
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -73,7 +110,7 @@ class Pipelines:
             if not self.animate:
                 raise UserError(f"--image: model {model} makes images from text alone: leave it away")
             return self.animate
-        name = self.inpaint if task == INPAINT else self.generate
+        name = (self.inpaint if task == INPAINT else "") or self.generate
         if not name:
             raise UserError(f"model {model} cannot {task}: {self.lacks}")
         return name

@@ -74,13 +74,7 @@ FAMILY = Family(
     transformer="diffusers.Flux2Transformer2DModel",
     adapter=Flux2Adapter(),
     pipelines=(
-        Pipelines(
-            "Flux2Pipeline",
-            "",
-            ("prompt_embeds", ""),
-            lacks="diffusers has no inpainting pipeline for FLUX.2-dev; it has one for FLUX.2-klein "
-            "(Flux2KleinPipeline)",
-        ),
+        Pipelines("Flux2Pipeline", "", ("prompt_embeds", "")),
         Pipelines("Flux2KleinPipeline", "Flux2KleinInpaintPipeline", ("prompt_embeds", ""), negative=""),
     ),
     vae_numbers=("batch_norm_eps",),

@@ -19,7 +19,6 @@ FAMILY = Family(
             animate="WanImageToVideoPipeline",
             video=Video(81, 480, 832),
             token_video=Video(121, 704, 1280, 24),
-            lacks="diffusers has no inpainting pipeline for Wan",
         ),
     ),
     vae_numbers=(),

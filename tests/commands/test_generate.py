@@ -205,17 +205,3 @@ def test_mistakes_are_said_in_one_line(refused: Any, made: Path, tmp_path: Path)
     index = tmp_path / "fill" / "model_index.json"
     index.write_text(index.read_text().replace("FluxFillPipeline", "FluxPipeline"))
     assert "takes 48 channels and gives 16" in refused("--model", tmp_path / "fill")
-
-
-def test_inpaint_says_that_flux2_dev_cannot(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Image.fromarray(np.zeros((32, 32), np.uint8)).save(tmp_path / "scan.png")
-    words = [
-        "--input",
-        str(tmp_path / "scan.png"),
-        "--model",
-        str(made / "flux2-model"),
-        "--out",
-        str(tmp_path / "out"),
-    ]
-    assert main(["inpaint", *words]) == 2
-    assert "diffusers has no inpainting pipeline for FLUX.2-dev; it has one for FLUX.2-klein" in capsys.readouterr().err

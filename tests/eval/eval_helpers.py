@@ -39,6 +39,8 @@ def row_of(
 class SmoothInpainter:
     """A model without weights: smooth surface plus keyed noise where hidden. Remembers what it was shown."""
 
+    frames, thin = 1, False
+
     def __init__(self, native_size: int = 32, multiple: int = 8) -> None:
         self.native_size = native_size
         self.multiple = multiple

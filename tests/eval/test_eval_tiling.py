@@ -49,7 +49,7 @@ def check_plan(plan: RestorationPlan, mask_YX: np.ndarray, batch: int) -> None:
     np.testing.assert_array_equal(plan.levels[0].mask_YX, mask_YX)
     written_first: set[int] = set()
     for level in reversed(plan.levels):
-        assert min(level.padded) >= plan.native
+        assert all(side >= of_tile for side, of_tile in zip(level.padded, plan.tile, strict=True))
         assert level.shape == tuple(-(-side // 2**level.exponent) for side in mask_YX.shape)
         np.testing.assert_array_equal(level.labels_YX > 0, level.mask_YX)
         labels_padded = np.pad(level.labels_YX, level.padding)
@@ -59,10 +59,10 @@ def check_plan(plan: RestorationPlan, mask_YX: np.ndarray, batch: int) -> None:
             assert [tile for tiles in tile_pass.batches for tile in tiles] == list(tile_pass.tiles)
             best = np.zeros(level.padded)
             for tile in tile_pass.tiles:
-                assert 0 <= tile.row <= level.padded[0] - plan.native
-                assert 0 <= tile.column <= level.padded[1] - plan.native
-                here = np.s_[tile.row : tile.row + plan.native, tile.column : tile.column + plan.native]
-                weight = tile_window(tile, level.padded, plan.native, plan.overlap)
+                assert 0 <= tile.row <= level.padded[0] - plan.tile[0]
+                assert 0 <= tile.column <= level.padded[1] - plan.tile[1]
+                here = np.s_[tile.row : tile.row + plan.tile[0], tile.column : tile.column + plan.tile[1]]
+                weight = tile_window(tile, level.padded, plan.tile, plan.overlap)
                 weight = weight * np.isin(labels_padded[here], tile.holes)
                 assert weight.max() > 0
                 best[here] = np.maximum(best[here], weight)
@@ -84,6 +84,10 @@ def check_plan(plan: RestorationPlan, mask_YX: np.ndarray, batch: int) -> None:
 def test_plans_cover_the_mask(shape: tuple[int, int], native: int) -> None:
     for mask_YX in masks(shape).values():
         check_plan(plan_restoration(mask_YX, native, 5), mask_YX, 5)
+        thin = plan_restoration(mask_YX, native, 5, multiple=8)
+        check_plan(thin, mask_YX, 5)
+        assert thin.tile == tuple(min(native, -(-side // 8) * 8) for side in shape)
+        assert len(thin.levels) <= len(plan_restoration(mask_YX, native, 5).levels)
 
 
 @settings(max_examples=60, deadline=None)
@@ -102,6 +106,7 @@ def test_plans_cover_any_mask(
     cells = np.random.default_rng(seed).random((-(-rows // grain), -(-columns // grain))) < share
     mask_YX = np.kron(cells, np.ones((grain, grain), bool))[:rows, :columns]
     check_plan(plan_restoration(mask_YX, native, batch), mask_YX, batch)
+    check_plan(plan_restoration(mask_YX, native, batch, multiple=8), mask_YX, batch)
 
 
 def test_dust_is_planned_in_seconds() -> None:

@@ -14,9 +14,8 @@ from cocodiff.jobs.pipelines import Request
 from cocodiff.jobs.ranks import settle
 from cocodiff.jobs.terminal import say
 from cocodiff.models.family import GENERATE
-from cocodiff_eval.harness.prepared import Prepared
 from cocodiff_eval.harness.quality import BOUND_OPTIONS, PRESET_OPTION, Quality
-from cocodiff_eval.harness.session import DTYPES, open_session, start_job
+from cocodiff_eval.harness.session import DTYPES, Prepared, open_session, start_job
 
 ABOUT = "Make images or videos from text with a diffusion transformer."
 SHOWN = {"images": "model prompt image frames height width steps seed guidance"}

@@ -27,9 +27,8 @@ from cocodiff.jobs.ranks import settle
 from cocodiff.jobs.terminal import reading_bar, say
 from cocodiff.models.family import INPAINT
 from cocodiff_eval.data import SAME, WRITTEN
-from cocodiff_eval.harness.prepared import Prepared
 from cocodiff_eval.harness.quality import BOUND_OPTIONS, PRESET_OPTION, Quality
-from cocodiff_eval.harness.session import DTYPES, open_session, start_job
+from cocodiff_eval.harness.session import DTYPES, Prepared, open_session, start_job
 
 ABOUT = "Restore masked regions of slices with a diffusion transformer."
 SHOWN = {
@@ -87,6 +86,8 @@ OPTIONS = (
     Option("model", "folder in diffusers' layout or hub id", EMBEDDED),
     Option("truth", "the original (where a mask file hides unknown voxels)"),
     Option("dtype", "arithmetic; auto is fp32 on CPU and bf16 elsewhere", "auto", choices=DTYPES),
+    Option("tile", "pixels of a side of what the model sees at once; by default its own size", type=int),
+    Option("frames", "slices at most that a model of videos restores as one; by default its own number", type=int),
     Option("batch", "tiles in one model call; by default 16 of a small model, 2 of a large one", type=int),
     Option("exact", "compare with the exact baseline (the same run)", True, type=bool),
     Option("exact_slices", "slices of a stack that are compared with it, evenly spread", 8, type=int),
@@ -137,7 +138,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
 
 def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:
     """Checks the request against machine, model and output. Raises UserError; writes nothing."""
-    check_counts(values, "steps", "batch", "ranks", "exact_slices", "samples")
+    check_counts(values, "steps", "batch", "ranks", "exact_slices", "samples", "tile", "frames")
     check_strength(values["strength"], [values["steps"]])
     request = Request(values["model"], INPAINT, (values["prompt"],), values["guidance"])
     prepared = Prepared.checked(values, Quality.asked(values), request, ranks, started)
@@ -151,12 +152,15 @@ def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:
 def partitioned(prepared: Prepared, tasks: list[Any], ranks: int) -> Prepared:
     """The job with its ranks divided into replicas and guidance. Raises UserError."""
     from cocodiff_eval.harness.items import count_batches
-    from cocodiff_eval.harness.restoring import SMALL_MODEL, slices_together, tiles_in_a_call
+    from cocodiff_eval.harness.restoring import SMALL_MODEL, frames_of, slices_together, tiles_in_a_call
 
-    values, native = prepared.values, own_pixels(prepared.request.model)
-    tiles, samples = tiles_in_a_call(values["batch"], native), values["samples"]
+    values, request = prepared.values, prepared.request
+    native = values["tile"] or own_pixels(request)
+    tiles, samples, frames = tiles_in_a_call(values["batch"], native), values["samples"], frames_of(values, request)
     counts = [
-        count_batches(task.mask.masked, slices_together(task.stack.shape[1:], native, tiles), samples) for task in tasks
+        count_batches(task.mask.masked, together, samples, frames > 1)
+        for task in tasks
+        for together in [frames if frames > 1 else slices_together(task.stack.shape[1:], native, tiles)]
     ]
     groups = max(calls for _, calls in counts)
     return prepared.partitioned(

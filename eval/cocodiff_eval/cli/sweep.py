@@ -27,9 +27,8 @@ from cocodiff.models.family import INPAINT
 from cocodiff_eval.cli.inpaint import OPTIONS as OF_INPAINT
 from cocodiff_eval.cli.inpaint import SHOWN, SLICE_BY_SLICE, find_tasks
 from cocodiff_eval.harness.grid import SECTIONS, Grid, Point, read_grid
-from cocodiff_eval.harness.prepared import Prepared
 from cocodiff_eval.harness.quality import BOUND_OPTIONS
-from cocodiff_eval.harness.session import open_session, start_job
+from cocodiff_eval.harness.session import Prepared, open_session, start_job
 
 ABOUT = "Run a grid of settings (base, grid and points of the --config file) and compare each with the exact run."
 # What a sweep fixes of inpaint's options: it restores each slice once along z, and compares all with the exact run.

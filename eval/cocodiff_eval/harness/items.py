@@ -254,16 +254,17 @@ def batches_of(
     samples: int = 1,
     apart: Sequence[Collection[int]] = (),
     tests: int = 0,
+    video: bool = False,
 ) -> list[Batch]:
     """The slices of a task in batches, which depend on nothing but these arguments.
 
     masked: which slices have something to restore. together: so many of them, or samples of one, at most share calls.
     sample: so many slices, evenly spread, are compared with an exact run, and have batches of their own: it then runs
     the same calls. samples: of each slice, and beside them so many `tests`. apart: sets of slices that are compared as
-    well, each with batches of its own.
+    well, each with batches of its own. video: slices of a batch are frames, so that it has one sample of each.
     """
     hidden = [index for index, has_mask in enumerate(masked) if has_mask]
-    slices, at_once = shape_of_batch(len(hidden), together, samples)
+    slices, at_once = (together, 1) if video else shape_of_batch(len(hidden), together, samples)
     parts, of_tests = evenly(range(samples), at_once), evenly(range(samples, samples + tests), at_once)
     parts = [(*parts[0], *sum(of_tests, ()))] if len(parts) == 1 else parts + of_tests
     samples += tests
@@ -289,8 +290,8 @@ def shape_of_batch(slices: int, together: int, samples: int) -> tuple[int, int]:
     return max(1, together // at_once), at_once
 
 
-def count_batches(slices: int, together: int, samples: int) -> tuple[int, int]:
+def count_batches(slices: int, together: int, samples: int, video: bool = False) -> tuple[int, int]:
     """How many batches a task has with so many slices to restore, and how many calls of the model take a batch's
     slices, as far as tiles of one strength fit a call."""
-    of_slices, at_once = shape_of_batch(slices, together, samples)
+    of_slices, at_once = (together, 1) if video else shape_of_batch(slices, together, samples)
     return -(-slices // of_slices) * -(-samples // at_once), -(-at_once // together)

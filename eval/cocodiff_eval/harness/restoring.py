@@ -9,18 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cocodiff.jobs.pipelines import Model
+from cocodiff.config.errors import UserError
+from cocodiff.jobs.model_checks import check_sides
+from cocodiff.jobs.pipelines import Model, Request
 from cocodiff_eval.harness.items import Batch, Cost, ItemSamples, measured
 from cocodiff_eval.harness.judging import SliceReview
 from cocodiff_eval.quality.fusing import Moments
-from cocodiff_eval.restore.pipeline_inpainter import PipelineInpainter
+from cocodiff_eval.restore.pipeline_inpainter import SMALL_MODEL, PipelineInpainter
 from cocodiff_eval.restore.restore import plan_slice, restore_slices
 from cocodiff_eval.restore.tiling import TilingSettings
 
 if TYPE_CHECKING:
     from cocodiff.engine.engine import Engine
 
-SMALL_MODEL = 256  # pixels on a side
 TOGETHER = 8  # slices in a batch: more make calls little cheaper, and leave replicas idle at the end of a stack
 
 
@@ -37,6 +38,25 @@ def slices_together(shape: Sequence[int], native: int, batch: int) -> int:
     return min(TOGETHER, max(1, batch // tiles)) if native <= SMALL_MODEL else 1
 
 
+def frames_of(values: Mapping[str, Any], request: Request) -> int:
+    """Slices that the model restores as one video at most; 1 of a model that makes images. Raises UserError for frames
+    that are asked of one."""
+    asked = values.get("frames")
+    if request.video is None:
+        if asked is not None:
+            raise UserError(f"--frames {asked}: model {request.model} restores images: leave it away")
+        return 1
+    return int(asked or request.video.frames)
+
+
+def check_tile(inpainter: PipelineInpainter, side: int, model: Model) -> None:
+    """Raises UserError for tiles that a model would round, or has no positions for."""
+    if side % inpainter.multiple:
+        near = max(inpainter.multiple, round(side / inpainter.multiple) * inpainter.multiple)
+        raise UserError(f"--tile {side}: model {model.name} takes multiples of {inpainter.multiple}; give {near}")
+    check_sides(model.pipe, side, side, model.name, inpainter.frames, ("tile", "tile"))
+
+
 @dataclass(frozen=True)
 class Restorer:
     """Restores slices: with the model's tiles, and an engine for each mode. replica: the number of the one that does
@@ -50,17 +70,35 @@ class Restorer:
 
     @classmethod
     def of_model(
-        cls, model: Model, values: dict[str, Any], steps: int, engines: Mapping[str, Engine], replica: int = 0
+        cls,
+        model: Model,
+        request: Request,
+        values: dict[str, Any],
+        steps: int,
+        engines: Mapping[str, Engine],
+        replica: int = 0,
     ) -> Restorer:
-        """steps: those that run, also where a strength below 1 skips the first part of the schedule."""
-        inpainter = PipelineInpainter(model.pipe, model.arguments, round(steps / values["strength"]), values["seed"])
+        """steps: those that run, also where a strength below 1 skips the first part of the schedule. Raises UserError
+        for tiles that the model does not make."""
+        side, frames, steps = values.get("tile"), frames_of(values, request), round(steps / values["strength"])
+        inpainter = PipelineInpainter(model.pipe, model.arguments, steps, values["seed"], side=side, frames=frames)
+        if side is not None:
+            check_tile(inpainter, side, model)
         batch = tiles_in_a_call(values["batch"], inpainter.native_size)
         return cls(inpainter, engines, batch, TilingSettings(strength=values["strength"]), replica)
 
     def tile_steps(self, masks_YX: Sequence[np.ndarray]) -> int:
         """Denoising steps of all tiles of these slices together, in one mode."""
+        if self.inpainter.frames > 1 and masks_YX:  # a video's frames have one plan
+            masks_YX = [np.logical_or.reduce(masks_YX)] * len(masks_YX)
         plans = [plan_slice(mask_YX, self.inpainter, self.batch, self.tiling) for mask_YX in masks_YX]
         return sum(plan.tile_steps(self.inpainter.steps) for plan in plans)
+
+    def together(self, rows_columns: Sequence[int], most: int = TOGETHER) -> int:
+        """How many slices [Y, X] share the model's calls: those of a video, or few of a small model."""
+        if self.inpainter.frames > 1:
+            return self.inpainter.frames
+        return min(most, slices_together(rows_columns, self.inpainter.native_size, self.batch))
 
     def run(
         self,

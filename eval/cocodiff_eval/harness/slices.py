@@ -29,7 +29,7 @@ from cocodiff_eval.harness.judging import (
     shown_volume,
 )
 from cocodiff_eval.harness.quality import Group, Quality
-from cocodiff_eval.harness.restoring import TOGETHER, Restorer, slices_together
+from cocodiff_eval.harness.restoring import TOGETHER, Restorer
 from cocodiff_eval.harness.session import Session
 from cocodiff_eval.harness.tasks import BOUNDS, Task, WorkingFile, checksums, export, result_files, slice_name
 from cocodiff_eval.harness.volumes import Volumes
@@ -75,7 +75,7 @@ class SliceJob(Job[Batch]):
         self.unit = "slices" if self.samples == 1 else "samples"
         self.restorers = {task.steps: self._restorer(task.steps) for task in tasks}
         restorer = self.restorers[tasks[0].steps]
-        native, compared = restorer.inpainter.native_size, values["exact_slices"]
+        compared = values["exact_slices"]
         self.volumes = Volumes(session, restorer, tasks, hidden)
         # Of several samples of a slice alone, unless it is asked for a test of its own, or for none.
         calibrates = self.samples > 1 and quality is None and values.get("hidden_test", False) is None
@@ -87,9 +87,10 @@ class SliceJob(Job[Batch]):
             if number in self.volumes.of:
                 self.batches += self.volumes.batches(number)
                 continue
-            together = min(self.together, slices_together(task.stack.shape[1:], native, restorer.batch))
+            together = restorer.together(task.stack.shape[1:], self.together)
             apart = self._masks[number].apart(number) if self._masks else []
-            self.batches += batches_of(number, of_task, together, compared, self.samples, apart, self.tests)
+            video = restorer.inpainter.frames > 1
+            self.batches += batches_of(number, of_task, together, compared, self.samples, apart, self.tests, video)
         journals = session.prepared.output.journals.folder
         self._store = journals / "results"
         plan = plan_pictures(masked, len(self.presets) * (1 + (self.samples > 1)) + 1)
@@ -99,7 +100,8 @@ class SliceJob(Job[Batch]):
 
     def _restorer(self, steps: int) -> Restorer:
         session = self.session
-        return Restorer.of_model(session.model, session.prepared.values, steps, session.engines, session.replica.number)
+        prepared, number = session.prepared, session.replica.number
+        return Restorer.of_model(session.model, prepared.request, prepared.values, steps, session.engines, number)
 
     def settings(self) -> dict[str, Any]:
         return describe_inputs(self.tasks, self.session.prepared.values)

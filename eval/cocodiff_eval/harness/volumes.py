@@ -23,7 +23,7 @@ from cocodiff_eval.data.intensity import compose_native
 from cocodiff_eval.data.reoriented import AXES, reoriented_shape, turn
 from cocodiff_eval.harness.hidden_test import METHODS, Tested, judge_test, made_along
 from cocodiff_eval.harness.items import Batch, Cost, ItemSamples, evenly
-from cocodiff_eval.harness.restoring import Restorer, slices_together
+from cocodiff_eval.harness.restoring import Restorer
 from cocodiff_eval.harness.tasks import BOUNDS, Task, kept_samples
 from cocodiff_eval.harness.volume import OWN, HiddenRegionReport, Volume
 from cocodiff_eval.harness.volume_work import (
@@ -101,7 +101,7 @@ class Volumes:
     def _together(self, task: int, axis: str) -> int:
         """Slices along an axis that share the model's calls."""
         rows_columns = reoriented_shape(self.tasks[task].stack.shape, axis)[1:]
-        return slices_together(rows_columns, self.restorer.inpainter.native_size, self.restorer.batch)
+        return self.restorer.together(rows_columns)
 
     def _read_along(self, task: int) -> list[str]:
         """The axes along which slices are read: of a test also y, in which lines along z are seen."""

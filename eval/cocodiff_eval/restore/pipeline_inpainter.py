@@ -1,9 +1,12 @@
-"""An unmodified diffusers inpainting pipeline behind the `Inpainter` interface."""
+"""An unmodified diffusers pipeline behind the `Inpainter` interface: one for inpainting, or any that generates."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from cocodiff.config.errors import UserError
@@ -11,6 +14,11 @@ from cocodiff_eval.restore.tiling import steps_at
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from cocodiff_eval.restore.known_regions import LatentLayout
+
+
+SMALL_MODEL = 256  # pixels on a side
 
 
 def schedule_at(steps: int, strength: float) -> tuple[int, float]:
@@ -27,15 +35,18 @@ def schedule_at(steps: int, strength: float) -> tuple[int, float]:
 
 
 class PipelineInpainter:
-    """Restores batches of grey images with a diffusers pipeline that takes `image`, `mask_image` and `strength`.
+    """Restores batches of grey images with a diffusers pipeline: one that takes `image`, `mask_image` and `strength`,
+    or one that generates images or videos, in which what is known is kept (`known_regions.py`).
 
-    pipe            e.g. StableDiffusion3InpaintPipeline, sharded or not; it is left as it was found
+    pipe       e.g. StableDiffusion3InpaintPipeline, sharded or not; it is left as it was found
     arguments  called with the batch size: the call's further arguments, those of the prompt (embeddings, or `prompt=`
                lists) and of guidance, by the names that the pipeline has for them
     steps      denoising steps that run at strength 1
     seed       with a tile's noise key it seeds that tile's own CPU generator, the same on every rank; and with the
                first tile's of a batch torch's global generators, which schedulers that add noise at each step draw from
     on_step    called after each denoising step with the number of images in the call
+    side       pixels of an image's side; by default the pipeline's own
+    frames     of a video at most; 1 for a pipeline that makes images
     """
 
     def __init__(
@@ -45,21 +56,44 @@ class PipelineInpainter:
         steps: int,
         seed: int,
         on_step: Callable[[int], None] | None = None,
+        side: int | None = None,
+        frames: int = 1,
     ) -> None:
         self.pipe = pipe
         self.arguments = arguments
         self.steps = steps
         self.seed = seed
         self.on_step = on_step
-        self.multiple, native = side_multiple(pipe), own_size(pipe)
+        self.multiple, native = side_multiple(pipe), side or own_size(pipe)
         self.native_size = native - native % self.multiple
+        # Small models were seen to do better on thin images as they are than on reflections around them.
+        self.thin = self.native_size <= SMALL_MODEL
+        takes = inspect.signature(type(pipe).__call__).parameters
+        self.keeps, self.makes_video = "mask_image" in takes, "num_frames" in takes
+        self.frames = frames if self.makes_video else 1
+        self._layouts: dict[tuple[int, ...], LatentLayout] = {}
+
+    @cached_property
+    def frames_of_latents(self) -> int:
+        """Frames that a video's latent frame stands for, but for the first, which is one by itself."""
+        named = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio")
+        return next((int(getattr(self.pipe, name)) for name in named if hasattr(self.pipe, name)), 4)
 
     def __call__(self, images_BHW: Tensor, masks_BHW: Tensor, strength: float, noise_keys: Sequence[int]) -> Tensor:
-        """Restore a batch; float32 [B, H, W] in [0, 1], on the CPU. Raises UserError if the model returns NaN."""
+        """Restore a batch; float32 [B, H, W], of videos [B, F, H, W], in [0, 1], on the CPU.
+
+        Raises UserError if the model returns NaN."""
         import torch
 
-        batch, height, width = images_BHW.shape
-        total, start = schedule_at(self.steps, strength)
+        images_BFHW, masks_BFHW = (x if x.ndim == 4 else x[:, None] for x in (images_BHW, masks_BHW))
+        batch, frames, *_ = images_BFHW.shape
+        expected = steps_at(self.steps, strength)
+        total = schedule_at(self.steps, strength)[0]
+        if self.makes_video:  # of as many frames as its latents have: the last ones are the last one again
+            more = -(frames - 1) % self.frames_of_latents
+            images_BFHW, masks_BFHW = (
+                torch.cat([x, x[:, -1:].expand(-1, more, -1, -1)], dim=1) for x in (images_BFHW, masks_BFHW)
+            )
         ran = 0
 
         def after_step(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -72,28 +106,51 @@ class PipelineInpainter:
             return tensors
 
         generators = self._generators(noise_keys)
-        with silent(self.pipe), drawing_from(generators[0].initial_seed()):
+        given, keeping = self._known(images_BFHW.clamp(0, 1), masks_BFHW, strength, total - expected)
+        with silent(self.pipe), drawing_from(generators[0].initial_seed()), keeping:
             result = self.pipe(
-                image=images_BHW.clamp(0, 1)[:, None].expand(-1, 3, -1, -1).contiguous(),
-                mask_image=masks_BHW[:, None].contiguous(),
-                height=height,
-                width=width,
-                strength=start,
                 num_inference_steps=total,
                 generator=generators,
                 output_type="pt",
                 callback_on_step_end=after_step,
+                return_dict=False,
+                **given,
                 **self.arguments(batch),
-            ).images
-        expected = steps_at(self.steps, strength)
+            )[0]
         if ran != expected:
             raise RuntimeError(
                 f"{type(self.pipe).__name__} ran {ran} denoising steps instead of {expected} "
-                f"(num_inference_steps={total}, strength={start:g}): its schedule counts differently"
+                f"(num_inference_steps={total}, strength={strength:g}): its schedule counts differently"
             )
-        restored_BHW = result.detach().to("cpu", torch.float32).mean(dim=1)
-        check_finite(self.pipe, restored_BHW)
-        return restored_BHW.clamp(0, 1)
+        if self.makes_video and result.shape[1] != images_BFHW.shape[1]:
+            raise UserError(
+                f"{type(self.pipe).__name__} made {result.shape[1]} frames where {images_BFHW.shape[1]} were asked "
+                f"for, of {frames} slices: give another number of --frames"
+            )
+        restored_BFHW = result.detach().to("cpu", torch.float32).mean(dim=-3).view(images_BFHW.shape)[:, :frames]
+        check_finite(self.pipe, restored_BFHW)
+        return restored_BFHW.clamp(0, 1).view(images_BHW.shape)
+
+    def _known(
+        self, images_BFHW: Tensor, masks_BFHW: Tensor, strength: float, start: int
+    ) -> tuple[dict[str, Any], AbstractContextManager[None]]:
+        """What a call takes for what is known, and what it runs in. start: steps that are left away."""
+        _, frames, height, width = images_BFHW.shape
+        given: dict[str, Any] = {"height": height, "width": width} | (
+            {"num_frames": frames} if self.makes_video else {}
+        )
+        if self.keeps:
+            given |= {"image": images_BFHW.expand(-1, 3, -1, -1).contiguous(), "mask_image": masks_BFHW.contiguous()}
+            return given | {"strength": schedule_at(self.steps, strength)[1]}, nullcontext()
+        from cocodiff_eval.restore.known_regions import LatentLayout, keeping
+
+        shape = (frames, height, width)
+        if shape not in self._layouts:
+            with silent(self.pipe), drawing_from(0):
+                self._layouts[shape] = LatentLayout.asked(
+                    self.pipe, lambda: self.pipe(num_inference_steps=1, **given, **self.arguments(1))
+                )
+        return given, keeping(self.pipe, *self._layouts[shape].known(self.pipe.vae, images_BFHW, masks_BFHW), start)
 
     def _generators(self, noise_keys: Sequence[int]) -> list[Any]:
         """A generator of its own for each image, so that the noise of a tile doesn't depend on the batch it is in."""
@@ -105,15 +162,16 @@ class PipelineInpainter:
 
 
 def own_size(pipe: Any) -> int:
-    """The side in pixels of the images that a pipeline is made for."""
-    return int(pipe.default_sample_size) * int(pipe.vae_scale_factor)
+    """The side in pixels of the images that a pipeline is made for; 1024 where it does not say."""
+    return int(pipe.default_sample_size) * int(pipe.vae_scale_factor) if hasattr(pipe, "default_sample_size") else 1024
 
 
 def side_multiple(pipe: Any) -> int:
     """The number that image sides are multiples of: the autoencoder's factor times the transformer's patch (2 where
     packed)."""
     patch = getattr(pipe, "patch_size", None) or 2
-    return int(getattr(pipe, "vae_scale_factor", None) or pipe.vae_scale_factor_spatial) * int(patch)
+    named = ("vae_scale_factor", "vae_scale_factor_spatial", "vae_spatial_compression_ratio")
+    return next((int(getattr(pipe, name)) for name in named if hasattr(pipe, name)), 8) * int(patch)
 
 
 @contextlib.contextmanager

@@ -26,7 +26,11 @@ PASS_KEYS = 1 << 20  # noise keys of a pass of tiles; a level has two passes
 
 
 class Inpainter(Protocol):
-    """A model that restores the masked part of square images of one size."""
+    """A model that restores the masked part of square images of one size, or of videos of them."""
+
+    @property
+    def frames(self) -> int:
+        """Frames of a video at most; 1 of a model that makes images."""
 
     @property
     def native_size(self) -> int:
@@ -36,13 +40,18 @@ class Inpainter(Protocol):
     def multiple(self) -> int:
         """Sides must be multiples of this, e.g. 8 or 16."""
 
+    @property
+    def thin(self) -> bool:
+        """Whether it restores images that are thinner than its own size as well as others."""
+
     def __call__(self, images_BHW: Tensor, masks_BHW: Tensor, strength: float, noise_keys: Sequence[int]) -> Tensor:
-        """float32 [0, 1] in and out; masks are 1 where to restore. Equal keys draw equal noise, whatever the batch;
-        keys that differ in their lower 32 bits draw different noise."""
+        """float32 [0, 1] in and out, of videos [B, F, H, W]; masks are 1 where to restore. Equal keys draw equal noise,
+        whatever the batch; keys that differ in their lower 32 bits draw different noise."""
 
 
 class Request(NamedTuple):
-    """A call of the model that a slice needs next: tiles [native, native] of one strength, a noise key each."""
+    """A call of the model that a slice needs next: tiles [Y, X] of one strength, a noise key each. Of the slices of a
+    video each asks for the same tiles."""
 
     images: list[np.ndarray]
     hidden: list[np.ndarray]
@@ -59,7 +68,7 @@ def plan_slice(
     """The plan that `restore_slices` runs for each slice; `tile_steps(steps)` is for progress bars."""
     native, multiple = inpainter.native_size, inpainter.multiple
     assert native > 0 and native % multiple == 0, f"native size {native} is no multiple of {multiple}"
-    return plan_restoration(mask_YX, native, batch, settings)
+    return plan_restoration(mask_YX, native, batch, settings, multiple if inpainter.thin else None)
 
 
 def restore_slices(
@@ -78,15 +87,24 @@ def restore_slices(
     images_YX: float32 [Y, X] in [0, 1], already filled under the mask (`prepare_slice`): what lies there is not read.
     masks_YX: boolean [Y, X], True where to restore. batch: tiles a model call; it changes speed and memory, not the
     noise.
+    A model of videos takes slices of the same sample for frames, in the order given: they have one plan, that of all
+    their masks together.
     In each round the first slice that is not done and those after it whose next tiles run at the same strength share
     a call, as long as it has at most `batch` tiles. So the calls depend on masks and `batch` alone.
     samples: a number for each, 0 unless given; the same slice under another number gets other noise.
     limits: restored voxels stay between these (`IntensityRange.limits01`).
     """
-    started = [
-        _restoration(image_YX, mask_YX, inpainter, batch, settings, sample, limits)
-        for image_YX, mask_YX, sample in zip(images_YX, masks_YX, samples or [0] * len(images_YX), strict=True)
-    ]
+    numbers, samples = range(len(images_YX)), samples or [0] * len(images_YX)
+    videos: list[tuple[int, ...]] = [(number,) for number in numbers]
+    if inpainter.frames > 1:
+        videos = [cut for one in dict.fromkeys(samples) for cut in _cuts(samples, one, inpainter.frames)]
+    started: list[Restoration] = [None] * len(images_YX)  # type: ignore[list-item]
+    for video in videos:
+        mask_YX = np.logical_or.reduce([masks_YX[number] for number in video])
+        plan = plan_slice(mask_YX, inpainter, batch, settings) if mask_YX.any() else None
+        for number in video:
+            one = images_YX[number], masks_YX[number], plan, len(video) > 1
+            started[number] = _restoration(*one, samples[number], limits)
     restored: list[np.ndarray | None] = [None] * len(started)
     waiting: dict[int, Request] = {}
 
@@ -98,27 +116,38 @@ def restore_slices(
             restored[number] = end.value
             waiting.pop(number, None)
 
-    for number in range(len(started)):
+    for number in numbers:
         proceed(number, None)
     while waiting:
-        together = _sharing_a_call(waiting, batch)
-        outputs = _call(inpainter, [waiting[number] for number in together])
+        together = _sharing_a_call(waiting, batch, videos)
+        outputs = _call(inpainter, [[waiting[number] for number in video] for video in together])
         first = 0
-        for number in together:
-            count = len(waiting[number].images)
-            proceed(number, outputs[first : first + count])
+        for video in together:
+            count = len(waiting[video[0]].images)
+            for frame, number in enumerate(video):
+                proceed(number, outputs[first : first + count, frame])
             first += count
     return [one_YX for one_YX in restored if one_YX is not None]
 
 
-def _sharing_a_call(waiting: dict[int, Request], batch: int) -> list[int]:
-    """The slices whose requests make the next call."""
-    order = sorted(waiting)
-    together, tiles = [order[0]], len(waiting[order[0]].images)
-    for number in order[1:]:
-        one = waiting[number]
-        if one.strength == waiting[order[0]].strength and tiles + len(one.images) <= batch:
-            together.append(number)
+def _cuts(samples: Sequence[int], sample: int, frames: int) -> list[tuple[int, ...]]:
+    """The slices of a sample, cut into as few videos as go."""
+    found = [number for number, one in enumerate(samples) if one == sample]
+    return [tuple(found[first : first + frames]) for first in range(0, len(found), frames)]
+
+
+def _sharing_a_call(
+    waiting: dict[int, Request], batch: int, videos: Sequence[tuple[int, ...]]
+) -> list[tuple[int, ...]]:
+    """The slices whose requests make the next call, those of a video together."""
+    order = [video for video in videos if video[0] in waiting]
+    strength, shape = waiting[order[0][0]].strength, waiting[order[0][0]].images[0].shape
+    together, tiles = order[:1], len(waiting[order[0][0]].images)
+    for video in order[1:]:
+        one = waiting[video[0]]
+        alike = one.strength == strength and one.images[0].shape == shape and len(video) == len(order[0])
+        if alike and tiles + len(one.images) <= batch:
+            together.append(video)
             tiles += len(one.images)
     return together
 
@@ -136,62 +165,66 @@ def sample_keys(sample: int) -> int:
 def _restoration(
     image_YX: np.ndarray,
     mask_YX: np.ndarray,
-    inpainter: Inpainter,
-    batch: int,
-    settings: TilingSettings | None,
+    plan: RestorationPlan | None,
+    shared: bool,
     sample: int,
     limits: tuple[float, float],
 ) -> Restoration:
-    """One slice, request by request."""
+    """One slice, request by request. plan: None where nothing is masked; shared: it is of other slices' masks too."""
     assert image_YX.shape == mask_YX.shape and mask_YX.dtype == bool, (image_YX.shape, mask_YX.shape, mask_YX.dtype)
-    if not mask_YX.any():
+    if plan is None:
         return image_YX.astype(np.float32)
-    plan = plan_slice(mask_YX, inpainter, batch, settings)
-    known = _known_pyramid(image_YX, mask_YX, plan)
+    known, shares = _known_pyramid(image_YX, mask_YX, plan)
     coarser: np.ndarray | None = None
-    for level, image in zip(reversed(plan.levels), reversed(known), strict=True):
+    for level, image, share in zip(reversed(plan.levels), reversed(known), reversed(shares), strict=True):
+        unknown_YX = level.mask_YX & (share < 0.5) if shared else level.mask_YX
         if coarser is not None:
-            image = np.where(level.mask_YX, upsample(coarser, level.shape), image)
+            image = np.where(unknown_YX, upsample(coarser, level.shape), image)
         for number, tile_pass in enumerate(level.passes):
             keys_from = (level.exponent * 2 + number) * PASS_KEYS + sample_keys(sample)
-            image = yield from _run_pass(image, level, tile_pass, plan, keys_from)
+            image = yield from _run_pass(image, unknown_YX, level, tile_pass, plan, keys_from)
         coarser = image
     assert coarser is not None
     restored_YX = np.clip(coarser, *limits).astype(np.float32)
     return np.where(mask_YX, restored_YX, image_YX.astype(np.float32))
 
 
-def _known_pyramid(image_YX: np.ndarray, mask_YX: np.ndarray, plan: RestorationPlan) -> list[np.ndarray]:
-    """The slice on every level of the plan, holes filled from their surroundings on that level; float64 [Y, X] each."""
+def _known_pyramid(
+    image_YX: np.ndarray, mask_YX: np.ndarray, plan: RestorationPlan
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """The slice on every level of the plan, holes filled from their surroundings on that level, and the share of known
+    voxels behind each sample; float64 [Y, X] each."""
     image = np.where(mask_YX, 0.0, image_YX).astype(np.float64)
     weight = (~mask_YX).astype(np.float64)
-    images = []
+    images, shares = [], []
     for level in plan.levels:
         if level.exponent > 0:
             image, weight = downsample(image, weight)
         # Where the whole level is hidden (a hole as large as the slice), the smallest trace of known voxels must do.
         hidden = level.mask_YX if not level.mask_YX.all() else weight == 0
         images.append(fill_from_outside(image, hidden | (weight == 0)))
-    return images
+        shares.append(weight)
+    return images, shares
 
 
 def _run_pass(
-    image: np.ndarray, level: Level, tile_pass: TilePass, plan: RestorationPlan, keys_from: int
+    image: np.ndarray, unknown_YX: np.ndarray, level: Level, tile_pass: TilePass, plan: RestorationPlan, keys_from: int
 ) -> Restoration:
-    """Run all tiles of a pass on the level's image [Y, X] and blend what they restored into it."""
+    """Run all tiles of a pass on the level's image [Y, X] and blend what they restored into it, where the slice is
+    unknown."""
     padding = level.padding
     # Reflection shows a small slice to the model at its native size without inventing an edge.
     image_padded = np.pad(image, padding, mode="symmetric")
-    hidden_padded = np.pad(tile_pass.hidden_YX, padding, mode="symmetric")
-    labels_padded = np.pad(level.labels_YX, padding)  # the reflections are never written
+    hidden_padded = np.pad(tile_pass.hidden_YX & unknown_YX, padding, mode="symmetric")
+    labels_padded = np.pad(np.where(unknown_YX, level.labels_YX, 0), padding)  # reflections are never written
     total = np.zeros(level.padded)
     weights = np.zeros(level.padded)
     key = keys_from
     for tiles in tile_pass.batches:
         keys = range(key, key + len(tiles))
         key += len(tiles)
-        windows = [tile_window(tile, level.padded, plan.native, plan.overlap) for tile in tiles]
-        places = [_window(tile, plan.native) for tile in tiles]
+        windows = [tile_window(tile, level.padded, plan.tile, plan.overlap) for tile in tiles]
+        places = [_window(tile, plan.tile) for tile in tiles]
         images = [image_padded[here] for here in places]
         hidden = [hidden_padded[here] for here in places]
         outputs = yield Request(images, hidden, tile_pass.strength, keys)
@@ -206,24 +239,28 @@ def _run_pass(
     return blended[top : top + level.shape[0], left : left + level.shape[1]]
 
 
-def _window(tile: Tile, native: int) -> tuple[slice, slice]:
-    return (slice(tile.row, tile.row + native), slice(tile.column, tile.column + native))
+def _window(tile: Tile, shape: tuple[int, int]) -> tuple[slice, slice]:
+    return (slice(tile.row, tile.row + shape[0]), slice(tile.column, tile.column + shape[1]))
 
 
-def _call(inpainter: Inpainter, requests: Sequence[Request]) -> np.ndarray:
-    """One call of the model on the tiles of all requests; what it restored, float64 [B, native, native]."""
+def _call(inpainter: Inpainter, videos: Sequence[Sequence[Request]]) -> np.ndarray:
+    """One call of the model on the tiles of all requests, of each video those of its frames; what it restored, float64
+    [B, F, Y, X]."""
     import torch
 
-    images = np.stack([image for one in requests for image in one.images])
-    images_BHW = torch.from_numpy(np.clip(images, 0.0, 1.0).astype(np.float32))
-    masks_BHW = torch.from_numpy(np.stack([hidden for one in requests for hidden in one.hidden]).astype(np.float32))
-    outputs = inpainter(images_BHW, masks_BHW, requests[0].strength, [key for one in requests for key in one.keys])
-    assert outputs.shape == images_BHW.shape, f"the model returned {tuple(outputs.shape)} for {tuple(images_BHW.shape)}"
-    return outputs.detach().to("cpu", torch.float32).numpy().astype(np.float64)
+    images = np.stack([tile for one in videos for tile in zip(*(frame.images for frame in one), strict=True)])
+    hidden = np.stack([tile for one in videos for tile in zip(*(frame.hidden for frame in one), strict=True)])
+    images_BFHW = torch.from_numpy(np.clip(images, 0.0, 1.0).astype(np.float32))
+    masks_BFHW = torch.from_numpy(hidden.astype(np.float32))
+    keys = [key for one in videos for key in one[0].keys]
+    given = (images_BFHW, masks_BFHW) if inpainter.frames > 1 else (images_BFHW[:, 0], masks_BFHW[:, 0])
+    outputs = inpainter(*given, videos[0][0].strength, keys)
+    assert outputs.shape == given[0].shape, f"the model returned {[*outputs.shape]} for {[*given[0].shape]}"
+    return outputs.view(images.shape).detach().to("cpu", torch.float32).numpy().astype(np.float64)
 
 
 def match_surroundings(output: np.ndarray, image: np.ndarray, hidden: np.ndarray) -> np.ndarray:
-    """Shift a model's output [native, native] so that it meets the known voxels without a seam.
+    """Shift a model's output [Y, X] so that it meets the known voxels without a seam.
 
     Autoencoders return known voxels slightly off. That error, smoothed over 4 x 4 voxels so as not to copy grain, is
     continued smoothly into the hidden voxels and subtracted there.

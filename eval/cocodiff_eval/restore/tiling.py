@@ -41,7 +41,7 @@ class TilingSettings:
 
 @dataclass(frozen=True)
 class Tile:
-    """One native-size window of a padded level. `holes`: the labels it writes; `blend`: with neighbours, in a grid."""
+    """One window of a padded level. `holes`: the labels it writes; `blend`: with neighbours, in a grid."""
 
     row: int
     column: int
@@ -90,7 +90,8 @@ class _Grid:
     """The mask at one resolution: exponent 0 is the slice itself, each next one has half as many rows and columns.
 
     shape       [Y, X] of the level
-    native      side of a tile
+    native      the model's own side, which lengths are fractions of
+    tile        rows and columns of a tile
     mask_YX     voxels that are mostly unknown
     labels_YX   the number of the hole each belongs to, 0 outside the mask
     """
@@ -98,13 +99,14 @@ class _Grid:
     exponent: int
     shape: tuple[int, int]
     native: int
+    tile: tuple[int, int]
     mask_YX: np.ndarray
     labels_YX: np.ndarray
 
     @property
     def padded(self) -> tuple[int, int]:
         """[Y, X] after padding to at least one tile."""
-        return (max(self.shape[0], self.native), max(self.shape[1], self.native))
+        return (max(self.shape[0], self.tile[0]), max(self.shape[1], self.tile[1]))
 
     @property
     def offset(self) -> tuple[int, int]:
@@ -144,7 +146,7 @@ class Level(_Grid):
 class RestorationPlan:
     """All levels of one slice, finest first; they run from the last to the first."""
 
-    native: int
+    tile: tuple[int, int]
     overlap: int
     levels: tuple[Level, ...]
 
@@ -159,26 +161,31 @@ def steps_at(steps: int, strength: float) -> int:
 
 
 def plan_restoration(
-    mask_YX: np.ndarray, native: int, batch: int, settings: TilingSettings | None = None
+    mask_YX: np.ndarray, native: int, batch: int, settings: TilingSettings | None = None, multiple: int | None = None
 ) -> RestorationPlan:
-    """Plan one slice for a model of `native` x `native` voxels and at most `batch` tiles a call."""
+    """Plan one slice for a model of `native` x `native` voxels and at most `batch` tiles a call. multiple: tiles of a
+    thinner slice are as thin as this number's multiples allow; else they are square."""
     settings = settings or TilingSettings()
     assert native >= 8 and batch >= 1, (native, batch)
-    grids = _grids(mask_YX, native)
+    tile = (native, native)
+    if multiple is not None:
+        rows, columns = (min(native, -(-side // multiple) * multiple) for side in mask_YX.shape)
+        tile = (rows, columns)
+    grids = _grids(mask_YX, native, tile)
     starts = _starts(grids, settings)
     overlap = max(4, round(native * settings.overlap))
     deepest = int(starts.max(initial=0))
     levels = tuple(_level(grid, starts, overlap, batch, settings) for grid in grids[: deepest + 1])
-    return RestorationPlan(native, overlap, levels)
+    return RestorationPlan(tile, overlap, levels)
 
 
-def _grids(mask_YX: np.ndarray, native: int) -> list[_Grid]:
+def _grids(mask_YX: np.ndarray, native: int, tile: tuple[int, int]) -> list[_Grid]:
     """The mask and its numbered holes on every level, until the whole slice fits a tile."""
     from scipy import ndimage
 
     labels_YX, _ = ndimage.label(mask_YX, structure=np.ones((3, 3)))
     known_YX = (~mask_YX).astype(np.float64)
-    grids = [_Grid(0, (mask_YX.shape[0], mask_YX.shape[1]), native, mask_YX.copy(), labels_YX)]
+    grids = [_Grid(0, (mask_YX.shape[0], mask_YX.shape[1]), native, tile, mask_YX.copy(), labels_YX)]
     while max(grids[-1].shape) > native:
         finer = grids[-1]
         shape = halve_shape(finer.shape)
@@ -191,7 +198,8 @@ def _grids(mask_YX: np.ndarray, native: int) -> list[_Grid]:
         near_YX = ndimage.grey_dilation(labels_YX, size=(3, 3))
         labels_YX = np.where(labels_YX > 0, labels_YX, near_YX)
         coarse_mask_YX &= labels_YX > 0
-        grids.append(_Grid(finer.exponent + 1, shape, native, coarse_mask_YX, np.where(coarse_mask_YX, labels_YX, 0)))
+        labels = np.where(coarse_mask_YX, labels_YX, 0)
+        grids.append(_Grid(finer.exponent + 1, shape, native, tile, coarse_mask_YX, labels))
     return grids
 
 
@@ -229,13 +237,13 @@ def _level(grid: _Grid, starts: np.ndarray, overlap: int, batch: int, settings: 
         tiles = tuple(_grid_tiles(grid, older_K, overlap))
         strength = min(settings.refine_strength, settings.strength)
         passes.append(TilePass(strength, hidden_YX, tiles, batch))
-    return Level(grid.exponent, grid.shape, grid.native, grid.mask_YX, grid.labels_YX, tuple(passes))
+    return Level(grid.exponent, grid.shape, grid.native, grid.tile, grid.mask_YX, grid.labels_YX, tuple(passes))
 
 
 def _tiles_from_noise(grid: _Grid, fresh: _Holes, overlap: int, settings: TilingSettings) -> tuple[Tile, ...]:
     """A tile around each hole that fits one, shared with the holes near it; a grid over the long and thin."""
     native = grid.native
-    if grid.padded == (native, native):
+    if grid.padded == grid.tile:
         return (Tile(0, 0, tuple(fresh.labels_K.tolist()), blend=False),)
     limit = settings.hole_limit * native
     margin = round(native * (1 - settings.hole_limit) / 2)
@@ -247,8 +255,8 @@ def _tiles_from_noise(grid: _Grid, fresh: _Holes, overlap: int, settings: Tiling
         group = waiting.only(together_K)
         top, left = group.boxes_K4[:, :2].min(axis=0).tolist()
         bottom, right = group.boxes_K4[:, 2:].max(axis=0).tolist()
-        row = _centred(top + grid.offset[0], bottom + grid.offset[0], native, grid.padded[0])
-        column = _centred(left + grid.offset[1], right + grid.offset[1], native, grid.padded[1])
+        row = _centred(top + grid.offset[0], bottom + grid.offset[0], grid.tile[0], grid.padded[0])
+        column = _centred(left + grid.offset[1], right + grid.offset[1], grid.tile[1], grid.padded[1])
         tiles.append(Tile(row, column, tuple(group.labels_K.tolist()), blend=False))
         waiting = waiting.only(~together_K)
     large_K = fresh.labels_K[fresh.sides_K > limit]
@@ -257,9 +265,9 @@ def _tiles_from_noise(grid: _Grid, fresh: _Holes, overlap: int, settings: Tiling
     return tuple(tiles)
 
 
-def _centred(start: int, stop: int, native: int, length: int) -> int:
-    """Where a window of `native` begins that has [start, stop) in its middle and stays inside [0, length)."""
-    return min(max((start + stop - native) // 2, 0), length - native)
+def _centred(start: int, stop: int, side: int, length: int) -> int:
+    """Where a window of `side` begins that has [start, stop) in its middle and stays inside [0, length)."""
+    return min(max((start + stop - side) // 2, 0), length - side)
 
 
 def _company(waiting: _Holes, grid: _Grid, margin: int) -> np.ndarray:
@@ -302,12 +310,12 @@ def axis_window(start: int, length: int, native: int, overlap: int) -> np.ndarra
     return window
 
 
-def tile_window(tile: Tile, padded: tuple[int, int], native: int, overlap: int) -> np.ndarray:
-    """Blending weights of a tile, float64 [native, native]; all 1 for a tile that has its holes to itself."""
+def tile_window(tile: Tile, padded: tuple[int, int], shape: tuple[int, int], overlap: int) -> np.ndarray:
+    """Blending weights of a tile, float64 of its shape; all 1 for a tile that has its holes to itself."""
     if not tile.blend:
-        return np.ones((native, native))
-    rows = axis_window(tile.row, padded[0], native, overlap)
-    columns = axis_window(tile.column, padded[1], native, overlap)
+        return np.ones(shape)
+    rows = axis_window(tile.row, padded[0], shape[0], overlap)
+    columns = axis_window(tile.column, padded[1], shape[1], overlap)
     return rows[:, None] * columns[None, :]
 
 
@@ -315,9 +323,9 @@ def _grid_tiles(grid: _Grid, labels_K: np.ndarray, overlap: int) -> Iterator[Til
     """Tiles of an even grid that write at least one voxel of the given labels, row by row."""
     wanted_YX = np.where(np.isin(grid.labels_YX, labels_K), grid.labels_YX, 0)
     wanted_YX = np.pad(wanted_YX, grid.padding)
-    for row in axis_starts(grid.padded[0], grid.native, overlap):
-        for column in axis_starts(grid.padded[1], grid.native, overlap):
-            here = wanted_YX[row : row + grid.native, column : column + grid.native]
-            window = tile_window(Tile(row, column, (), blend=True), grid.padded, grid.native, overlap)
+    for row in axis_starts(grid.padded[0], grid.tile[0], overlap):
+        for column in axis_starts(grid.padded[1], grid.tile[1], overlap):
+            here = wanted_YX[row : row + grid.tile[0], column : column + grid.tile[1]]
+            window = tile_window(Tile(row, column, (), blend=True), grid.padded, grid.tile, overlap)
             if (here[window > FAINT] > 0).any():
                 yield Tile(row, column, tuple(np.unique(here[here > 0]).tolist()), blend=True)

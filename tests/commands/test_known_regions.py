@@ -1,0 +1,234 @@
+"""Restoring with pipelines that only generate, of families and of classes that run by a plan alone: what is known is
+kept, and some ranks restore what one process does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tifffile
+import tiny_pipelines
+import torch
+from cocodiff_eval.data.intensity import IntensityRange, compose_native, prepare_slice
+from cocodiff_eval.harness.items import batches_of, count_batches
+from cocodiff_eval.restore.known_regions import LatentLayout
+from cocodiff_eval.restore.pipeline_inpainter import PipelineInpainter
+from cocodiff_eval.restore.restore import restore_slices
+from cocodiff_eval.restore.tiling import TilingSettings
+from launching import assert_succeeded
+from torch import Tensor
+from warm import forked
+
+from cocodiff.cli.main import main
+from cocodiff.config.errors import UserError
+from cocodiff.jobs.pipelines import encode, no_prompt, repeated
+from cocodiff.models import pipelines_of
+
+pytestmark = pytest.mark.processes
+
+# A pipeline, and the frames of its videos. CogVideoX's VAE decodes an odd number of latent frames as it should.
+MODELS: dict[str, tuple[Callable[[], Any], int]] = {
+    "flux2": (lambda: tiny_pipelines.flux2_pipeline(klein=False), 1),
+    "wan": (tiny_pipelines.wan_pipeline, 5),
+    "z_image": (tiny_pipelines.z_image_pipeline, 1),
+    "cogvideox": (tiny_pipelines.cogvideox_pipeline, 9),
+}
+STEPS, SIDE, STRENGTH = 4, 32, 0.75
+IMAGES_ZYX = np.random.default_rng(0).random((7, 40, 48), dtype=np.float32)
+HOLES_ZYX = np.zeros(IMAGES_ZYX.shape, bool)
+HOLES_ZYX[1:, 10:26, 8:30] = True
+HOLES_ZYX[3:, 30:36, 20:40] = True
+
+
+def in_one_process(name: str) -> tuple[PipelineInpainter, Any]:
+    build, frames = MODELS[name]
+    pipe = build()
+    pipelines = pipelines_of(type(pipe).__name__, name, type(pipe.transformer).__name__)
+    prompt = no_prompt(pipelines, pipe.transformer, torch.float32)
+    fixed = {pipelines.guidance: 1.0}
+    inpainter = PipelineInpainter(
+        pipe, lambda batch: repeated(prompt, batch) | fixed, round(STEPS / STRENGTH), 0, side=SIDE, frames=frames
+    )
+    return inpainter, pipe
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("ranks", [2, 1, 3, 6])
+def test_some_ranks_restore_what_one_process_does(name: str, ranks: int, tmp_path: Path) -> None:
+    build, frames = MODELS[name]
+    build().save_pretrained(tmp_path / "model")
+    tifffile.imwrite(tmp_path / "scan.tif", IMAGES_ZYX)
+    tifffile.imwrite(tmp_path / "holes.tif", HOLES_ZYX.astype(np.uint8))
+    options = {"input": "scan.tif", "mask": "holes.tif", "model": "model", "out": "out"}
+    words = [word for key, value in options.items() for word in (f"--{key}", tmp_path / value)]
+    words += ["--tile", SIDE, "--steps", STEPS, "--strength", STRENGTH, "--ranks", ranks, "--replicas", 1]
+    words += ["--frames", frames] if frames > 1 else []
+    assert_succeeded(forked("inpaint", *words, "--preset", "flat,tapa", "--no_exact", folder=tmp_path))
+    flat_ZYX, tapa_ZYX = (tifffile.imread(tmp_path / f"out/images/scan_holes_{one}.tif") for one in ("flat", "tapa"))
+    assert np.array_equal(flat_ZYX, tapa_ZYX) and (tmp_path / "out/report.html").is_file()
+    assert np.array_equal(flat_ZYX[~HOLES_ZYX], IMAGES_ZYX[~HOLES_ZYX])
+    sent = [sum(row["bytes"].values()) for row in json.loads((tmp_path / "out/metrics.json").read_text())["images"]]
+    assert (min(sent[:2]) > 0) is (ranks > 1)
+
+    inpainter, _ = in_one_process(name)
+    known = IMAGES_ZYX[~HOLES_ZYX]
+    scale = IntensityRange(float(known.min()), float(known.max()))
+    masked = [*range(1, 7)]
+    given = [prepare_slice(IMAGES_ZYX[z], HOLES_ZYX[z], scale) for z in masked]
+    batch = [batch for batch in batches_of(0, HOLES_ZYX.any((1, 2)), frames, 8, video=frames > 1) if not batch.copied]
+    groups = [one.indices for one in batch] if frames > 1 else [tuple(masked)]
+    assert len(groups) == (count_batches(6, frames, 1, True)[0] if frames > 1 else 1)
+    for group in groups:
+        of_group = [given[z - 1] for z in group], [HOLES_ZYX[z] for z in group]
+        settings = TilingSettings(strength=STRENGTH)
+        alone = restore_slices(*of_group, inpainter, batch=16, settings=settings, limits=scale.limits01)
+        for z, alone_YX in zip(group, alone, strict=True):
+            alone_YX = compose_native(IMAGES_ZYX[z], alone_YX, HOLES_ZYX[z], scale)
+            assert np.abs(alone_YX - flat_ZYX[z]).max() < 1e-4
+            assert not np.array_equal(flat_ZYX[z][HOLES_ZYX[z]], IMAGES_ZYX[z][HOLES_ZYX[z]])
+
+
+@pytest.mark.parametrize("strength", [1.0, 0.5])
+def test_it_is_what_diffusers_own_inpainting_pipeline_does(strength: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of SD3, where there is one: it samples the known latents, and is asked to take their mean here."""
+    from diffusers import StableDiffusion3InpaintPipeline
+    from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+
+    monkeypatch.setattr(DiagonalGaussianDistribution, "sample", lambda one, generator=None: one.mode())
+    pipe = tiny_pipelines.sd3_pipeline()
+    pipelines = pipelines_of("StableDiffusion3Pipeline", "sd3")
+    prompt = no_prompt(pipelines, pipe.transformer, torch.float32)
+    restored = []
+    for one in (pipe, StableDiffusion3InpaintPipeline(**pipe.components)):
+        inpainter = PipelineInpainter(one, lambda batch: repeated(prompt, batch) | {"guidance_scale": 1.0}, 6, 3)
+        images_BHW = torch.rand(2, 32, 32, generator=torch.Generator().manual_seed(0))
+        masks_BHW = torch.zeros(2, 32, 32)
+        masks_BHW[:, 8:24, 12:20] = 1
+        restored.append(inpainter(images_BHW, masks_BHW, strength, [0, 1]))
+    assert torch.allclose(*restored, atol=1e-5) and restored[0].std() > 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [*MODELS, "sd3", "flux", "klein", "qwen"])
+def test_a_pipeline_is_asked_how_its_latents_lie(name: str, dtype: torch.dtype) -> None:
+    """What it takes for the known latents, decoded as it decodes them, are those of its VAE."""
+    pipe = (MODELS[name][0] if name in MODELS else tiny_pipelines.PIPELINES[name])()
+    if hasattr(pipe.vae, "bn"):
+        torch.nn.init.uniform_(pipe.vae.bn.running_mean, -2, 2)
+        torch.nn.init.uniform_(pipe.vae.bn.running_var, 0.2, 3)
+    pipe.to(dtype=dtype)
+    pipe.set_progress_bar_config(disable=True)
+    pipelines = pipelines_of(type(pipe).__name__, name, type(pipe.transformer).__name__)
+    arguments = no_prompt(pipelines, pipe.transformer, dtype) | {pipelines.guidance: 1.0}
+    frames = {"wan": 5, "cogvideox": 9}.get(name)
+    arguments |= {"height": SIDE, "width": SIDE} | ({"num_frames": frames} if frames else {})
+    layout = LatentLayout.asked(pipe, lambda: pipe(num_inference_steps=1, **arguments))
+    replaced = (pipe.scheduler, "step"), (pipe.transformer, "_call_impl"), (pipe.vae, "decode")
+    assert not any(name in vars(part) for part, name in replaced)
+    images_BFHW = torch.rand(1, frames or 1, SIDE, SIDE, generator=torch.Generator().manual_seed(0))
+    hidden_BFHW = torch.zeros_like(images_BFHW)
+    hidden_BFHW[:, -1, 4:6, 20:24] = 1
+    latents_B, hidden_B = layout.known(pipe.vae, images_BFHW, hidden_BFHW)
+    assert latents_B.shape == hidden_B.shape and 0 < hidden_B.float().mean() < 0.2
+
+    decoded: list[Tensor] = []
+
+    def decode(vae_B: Tensor, *_: Any, **__: Any) -> Any:
+        decoded.append(vae_B)
+        raise KeyboardInterrupt
+
+    pipe.vae.decode = decode
+    pipe.scheduler.step = lambda _, __, sample, **___: (latents_B.to(sample),)
+    with pytest.raises(KeyboardInterrupt):
+        pipe(num_inference_steps=1, **arguments)
+    pixels = (2 * images_BFHW - 1)[:, None].expand(-1, 3, -1, -1, -1).to(dtype)
+    with torch.no_grad():
+        encoded = pipe.vae.encode(pixels if len(layout.of_vae) == 4 else pixels[:, :, 0]).latent_dist.mode()
+    loose = 1e-5 if dtype == torch.float32 else 0.05
+    assert torch.allclose(decoded[0].float(), encoded.float(), atol=loose * float(encoded.abs().max()))
+
+
+def test_a_pipeline_whose_latents_are_mixed_before_they_are_decoded_is_refused() -> None:
+    inpainter, pipe = in_one_process("flux2")
+    unpack = type(pipe)._unpatchify_latents
+    pipe._unpatchify_latents = lambda latents: unpack(latents + latents.roll(1, -1))
+    call = (torch.rand(1, SIDE, SIDE), torch.ones(1, SIDE, SIDE), 1.0, [0])
+    with pytest.raises(UserError, match=r"Flux2Pipeline cannot inpaint: its latents \[64, 16\] are not what its VAE"):
+        inpainter(*call)
+    del pipe._unpatchify_latents
+    assert inpainter(*call).shape == (1, SIDE, SIDE)
+
+
+def test_frames_share_a_plan_and_each_keeps_what_is_known_of_it() -> None:
+    shown: list[tuple[Tensor, Tensor, Sequence[int]]] = []
+
+    class Videos:
+        native_size, multiple, frames, thin = 32, 8, 3, False
+
+        def __call__(self, images_BFHW: Tensor, masks_BFHW: Tensor, strength: float, keys: Sequence[int]) -> Tensor:
+            shown.append((images_BFHW, masks_BFHW, keys))
+            return torch.where(masks_BFHW > 0, torch.tensor(0.5), images_BFHW)
+
+    images = [np.full((60, 70), value, np.float32) for value in (0.2, 0.4, 0.6, 0.8)]
+    masks = [np.zeros((60, 70), bool) for _ in images]
+    masks[0][10:20, 10:20] = masks[1][40:50, 50:60] = masks[3][20:30, 20:30] = True
+    restored = restore_slices(images, masks, Videos(), batch=4)
+    for one_YX, image_YX, mask_YX in zip(restored, images, masks, strict=True):
+        assert np.array_equal(one_YX[~mask_YX], image_YX[~mask_YX])
+    # The third slice of the first video has nothing hidden, and is its context; the fourth slice is a video of its own.
+    assert [images_BFHW.shape[:2] for images_BFHW, *_ in shown] == [(2, 3), (1, 1)]
+    hidden = shown[0][1].sum((2, 3))
+    assert hidden.sum(0).tolist() == [100, 100, 0]
+    again = restore_slices(images[:2] * 2, masks[:2] * 2, Videos(), batch=4, samples=[0, 0, 1, 1])
+    assert [images_BFHW.shape[:2] for images_BFHW, *_ in shown[2:]] == [(4, 2)]  # samples are videos of their own
+    assert len(again) == 4 and len({*shown[2][2]}) == 4
+
+
+def test_a_prompt_of_a_class_that_no_family_tells_of() -> None:
+    """Z-Image's prompts are lists, and what its `encode_prompt` returns is told by what it looks like."""
+    text = tiny_pipelines.qwen3_text()
+    pipe = tiny_pipelines.z_image_pipeline(text_encoder=text["text_encoder"].model, tokenizer=text["tokenizer"])
+    pipelines = pipelines_of("ZImagePipeline", "z", "ZImageTransformer2DModel")
+    (prompt,) = encode(pipelines, pipe, ["a tooth"], True, torch.device("cpu"))
+    assert [*prompt] == ["prompt_embeds", "negative_prompt_embeds"]
+    pipe.set_progress_bar_config(disable=True)
+    settings = {"height": 32, "width": 32, "num_inference_steps": 2, "output_type": "np", "guidance_scale": 3.0}
+    drawn = [torch.Generator().manual_seed(0) for _ in range(2)]
+    whole = pipe(prompt="a tooth", generator=drawn[0], **settings).images
+    assert np.array_equal(pipe(**repeated(prompt, 1), generator=drawn[1], **settings).images, whole)
+    pooled, mask, embeds = torch.zeros(1, 4), torch.ones(1, 3, dtype=torch.long), torch.zeros(1, 3, 4)
+    ltx = pipelines_of("LTXPipeline", "m", "LTXVideoTransformer3DModel")
+    assert ltx.video is not None and ltx.video.frames == 161
+    named = ltx.named((embeds, mask, embeds + 1, mask + 1))
+    assert [*named] == [
+        *("prompt_embeds", "prompt_attention_mask", "negative_prompt_embeds", "negative_prompt_attention_mask")
+    ]
+    hunyuan = pipelines_of("HunyuanVideoPipeline", "m", "HunyuanVideoTransformer3DModel")
+    named = hunyuan.named((embeds, pooled, mask))
+    assert [*named] == ["prompt_embeds", "pooled_prompt_embeds", "prompt_attention_mask"]
+
+
+def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tifffile.imwrite(tmp_path / "scan.tif", IMAGES_ZYX[:2])
+    for name in ("z_image", "cogvideox"):
+        MODELS[name][0]().save_pretrained(tmp_path / name)
+    tiny_pipelines.wan_pipeline(image=True).save_pretrained(tmp_path / "animate")
+
+    def said(model: str, *words: object) -> str:
+        given = ["--input", tmp_path / "scan.tif", "--model", tmp_path / model, "--out", tmp_path / "out", *words]
+        assert main(["inpaint", *map(str, given), "--steps", "2", "--quiet"]) == 2
+        return capsys.readouterr().err
+
+    assert f"--frames 5: model {tmp_path / 'z_image'} restores images: leave it away" in said("z_image", "--frames", 5)
+    assert "takes multiples of 4; give 32" in said("z_image", "--tile", 30)
+    assert "--tile 0: at least 1 is needed" in said("z_image", "--tile", 0)
+    of_heads = said("z_image", "--tile", 32, "--ranks", 2, "--quality", "30dB")
+    assert "does not say its heads: name a preset instead" in of_heads
+    many = said("cogvideox", "--tile", 32, "--frames", 5)
+    assert "CogVideoXPipeline made 8 frames where 5 were asked for, of 2 slices: give another number" in many
+    assert "begins with an image, and cannot inpaint: its transformer takes 12 channels and gives 4" in said("animate")
