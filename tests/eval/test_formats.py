@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -386,3 +387,43 @@ def test_memory_does_not_grow_with_the_volume(tmp_path: Path, word: str) -> None
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int16", "uint16", "float16", "float32"])
+def test_mrc_there_and_back(tmp_path: Path, dtype: str) -> None:
+    """Voxels, voxel size and labels of MRC files, in and out of other formats."""
+    import mrcfile
+
+    volume = voxels(dtype=dtype)
+    with mrcfile.new(tmp_path / "scan.mrc", volume) as file:
+        file.voxel_size = (1.5, 2.5, 4.0)
+        file.add_label("tomogram of a tooth")
+    given = open_volume(str(tmp_path / "scan.mrc"))
+    assert_bits(given.path, volume)
+    assert (given.metadata.voxel_size, given.metadata.unit) == ((4.0, 2.5, 1.5), "angstrom")
+    again = assert_bits(restored(given, "same", tmp_path).path, volume).metadata
+    assert again.voxel_size == pytest.approx((4.0, 2.5, 1.5)) and "tomogram of a tooth" in again.description
+    with mrcfile.open(tmp_path / "out.mrc") as file:
+        assert "restored by cocodiff" in file.get_labels() and file.is_volume()
+        assert mrcfile.validate(tmp_path / "out.mrc") or file.header.rms < 0  # which says that it is not known
+    assert_bits(restored(given, "h5", tmp_path).path, volume)
+    zarr_volume = open_volume(str(restored(given, "zarr", tmp_path).path))
+    found = assert_bits(restored(zarr_volume, "mrc", tmp_path).path, volume).metadata
+    assert found.voxel_size == pytest.approx((4.0, 2.5, 1.5))
+
+
+def test_what_mrc_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import mrcfile
+
+    (tmp_path / "none.mrc").write_bytes(b"no MRC file")
+    with pytest.raises(UserError, match=r"none\.mrc: not a readable MRC file"):
+        open_volume(str(tmp_path / "none.mrc"))
+    with pytest.raises(UserError, match=r"MRC files hold no uint8: choose another --format"):
+        restored(open_volume(write_npy(tmp_path, voxels(dtype="uint8"), "<")), "mrc", tmp_path)
+    with mrcfile.new(tmp_path / "turned.mrc", voxels(dtype="int16")) as file:
+        file.header.mapc, file.header.maps = 3, 1
+    with pytest.raises(UserError, match="not in the order of sections, rows, columns"):
+        open_volume(str(tmp_path / "turned.mrc"))
+    monkeypatch.setitem(sys.modules, "mrcfile", None)
+    with pytest.raises(UserError, match=r"pip install cocodiff\[mrc\]"):
+        open_volume(str(tmp_path / "turned.mrc"))

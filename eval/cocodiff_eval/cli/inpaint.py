@@ -38,8 +38,8 @@ SHOWN = {
 OPTIONS = (
     Option(
         "input",
-        "PNG, TIFF, a folder of TIFF files, HDF5, OME-Zarr or .npy; also stacks in TIFF, a quoted pattern of names of "
-        "TIFF files as one stack, and a dataset of HDF5 as file.h5:/dataset",
+        "PNG, TIFF, a folder of TIFF files, HDF5, OME-Zarr, MRC or .npy; also stacks in TIFF, a quoted pattern of "
+        "names of TIFF files as one stack, and a dataset of HDF5 as file.h5:/dataset",
         many=True,
         required=True,
     ),
