@@ -1,5 +1,6 @@
 """The metrics against scikit-image called directly, and the documents made of them."""
 
+import itertools
 import json
 import math
 
@@ -7,9 +8,18 @@ import numpy as np
 import pytest
 from cocodiff_eval.data.intensity import IntensityRange
 from cocodiff_eval.data.masks import block_mask
-from cocodiff_eval.quality.metrics import distance_db, masked_quality, metrics_document, psnr_db, summary
+from cocodiff_eval.quality.metrics import (
+    distance_db,
+    masked_quality,
+    mean_curve,
+    metrics_document,
+    psnr_db,
+    ring_correlation,
+    summary,
+)
 from cocodiff_eval.report.tables import grouped, size, terminal_table
 from eval_helpers import phantom, row_of
+from scipy.ndimage import distance_transform_edt
 from skimage.metrics import mean_squared_error, peak_signal_noise_ratio, structural_similarity
 
 SCALE = IntensityRange(100.0, 1100.0)
@@ -223,3 +233,52 @@ def test_documents_are_json_where_numbers_overflow() -> None:
     assert written["images"][0]["psnr_vs_exact_db"] < -3000 and written["summary"]["rows"][0]["identical"] == 0
     assert "a" in terminal_table(document)
     assert psnr_db(math.nan) == psnr_db(math.inf) < psnr_db(1.0) == 0 < psnr_db(0.0) == 200
+
+
+def test_ring_correlation_is_that_of_the_definition() -> None:
+    """Ring by ring with explicit sums (van Heel and Schatz, 2005), and resolutions that are known beforehand."""
+    truth_YX = phantom(60, 44) * 3 + 5
+    restored_YX = truth_YX + np.random.default_rng(0).normal(size=truth_YX.shape)
+    scale = IntensityRange(float(truth_YX.min()), float(truth_YX.max()))
+    mask_YX = np.zeros(truth_YX.shape, bool)
+    mask_YX[6:50, 5:40] = True
+    mask_YX[20:24, 10:12] = False
+    found = ring_correlation(scale, truth_YX, restored_YX, mask_YX)
+    depth_YX = distance_transform_edt(mask_YX)[6:50, 5:40]
+    window_YX = np.sin(np.pi / 2 * np.minimum(1, depth_YX / min(16, depth_YX.max()))) ** 2
+    one, other = (np.where(mask_YX, scale.normalise(x), 0)[6:50, 5:40] for x in (truth_YX, restored_YX))
+    rows, columns = one.shape
+    turn = [np.exp(-2j * np.pi * np.outer(np.arange(n), np.arange(n)) / n) for n in (rows, columns)]
+    spectra = [turn[0] @ (window_YX * (x - (window_YX * x).sum() / window_YX.sum())) @ turn[1] for x in (one, other)]
+    sums = np.zeros((3, 33))
+    for y, x in itertools.product(range(rows), range(columns)):
+        frequency = math.hypot(min(y, rows - y) / rows, min(x, columns - x) / columns)
+        a, b = spectra[0][y, x], spectra[1][y, x]
+        sums[:, min(int(frequency * 64), 32)] += (a * b.conjugate()).real, abs(a) ** 2, abs(b) ** 2
+    with np.errstate(invalid="ignore"):
+        expected = sums[0] / np.sqrt(sums[1] * sums[2])
+    assert len(found["frc"]) == 32
+    for value, wanted in zip(found["frc"], expected, strict=False):
+        assert value == pytest.approx(wanted, abs=1e-6) if value is not None else math.isnan(wanted)
+    assert ring_correlation(scale, truth_YX, truth_YX, mask_YX)["resolution"] == 2.0
+    assert ring_correlation(scale, truth_YX, restored_YX, mask_YX)["resolution"] > 2.0
+
+
+def test_ring_correlation_tells_how_fine_a_restoration_is() -> None:
+    truth_YX = np.random.default_rng(1).normal(size=(160, 160))
+    scale, mask_YX = IntensityRange(-3.0, 3.0), np.zeros((160, 160), bool)
+    mask_YX[10:150, 20:140] = True
+    spectrum = np.fft.fft2(truth_YX)
+    frequency = np.hypot(*np.meshgrid(*[np.fft.fftfreq(160)] * 2))
+    for period in (4.0, 8.0):
+        coarse_YX = np.fft.ifft2(spectrum * (frequency < 1 / period)).real
+        noise_YX = np.random.default_rng(2).normal(size=truth_YX.shape)
+        fine_YX = np.fft.ifft2(np.fft.fft2(noise_YX) * (frequency >= 1 / period)).real
+        found = ring_correlation(scale, truth_YX, coarse_YX + fine_YX, mask_YX)["resolution"]
+        assert found == pytest.approx(period, rel=0.1)
+    assert ring_correlation(scale, truth_YX, noise_YX, mask_YX)["resolution"] > 20
+    assert ring_correlation(scale, None, truth_YX, mask_YX) == {}
+    unknown_YX = np.where(np.arange(160) == 60, np.nan, truth_YX)
+    assert ring_correlation(scale, unknown_YX, truth_YX, mask_YX) == {}
+    curve = mean_curve([[1.0, None, 0.5], None, [0.5, None, None]])
+    assert curve == [0.75, None, 0.5] and mean_curve([None]) is None

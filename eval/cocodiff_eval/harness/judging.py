@@ -29,6 +29,7 @@ from cocodiff_eval.quality.metrics import (
     masked_psnr_db,
     masked_quality,
     mean,
+    ring_correlation,
     slice_jumps,
 )
 from cocodiff_eval.report import Picture, PicturePlan, ShownVolume, encode, shown_slices, worst_slices
@@ -254,6 +255,7 @@ def judge_slice(
     if not mask_YX.all():
         smooth_YX = smoothed(task, original_YX, mask_YX)
         baseline = {**masked_quality(scale, truth_YX, smooth_YX, mask_YX), "seconds": time.perf_counter() - started}
+        baseline |= ring_correlation(scale, truth_YX, smooth_YX, mask_YX)
     exact = drawn.get(exact_mode) if exact_mode is not None else None
     for preset, one in presets.items():
         more: dict[str, Any] = {}
@@ -269,6 +271,7 @@ def judge_slice(
             task.mask.name,
             preset,
             **masked_quality(scale, truth_YX, native[preset], mask_YX),
+            **ring_correlation(scale, truth_YX, native[preset], mask_YX),
             **one.cost.reported(),
             **more,
             baseline=baseline,

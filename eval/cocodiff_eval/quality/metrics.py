@@ -57,6 +57,52 @@ def masked_quality(
     return {name: value if math.isfinite(value) else None for name, value in found.items()}
 
 
+RINGS = 32  # of a ring correlation, evenly from no frequency to half a period a voxel
+TAPER = 16.0  # voxels at most in which the mask's weight rises: a step would look like fine structure in both images
+FEWEST = 3  # coefficients of a ring whose correlation says something
+
+
+def ring_correlation(
+    scale: IntensityRange, truth_YX: np.ndarray | None, restored_YX: np.ndarray, mask_YX: np.ndarray
+) -> dict[str, Any]:
+    """Fourier ring correlation of what is under the mask with its truth: `frc`, RINGS numbers, None where a ring has
+    no coefficient; and `resolution`, the period in voxels of the frequency at which it first falls below the curve of
+    half a bit (van Heel and Schatz, 2005), 2 where it never does. None each without a truth.
+
+    Both images are weighed by the mask, with edges as soft as it allows, so that what is known does not count.
+    Coefficients that are independent are as many as the sum of squared weights.
+    """
+    if truth_YX is None or not mask_YX.any() or not np.isfinite(truth_YX[mask_YX]).all():
+        return {}
+    from scipy.ndimage import distance_transform_edt
+
+    rows, columns = (np.flatnonzero(mask_YX.any(axis=axis)) for axis in (1, 0))
+    box = np.s_[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+    depth_YX = distance_transform_edt(np.pad(mask_YX[box], 1))[1:-1, 1:-1]
+    window_YX = np.sin(np.pi / 2 * np.minimum(1.0, depth_YX / min(TAPER, depth_YX.max()))) ** 2
+    spectra = []
+    for image_YX in (truth_YX, restored_YX):
+        image01_YX = np.where(mask_YX, scale.normalise(image_YX), 0.0)[box]
+        mean = float((window_YX * image01_YX).sum() / window_YX.sum())
+        spectra.append(np.fft.fft2(window_YX * (image01_YX - mean)))
+    frequency_YX = np.hypot(*(axis for axis in np.meshgrid(*map(np.fft.fftfreq, window_YX.shape), indexing="ij")))
+    ring_N = np.minimum((frequency_YX * 2 * RINGS).astype(int), RINGS).ravel()  # the last: corners beyond half a period
+
+    def of_rings(values_YX: np.ndarray) -> np.ndarray:
+        return np.bincount(ring_N, values_YX.ravel(), RINGS + 1)[:RINGS]
+
+    truth, restored = spectra
+    together, *powers = (of_rings((one * other.conj()).real) for one, other in (spectra, (truth,) * 2, (restored,) * 2))
+    count_R = of_rings(np.ones(window_YX.shape))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        found_R = together / np.sqrt(powers[0] * powers[1])
+        root_R = np.sqrt(count_R * np.square(window_YX).mean() / 2)  # a real image has each coefficient twice
+        half_bit_R = (0.2071 + 1.9102 / root_R) / (1.2071 + 0.9102 / root_R)
+    below = np.flatnonzero((root_R**2 >= FEWEST) & ~(found_R >= half_bit_R))
+    period = 2.0 if not len(below) else 2 * RINGS / (below[0] + 0.5)
+    return {"frc": [float(one) if np.isfinite(one) else None for one in found_R], "resolution": period}
+
+
 def masked_psnr_db(
     scale: IntensityRange, truth_YX: np.ndarray, restored_YX: np.ndarray, mask_YX: np.ndarray
 ) -> float | None:
@@ -121,6 +167,12 @@ def mean(values: Sequence[float | None]) -> float | None:
     return sum(present) / len(present) if present else None
 
 
+def mean_curve(curves: Sequence[Sequence[float | None] | None]) -> list[float | None] | None:
+    """The mean of curves, of those that are there at each of their places; None where there are none."""
+    present = [curve for curve in curves if curve is not None]
+    return [mean(values) for values in zip(*present, strict=True)] if present else None
+
+
 def _first_known(values: Sequence[Any]) -> Any:
     return next((value for value in values if value is not None), None)
 
@@ -148,6 +200,7 @@ class Result:
                         `fusing.coverage`, `psnr_db_single` is the mean of the samples' own PSNR; `intervals` are those
                         that hidden regions have calibrated, whose coverage it then is
     baseline            the biharmonic result of the image and mask: psnr_db, ssim, mse, seconds
+    frc, resolution     `ring_correlation`: of each ring, and the finest period in voxels that is restored
     drift               of a lossy run, for each step: of V-Major the mean relative change of v and the fraction of
                         tokens that stayed; of a codec or displacement the fraction of attention calls that were coded
                         and that of their tensors that were predicted linearly, which tensors were displaced, and of
@@ -178,6 +231,8 @@ class Result:
     psnr_db_single: float | None = _field(mean, default=None)
     intervals: Mapping[str, float] | None = _field(_first_known, default=None)
     baseline: Mapping[str, Any] | None = None
+    frc: Sequence[float | None] | None = _field(lambda curves: mean_curve(curves), default=None)
+    resolution: float | None = _field(mean, default=None)
     drift: Sequence[Mapping[str, Any]] = ()
     cached_fraction: float | None = _field(mean, default=None)
     bytes_exact: Mapping[str, int] | None = None
@@ -204,6 +259,8 @@ ONLY_WHERE_KNOWN = (
     "replica_seconds",
     "bytes_whole",
     "baseline",
+    "frc",
+    "resolution",
     "drift",
     "cached_fraction",
     "bytes_exact",
@@ -338,6 +395,24 @@ def _figure(mode: str, steps: Profile) -> StepsFigure:
     kinds = [f"{share:.3f} {kind}" for share, kind in zip(mean, ("whole", "coded", "displaced"), strict=False) if share]
     told = f"of all tensors {', '.join(kinds)}; of whole bytes {mean[3]:.3f} sent, {mean[4]:.3f} waited for"
     return StepsFigure(mode, paths, told, steps[-1]["step"])
+
+
+def ring_figures(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
+    """Of each preset of some rows, and of the biharmonic baseline, the name, the mean ring correlation as a path of SVG
+    in a picture of 100 x 100, and the resolution in words; empty where no truth is known."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        for name, one in ((row["mode"], row), ("biharmonic", row.get("baseline") or {})):
+            if one.get("frc"):
+                found.setdefault(name, []).append(one)
+    figures = []
+    for name in sorted(found, key=lambda name: name == "biharmonic"):
+        curve = mean_curve([one["frc"] for one in found[name]]) or []
+        places = ((100 * (ring + 0.5) / RINGS, value) for ring, value in enumerate(curve) if value is not None)
+        points = [(x, min(100.0, 100 * (1 - value))) for x, value in places]
+        path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+        figures.append((name, path, f"{mean([one['resolution'] for one in found[name]]):.1f} voxels"))
+    return figures
 
 
 def shares_of_tensors(row: Mapping[str, Any]) -> tuple[float, float, float]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cocodiff_eval.quality.metrics import BARS, LEFT, STRIP, WIDTH, step_figures
+from cocodiff_eval.quality.metrics import BARS, LEFT, STRIP, WIDTH, ring_figures, step_figures
 from cocodiff_eval.report.pictures import LOSSLESS
 from cocodiff_eval.report.sweeps import PARETO, WORDS, Row, note, tables
 from cocodiff_eval.report.tables import (
@@ -176,6 +176,7 @@ def _section(series: Series, prompts: Mapping[str, str], metrics: Mapping[str, A
         "table": quality_table(f"Quality, time and bytes of {name}", rows, prompts, metrics),
         "averaged": any(slices > 1 for _, _, slices, _ in grouped(rows)),
         "steps": step_figures(rows),
+        "rings": ring_figures(rows),
         "remarks": remarks(series),
         "numbers": _inert(numbers(series)),
     }
