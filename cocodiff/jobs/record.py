@@ -25,6 +25,7 @@ REMEMBERED = (
     "dtype",
     "batch",
     "tile",
+    "fresh_noise",
     "height",
     "width",
     "machine",

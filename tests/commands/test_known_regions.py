@@ -3,7 +3,9 @@ kept, and some ranks restore what one process does."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,9 @@ import torch
 from cocodiff_eval.data.intensity import IntensityRange, compose_native, prepare_slice
 from cocodiff_eval.harness.items import batches_of, count_batches
 from cocodiff_eval.restore.known_regions import LatentLayout
-from cocodiff_eval.restore.pipeline_inpainter import PipelineInpainter
+from cocodiff_eval.restore.pipeline_inpainter import PipelineInpainter, schedule_at
 from cocodiff_eval.restore.restore import restore_slices
-from cocodiff_eval.restore.tiling import TilingSettings
+from cocodiff_eval.restore.tiling import TilingSettings, steps_at
 from launching import assert_succeeded
 from torch import Tensor
 from warm import forked
@@ -93,24 +95,42 @@ def test_some_ranks_restore_what_one_process_does(name: str, ranks: int, tmp_pat
             assert not np.array_equal(flat_ZYX[z][HOLES_ZYX[z]], IMAGES_ZYX[z][HOLES_ZYX[z]])
 
 
-@pytest.mark.parametrize("strength", [1.0, 0.5])
-def test_it_is_what_diffusers_own_inpainting_pipeline_does(strength: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of SD3, where there is one: it samples the known latents, and is asked to take their mean here."""
-    from diffusers import StableDiffusion3InpaintPipeline
-    from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
-
-    monkeypatch.setattr(DiagonalGaussianDistribution, "sample", lambda one, generator=None: one.mode())
+@pytest.mark.parametrize(("strength", "fresh"), [(1.0, 0.0), (1.0, 1.0), (0.5, 0.6)])
+def test_each_step_keeps_what_is_known_at_its_noise(strength: float, fresh: float) -> None:
+    """SD3 by explicit steps of flow matching with the transformer alone."""
     pipe = tiny_pipelines.sd3_pipeline()
-    pipelines = pipelines_of("StableDiffusion3Pipeline", "sd3")
-    prompt = no_prompt(pipelines, pipe.transformer, torch.float32)
-    restored = []
-    for one in (pipe, StableDiffusion3InpaintPipeline(**pipe.components)):
-        inpainter = PipelineInpainter(one, lambda batch: repeated(prompt, batch) | {"guidance_scale": 1.0}, 6, 3)
-        images_BHW = torch.rand(2, 32, 32, generator=torch.Generator().manual_seed(0))
-        masks_BHW = torch.zeros(2, 32, 32)
-        masks_BHW[:, 8:24, 12:20] = 1
-        restored.append(inpainter(images_BHW, masks_BHW, strength, [0, 1]))
-    assert torch.allclose(*restored, atol=1e-5) and restored[0].std() > 0.01
+    prompt = no_prompt(pipelines_of("StableDiffusion3Pipeline", "sd3"), pipe.transformer, torch.float32)
+    inpainter = PipelineInpainter(
+        pipe, lambda batch: repeated(prompt, batch) | {"guidance_scale": 1.0}, 6, 3, fresh=fresh
+    )
+    images_BHW = torch.rand(2, 32, 32, generator=torch.Generator().manual_seed(0))
+    masks_BHW = torch.zeros(2, 32, 32)
+    masks_BHW[:, 8:24, 12:20] = 1
+    restored_BHW = inpainter(images_BHW, masks_BHW, strength, [5, 7])
+
+    generators = inpainter._generators([5, 7])
+    drawn = lambda: torch.stack([torch.randn(16, 16, 16, generator=one) for one in generators])  # noqa: E731
+    with torch.no_grad():
+        known = pipe.vae.encode((2 * images_BHW - 1)[:, None].expand(-1, 3, -1, -1)).latent_dist.mode()
+        hidden = torch.nn.functional.max_pool2d(masks_BHW[:, None], 2).expand(-1, 16, -1, -1) > 0
+        total, running = schedule_at(6, strength)[0], steps_at(6, strength)
+        pipe.scheduler.set_timesteps(total)
+        sigmas = pipe.scheduler.sigmas[total - running :]
+        x = (1 - sigmas[0]) * known + sigmas[0] * drawn() if strength < 1 else drawn()
+        for sigma, after in itertools.pairwise(sigmas):
+            embeds = repeated(prompt, 2)
+            velocity = pipe.transformer(
+                hidden_states=x,
+                timestep=(1000 * sigma).expand(2),
+                encoder_hidden_states=embeds["prompt_embeds"],
+                pooled_projections=embeds["pooled_prompt_embeds"],
+            ).sample
+            image, noise = x - sigma * velocity, x + (1 - sigma) * velocity
+            noise = math.sqrt(1 - fresh**2) * noise + fresh * drawn()
+            x = (1 - after) * torch.where(hidden, image, known) + after * noise if after > 0 else image
+        pixels_BHW = (pipe.vae.decode(x).sample.mean(dim=1) / 2 + 0.5).clamp(0, 1)
+    # Images are clamped channel by channel in the pipeline.
+    assert (restored_BHW - pixels_BHW).abs().median() < 1e-5 and restored_BHW.std() > 0.01
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -227,6 +247,7 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"--frames 5: model {tmp_path / 'z_image'} restores images: leave it away" in said("z_image", "--frames", 5)
     assert "takes multiples of 4; give 32" in said("z_image", "--tile", 30)
     assert "--tile 0: at least 1 is needed" in said("z_image", "--tile", 0)
+    assert "--fresh_noise 2: give a share from 0 to 1" in said("z_image", "--fresh_noise", 2)
     of_heads = said("z_image", "--tile", 32, "--ranks", 2, "--quality", "30dB")
     assert "does not say its heads: name a preset instead" in of_heads
     many = said("cogvideox", "--tile", 32, "--frames", 5)

@@ -88,6 +88,13 @@ OPTIONS = (
     Option("dtype", "arithmetic; auto is fp32 on CPU and bf16 elsewhere", "auto", choices=DTYPES),
     Option("tile", "pixels of a side of what the model sees at once; by default its own size", type=int),
     Option("frames", "slices at most that a model of videos restores as one; by default its own number", type=int),
+    Option(
+        "fresh_noise",
+        "share of each step's noise that is drawn anew, of models without an inpainting pipeline in diffusers: 1 has "
+        "the least error, 0 the finest structure",
+        1.0,
+        type=float,
+    ),
     Option("batch", "tiles in one model call; by default 16 of a small model, 2 of a large one", type=int),
     Option("exact", "compare with the exact baseline (the same run)", True, type=bool),
     Option("exact_slices", "slices of a stack that are compared with it, evenly spread", 8, type=int),
@@ -140,6 +147,8 @@ def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:
     """Checks the request against machine, model and output. Raises UserError; writes nothing."""
     check_counts(values, "steps", "batch", "ranks", "exact_slices", "samples", "tile", "frames")
     check_strength(values["strength"], [values["steps"]])
+    if not 0 <= values["fresh_noise"] <= 1:
+        raise UserError(f"--fresh_noise {values['fresh_noise']:g}: give a share from 0 to 1")
     request = Request(values["model"], INPAINT, (values["prompt"],), values["guidance"])
     prepared = Prepared.checked(values, Quality.asked(values), request, ranks, started)
     for how, lacks in (("tiled", "has no tiles"), ("sharded", "is not known in bands")):

@@ -81,7 +81,8 @@ class Restorer:
         """steps: those that run, also where a strength below 1 skips the first part of the schedule. Raises UserError
         for tiles that the model does not make."""
         side, frames, steps = values.get("tile"), frames_of(values, request), round(steps / values["strength"])
-        inpainter = PipelineInpainter(model.pipe, model.arguments, steps, values["seed"], side=side, frames=frames)
+        more = {"side": side, "frames": frames, "fresh": values.get("fresh_noise", 1.0)}
+        inpainter = PipelineInpainter(model.pipe, model.arguments, steps, values["seed"], **more)
         if side is not None:
             check_tile(inpainter, side, model)
         batch = tiles_in_a_call(values["batch"], inpainter.native_size)

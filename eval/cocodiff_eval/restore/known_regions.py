@@ -1,8 +1,8 @@
-"""Restoring with a pipeline that only generates, whatever its model: what is known of an image is put back into its
-latents after each step, at that step's noise level (blended latents, as diffusers' own inpainting pipelines do).
+"""Restoring with a pipeline that only generates, whatever its model: after each step what is known takes its place in
+the latents, at that step's noise level.
 
-The pipeline stays as it is. What stands in other places for the time of a call is the scheduler's `step`, which blends,
-and its schedule, whose first part a strength below 1 leaves away. Nor has anybody to say how a pipeline lays out its
+The pipeline stays as it is. What is replaced for the time of a call is the scheduler's `step`, and its schedule, whose
+first part a strength below 1 leaves away. Nor has anybody to say how a pipeline lays out its
 latents (packed, in patches, normalised by channel): `LatentLayout.asked` finds it by decoding.
 """
 
@@ -13,6 +13,8 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from inspect import signature
+from itertools import chain
 from operator import itemgetter
 from typing import Any
 
@@ -95,7 +97,7 @@ class LatentLayout:
     def known(self, vae: Any, images_BFHW: Tensor, hidden_BFHW: Tensor) -> tuple[Tensor, Tensor]:
         """Of grey images in [0, 1] and what is hidden of them, 1 or 0, the latents, and which are hidden: those that
         a hidden pixel lies in. F is 1 but for videos."""
-        weight = next(vae.parameters())
+        weight = next(chain(vae.parameters(), vae.buffers()))
         pixels = (2 * images_BFHW - 1)[:, None].expand(-1, 3, -1, -1, -1).to(weight.device, weight.dtype)
         frames, *sides = self.of_vae[1:] if len(self.of_vae) == 4 else (1, *self.of_vae[1:])
         encoded = vae.encode(pixels if len(self.of_vae) == 4 else pixels[:, :, 0])
@@ -139,30 +141,24 @@ def _decoded_from(pipe: Any, call: Callable[[], Any], latents: Callable[[Tensor]
 
 
 @contextmanager
-def keeping(pipe: Any, known_B: Tensor, hidden_B: Tensor, start: int) -> Iterator[None]:
+def keeping(pipe: Any, known: tuple[Tensor, Tensor], start: int, fresh: float, generators: list[Any]) -> Iterator[None]:
     """Inside, a call of the pipeline keeps known latents, and leaves the first `start` steps of its schedule away: it
     begins with the known latents, noised as they are there.
 
-    known_B, hidden_B: by `LatentLayout.known`, of as many images as the call makes."""
-    scheduler, ran = pipe.scheduler, 0
+    known: by `LatentLayout.known`, of as many images as the call makes, each with a generator. fresh: see `renoised`.
+    """
+    scheduler, (known_B, hidden_B), ran = pipe.scheduler, known, 0
+    if [*signature(scheduler.step).parameters][:3] != ["model_output", "timestep", "sample"]:
+        name = type(scheduler).__name__
+        raise UserError(f"a {name} steps otherwise than most: name another in scheduler/ to inpaint")
     first: Tensor | None = None  # the latents that the call begins with, as the pipeline has drawn them
-    noise_B: Tensor | None = None
     scheduled = False
-
-    def noised(time: Tensor) -> Tensor:
-        assert noise_B is not None, "latents are prepared before the first step"
-        times = time.reshape(1)
-        if hasattr(scheduler, "scale_noise"):
-            return scheduler.scale_noise(known_B, times, noise_B)
-        return scheduler.add_noise(known_B, noise_B, times)
 
     def begin() -> None:
         # Pipelines differ in whether they draw latents or ask for the schedule first.
-        nonlocal noise_B
-        if first is not None and scheduled:
-            noise_B = first.float() / float(getattr(scheduler, "init_noise_sigma", 1.0))
-            if start:
-                first.copy_(noised(scheduler.timesteps[0]))
+        if first is not None and scheduled and start:
+            image, noise = level_of(scheduler, ran)
+            first.copy_(image * known_B + noise * first.float() / float(getattr(scheduler, "init_noise_sigma", 1.0)))
 
     @functools.wraps(pipe.prepare_latents)
     def prepare_latents(*args: Any, _prepare: Any = pipe.prepare_latents, **kwargs: Any) -> Any:
@@ -183,16 +179,58 @@ def keeping(pipe: Any, known_B: Tensor, hidden_B: Tensor, start: int) -> Iterato
         begin()
 
     @functools.wraps(scheduler.step)
-    def step(*args: Any, _step: Any = scheduler.step, **kwargs: Any) -> _Output:
+    def step(
+        output: Tensor, time: Any, sample: Tensor, *args: Any, _step: Any = scheduler.step, **kwargs: Any
+    ) -> _Output:
         nonlocal ran
-        made = _step(*args, **kwargs)
+        before = level_of(scheduler, ran)
+        made = _step(output.float(), time, sample.float(), *args, **kwargs)
         made_B = made[0] if isinstance(made, tuple) else made.prev_sample
         ran += 1
-        level_B = noised(scheduler.timesteps[ran]) if ran < len(scheduler.timesteps) else known_B
-        return _Output([torch.where(hidden_B, made_B, level_B.to(made_B))])
+        # What schedulers keep of earlier steps belongs to a path that what is known has left.
+        for name, none in (("last_sample", None), ("lower_order_nums", 0)):
+            if hasattr(scheduler, name):
+                setattr(scheduler, name, none)
+        drawn = [torch.randn(sample.shape[1:], generator=one).to(sample.device) for one in generators]
+        steps = (sample.float(), before), (made_B.float(), level_of(scheduler, ran))
+        return _Output([renoised(*steps, known_B, hidden_B, fresh, torch.stack(drawn)).to(sample)])
 
     with ExitStack() as undo:
         undo.callback(replace(pipe, "prepare_latents", prepare_latents))
         undo.callback(replace(scheduler, "set_timesteps", set_timesteps))
         undo.callback(replace(scheduler, "step", step))
         yield
+
+
+Level = tuple[float, float]  # how much of image and noise latents hold
+
+
+def level_of(scheduler: Any, ran: int) -> Level:
+    """Where a scheduler is after so many steps of its schedule."""
+    if ran >= len(scheduler.timesteps):
+        return 1.0, 0.0
+    times, one, none = scheduler.timesteps[ran].reshape(1).cpu(), torch.ones(1), torch.zeros(1)
+    if hasattr(scheduler, "scale_noise"):
+        return float(scheduler.scale_noise(one, times, none)), float(scheduler.scale_noise(none, times, one))
+    return float(scheduler.add_noise(one, none, times)), float(scheduler.add_noise(none, one, times))
+
+
+def renoised(
+    before: tuple[Tensor, Level],
+    after: tuple[Tensor, Level],
+    known_B: Tensor,
+    hidden_B: Tensor,
+    fresh: float,
+    drawn_B: Tensor,
+) -> Tensor:
+    """What a step of the first order leaves, where what is known is put in the image that it predicts, and the share
+    `fresh` of its noise is drawn anew: both parts have the same noise, and so fit each other.
+
+    With fresh 0 noise is what the model predicts. What 1 does in each step pulls samples to the mean of what is
+    possible (docs/inpainting.md has figures)."""
+    (before_B, (a, b)), (after_B, (c, d)) = before, after
+    if d == 0:  # near hidden pixels the known latents are of what these were filled with
+        return after_B
+    image_B, noise_B = (d * before_B - b * after_B) / (a * d - b * c), (a * after_B - c * before_B) / (a * d - b * c)
+    noise_B = math.sqrt(1 - fresh**2) * noise_B + fresh * drawn_B
+    return c * torch.where(hidden_B, image_B, known_B) + d * noise_B

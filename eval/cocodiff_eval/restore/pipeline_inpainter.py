@@ -47,6 +47,7 @@ class PipelineInpainter:
     on_step    called after each denoising step with the number of images in the call
     side       pixels of an image's side; by default the pipeline's own
     frames     of a video at most; 1 for a pipeline that makes images
+    fresh      share of each step's noise that is drawn anew, where known latents are kept
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class PipelineInpainter:
         on_step: Callable[[int], None] | None = None,
         side: int | None = None,
         frames: int = 1,
+        fresh: float = 1.0,
     ) -> None:
         self.pipe = pipe
         self.arguments = arguments
@@ -70,6 +72,7 @@ class PipelineInpainter:
         self.thin = self.native_size <= SMALL_MODEL
         takes = inspect.signature(type(pipe).__call__).parameters
         self.keeps, self.makes_video = "mask_image" in takes, "num_frames" in takes
+        self.fresh = fresh
         self.frames = frames if self.makes_video else 1
         self._layouts: dict[tuple[int, ...], LatentLayout] = {}
 
@@ -106,7 +109,7 @@ class PipelineInpainter:
             return tensors
 
         generators = self._generators(noise_keys)
-        given, keeping = self._known(images_BFHW.clamp(0, 1), masks_BFHW, strength, total - expected)
+        given, keeping = self._known(images_BFHW.clamp(0, 1), masks_BFHW, strength, total - expected, generators)
         with silent(self.pipe), drawing_from(generators[0].initial_seed()), keeping:
             result = self.pipe(
                 num_inference_steps=total,
@@ -132,7 +135,7 @@ class PipelineInpainter:
         return restored_BFHW.clamp(0, 1).view(images_BHW.shape)
 
     def _known(
-        self, images_BFHW: Tensor, masks_BFHW: Tensor, strength: float, start: int
+        self, images_BFHW: Tensor, masks_BFHW: Tensor, strength: float, start: int, generators: list[Any]
     ) -> tuple[dict[str, Any], AbstractContextManager[None]]:
         """What a call takes for what is known, and what it runs in. start: steps that are left away."""
         _, frames, height, width = images_BFHW.shape
@@ -150,7 +153,8 @@ class PipelineInpainter:
                 self._layouts[shape] = LatentLayout.asked(
                     self.pipe, lambda: self.pipe(num_inference_steps=1, **given, **self.arguments(1))
                 )
-        return given, keeping(self.pipe, *self._layouts[shape].known(self.pipe.vae, images_BFHW, masks_BFHW), start)
+        known = self._layouts[shape].known(self.pipe.vae, images_BFHW, masks_BFHW)
+        return given, keeping(self.pipe, known, start, self.fresh, generators)
 
     def _generators(self, noise_keys: Sequence[int]) -> list[Any]:
         """A generator of its own for each image, so that the noise of a tile doesn't depend on the batch it is in."""
