@@ -17,7 +17,7 @@ from cocodiff.demo_model import PROMPT_TOKENS
 from cocodiff.jobs.pipelines import Request, has_encoders, import_pipeline, model_file, own_weights, transformer_config
 from cocodiff.jobs.terminal import say
 from cocodiff.models import families
-from cocodiff.models.family import VAE_FACTOR
+from cocodiff.models.family import INPAINT, VAE_FACTOR
 from cocodiff.planner.partitions import Partition, partitions_of
 from cocodiff.topology.axes import Axes
 
@@ -199,9 +199,11 @@ def workloads(
 
 
 def image_tokens(values: dict[str, Any], request: Request, path: Path, shape: ModelShape) -> int:
-    """Of the image or video that is made: the model's own size, or height and width where they are given. path: of the
-    transformer's config."""
+    """Of the image or video that is made: the model's own size, or height and width, or a tile's side, where they are
+    given. path: of the transformer's config."""
     model = request.model
+    if request.task == INPAINT and request.own is None:
+        values = values | dict.fromkeys(("height", "width"), values.get("tile") or own_pixels(request))
     patch = shape.pixels_per_token // VAE_FACTOR
     if request.video is not None:
         frames, height, width = (values.get(name) or getattr(request.video, name) for name in request.video._fields[:3])

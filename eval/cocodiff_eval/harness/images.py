@@ -27,7 +27,14 @@ from cocodiff_eval.harness.session import Session
 from cocodiff_eval.quality.fusing import Moments
 from cocodiff_eval.quality.metrics import Result, distance_db
 from cocodiff_eval.report import Generated, encode, plan_pictures
-from cocodiff_eval.restore.pipeline_inpainter import check_finite, drawing_from, own_size, side_multiple, silent
+from cocodiff_eval.restore.pipeline_inpainter import (
+    check_finite,
+    drawing_from,
+    frames_of_latents,
+    own_size,
+    side_multiple,
+    silent,
+)
 
 
 class ImageJob(Job[Batch]):
@@ -159,7 +166,7 @@ def video_frames(session: Session) -> int | None:
     request, asked = session.prepared.request, session.prepared.values["frames"]
     if request.video is None:
         return None
-    frames, each = asked or request.video.frames, session.model.pipe.vae_scale_factor_temporal
+    frames, each = asked or request.video.frames, frames_of_latents(session.model.pipe)
     if frames % each != 1:
         near = frames // each * each + 1
         raise UserError(f"--frames {frames}: model {request.model} makes {each} n + 1 of them; give {near}")

@@ -11,6 +11,7 @@ import numpy as np
 
 from cocodiff.config.errors import UserError
 from cocodiff.jobs.model_checks import check_sides
+from cocodiff.jobs.partition import own_pixels
 from cocodiff.jobs.pipelines import Model, Request
 from cocodiff_eval.harness.items import Batch, Cost, ItemSamples, measured
 from cocodiff_eval.harness.judging import SliceReview
@@ -80,7 +81,8 @@ class Restorer:
     ) -> Restorer:
         """steps: those that run, also where a strength below 1 skips the first part of the schedule. Raises UserError
         for tiles that the model does not make."""
-        side, frames, steps = values.get("tile"), frames_of(values, request), round(steps / values["strength"])
+        frames, steps = frames_of(values, request), round(steps / values["strength"])
+        side = values.get("tile") or (own_pixels(request) if request.video is not None else None)
         more = {"side": side, "frames": frames, "fresh": values.get("fresh_noise", 1.0)}
         inpainter = PipelineInpainter(model.pipe, model.arguments, steps, values["seed"], **more)
         if side is not None:

@@ -6,7 +6,6 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from cocodiff.config.errors import UserError
@@ -76,12 +75,6 @@ class PipelineInpainter:
         self.frames = frames if self.makes_video else 1
         self._layouts: dict[tuple[int, ...], LatentLayout] = {}
 
-    @cached_property
-    def frames_of_latents(self) -> int:
-        """Frames that a video's latent frame stands for, but for the first, which is one by itself."""
-        named = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio")
-        return next((int(getattr(self.pipe, name)) for name in named if hasattr(self.pipe, name)), 4)
-
     def __call__(self, images_BHW: Tensor, masks_BHW: Tensor, strength: float, noise_keys: Sequence[int]) -> Tensor:
         """Restore a batch; float32 [B, H, W], of videos [B, F, H, W], in [0, 1], on the CPU.
 
@@ -93,7 +86,7 @@ class PipelineInpainter:
         expected = steps_at(self.steps, strength)
         total = schedule_at(self.steps, strength)[0]
         if self.makes_video:  # of as many frames as its latents have: the last ones are the last one again
-            more = -(frames - 1) % self.frames_of_latents
+            more = -(frames - 1) % frames_of_latents(self.pipe)
             images_BFHW, masks_BFHW = (
                 torch.cat([x, x[:, -1:].expand(-1, more, -1, -1)], dim=1) for x in (images_BFHW, masks_BFHW)
             )
@@ -176,6 +169,12 @@ def side_multiple(pipe: Any) -> int:
     patch = getattr(pipe, "patch_size", None) or 2
     named = ("vae_scale_factor", "vae_scale_factor_spatial", "vae_spatial_compression_ratio")
     return next((int(getattr(pipe, name)) for name in named if hasattr(pipe, name)), 8) * int(patch)
+
+
+def frames_of_latents(pipe: Any) -> int:
+    """Frames that a video's latent frame stands for, but for the first, which is one by itself."""
+    named = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio")
+    return next((int(getattr(pipe, name)) for name in named if hasattr(pipe, name)), 4)
 
 
 @contextlib.contextmanager
