@@ -47,7 +47,8 @@ MAY_BE_ABSENT = (*TEXT_PARTS, *UNUSED_PARTS, *EXPERTS[1:])
 @dataclass(frozen=True)
 class Request:
     """The model that a command wants. guidance: None for the pipeline's own; guidance_2: of a second expert, None for
-    the first one's. image: file of a video's first frame, None for videos of text alone."""
+    the first one's. image: file of a video's first frame, None for videos of text alone. keeps: whether to restore with
+    what generates, also where there is a pipeline that restores."""
 
     model: str
     task: str
@@ -55,6 +56,7 @@ class Request:
     guidance: float | None = None
     guidance_2: float | None = None
     image: str | None = None
+    keeps: bool = False
 
     @cached_property
     def index(self) -> dict[str, Any]:
@@ -79,7 +81,8 @@ class Request:
     @property
     def keeps_known(self) -> bool:
         """Whether it restores with what only generates."""
-        return self.task == INPAINT and self.own is None and not self.pipelines.inpaint
+        mine = self.own is None and bool(self.pipelines.generate) and (self.keeps or not self.pipelines.inpaint)
+        return self.task == INPAINT and mine
 
     @property
     def content(self) -> dict[str, Any]:
@@ -90,7 +93,8 @@ class Request:
     @property
     def pipeline(self) -> str:
         """The class to load. Raises UserError where there is none."""
-        return self.pipelines.of_task(self.task, self.model, self.image is not None)
+        task = GENERATE if self.keeps_known else self.task
+        return self.pipelines.of_task(task, self.model, self.image is not None)
 
 
 @dataclass(frozen=True)
@@ -180,7 +184,7 @@ def check_shape(request: Request, config: dict[str, Any], ranks: int) -> None:
         if request.image is not None and config.get("image_dim") and not _is_named(request.index, IMAGE_ENCODER):
             raise UserError(f"model {name} has no image_encoder, which its transformer asks for; copy it there")
     elif more and (request.task == GENERATE or request.keeps_known):
-        does = "only restores" if request.task == GENERATE else "begins with an image, and cannot inpaint"
+        does = "only restores" if request.task == GENERATE else "cannot keep what is known of an image"
         kind = "video" if request.pipelines.animate else "image"
         raise UserError(
             f"model {name} {does}: its transformer takes {enters} channels and gives {leaves}; name a "

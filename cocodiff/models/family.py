@@ -110,7 +110,7 @@ class Pipelines:
             if not self.animate:
                 raise UserError(f"--image: model {model} makes images from text alone: leave it away")
             return self.animate
-        name = (self.inpaint if task == INPAINT else "") or self.generate
+        name = self.inpaint if task == INPAINT else self.generate
         if not name:
             raise UserError(f"model {model} cannot {task}: {self.lacks}")
         return name

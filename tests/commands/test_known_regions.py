@@ -133,6 +133,24 @@ def test_each_step_keeps_what_is_known_at_its_noise(strength: float, fresh: floa
     assert (restored_BHW - pixels_BHW).abs().median() < 1e-5 and restored_BHW.std() > 0.01
 
 
+def test_a_model_with_an_inpainting_pipeline_restores_either_way(tmp_path: Path) -> None:
+    tiny_pipelines.sd3_pipeline().save_pretrained(tmp_path / "model")
+    tifffile.imwrite(tmp_path / "scan.tif", IMAGES_ZYX[1])
+    words = ["inpaint", "--input", tmp_path / "scan.tif", "--model", tmp_path / "model", "--steps", 3, "--ranks", 2]
+    for name, more in {"own": [], "ours": ["--fresh_noise", 1], "finer": ["--fresh_noise", 0]}.items():
+        assert_succeeded(forked(*words, *more, "--no_exact", "--out", tmp_path / name, folder=tmp_path))
+    names = ("own", "ours", "finer")
+    assert len({tifffile.imread(tmp_path / name / "images/scan_block_tapa.tif").tobytes() for name in names}) == 3
+
+
+def test_steps_of_videos_are_counted_by_slices() -> None:
+    inpainter, _ = in_one_process("wan")
+    ticks: list[int] = []
+    inpainter.on_step = ticks.append
+    inpainter(torch.rand(2, 3, SIDE, SIDE), torch.ones(2, 3, SIDE, SIDE), 1.0, [0, 1])
+    assert ticks == [6] * inpainter.steps
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", [*MODELS, "sd3", "flux", "klein", "qwen"])
 def test_a_pipeline_is_asked_how_its_latents_lie(name: str, dtype: torch.dtype) -> None:
@@ -252,4 +270,7 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "does not say its heads: name a preset instead" in of_heads
     many = said("cogvideox", "--tile", 32, "--frames", 5)
     assert "CogVideoXPipeline made 8 frames where 5 were asked for, of 2 slices: give another number" in many
-    assert "begins with an image, and cannot inpaint: its transformer takes 12 channels and gives 4" in said("animate")
+    assert "cannot keep what is known of an image: its transformer takes 12 channels and gives 4" in said("animate")
+    tiny_pipelines.flux_pipeline(fill=True).save_pretrained(tmp_path / "fill")
+    fills = f"--fresh_noise 1: model {tmp_path / 'fill'} only restores: leave it away"
+    assert fills in said("fill", "--fresh_noise", 1)

@@ -90,9 +90,8 @@ OPTIONS = (
     Option("frames", "slices at most that a model of videos restores as one; by default its own number", type=int),
     Option(
         "fresh_noise",
-        "share of each step's noise that is drawn anew, of models without an inpainting pipeline in diffusers: 1 has "
-        "the least error, 0 the finest structure",
-        1.0,
+        "restore with the model's pipeline for generating, and draw this share of each step's noise anew: 1 has the "
+        "least error, 0 the finest structure (default: 1 where diffusers has no inpainting pipeline, else that one)",
         type=float,
     ),
     Option("batch", "tiles in one model call; by default 16 of a small model, 2 of a large one", type=int),
@@ -147,9 +146,12 @@ def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:
     """Checks the request against machine, model and output. Raises UserError; writes nothing."""
     check_counts(values, "steps", "batch", "ranks", "exact_slices", "samples", "tile", "frames")
     check_strength(values["strength"], [values["steps"]])
-    if not 0 <= values["fresh_noise"] <= 1:
-        raise UserError(f"--fresh_noise {values['fresh_noise']:g}: give a share from 0 to 1")
-    request = Request(values["model"], INPAINT, (values["prompt"],), values["guidance"])
+    fresh = values["fresh_noise"]
+    request = Request(values["model"], INPAINT, (values["prompt"],), values["guidance"], keeps=fresh is not None)
+    if fresh is not None and not 0 <= fresh <= 1:
+        raise UserError(f"--fresh_noise {fresh:g}: give a share from 0 to 1")
+    if fresh is not None and not request.keeps_known:
+        raise UserError(f"--fresh_noise {fresh:g}: model {request.model} only restores: leave it away")
     prepared = Prepared.checked(values, Quality.asked(values), request, ranks, started)
     for how, lacks in (("tiled", "has no tiles"), ("sharded", "is not known in bands")):
         if request.own is not None and any(config.vae == how for config in prepared.presets.values()):

@@ -33,7 +33,7 @@ from cocodiff_eval.harness.session import Prepared, open_session, start_job
 ABOUT = "Run a grid of settings (base, grid and points of the --config file) and compare each with the exact run."
 # What a sweep fixes of inpaint's options: it restores each slice once along z, and compares all with the exact run.
 FIXED = {**SLICE_BY_SLICE, "exact": True, "exact_slices": 10**9}
-LEFT_AWAY = (*FIXED, "preset", *(one.name for one in BOUND_OPTIONS))
+LEFT_AWAY = (*FIXED, "preset", "fresh_noise", *(one.name for one in BOUND_OPTIONS))
 CHANGED: dict[str, dict[str, Any]] = {
     "input": {"required": False},  # --report_only needs none
     "mask": {"help": "block, center or mask files; by default the file's", "default": None},

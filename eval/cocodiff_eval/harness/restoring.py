@@ -83,7 +83,8 @@ class Restorer:
         for tiles that the model does not make."""
         frames, steps = frames_of(values, request), round(steps / values["strength"])
         side = values.get("tile") or (own_pixels(request) if request.video is not None else None)
-        more = {"side": side, "frames": frames, "fresh": values.get("fresh_noise", 1.0)}
+        fresh = values.get("fresh_noise")
+        more: dict[str, Any] = {"side": side, "frames": frames, "fresh": 1.0 if fresh is None else fresh}
         inpainter = PipelineInpainter(model.pipe, model.arguments, steps, values["seed"], **more)
         if side is not None:
             check_tile(inpainter, side, model)

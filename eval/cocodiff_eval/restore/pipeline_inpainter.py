@@ -43,7 +43,7 @@ class PipelineInpainter:
     steps      denoising steps that run at strength 1
     seed       with a tile's noise key it seeds that tile's own CPU generator, the same on every rank; and with the
                first tile's of a batch torch's global generators, which schedulers that add noise at each step draw from
-    on_step    called after each denoising step with the number of images in the call
+    on_step    called after each denoising step with the number of images, or of slices, in the call
     side       pixels of an image's side; by default the pipeline's own
     frames     of a video at most; 1 for a pipeline that makes images
     fresh      share of each step's noise that is drawn anew, where known latents are kept
@@ -98,7 +98,7 @@ class PipelineInpainter:
                 check_finite(pipe, tensors["latents"])
             ran += 1
             if self.on_step is not None:
-                self.on_step(batch)
+                self.on_step(batch * frames)
             return tensors
 
         generators = self._generators(noise_keys)
