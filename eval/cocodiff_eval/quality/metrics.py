@@ -67,7 +67,7 @@ def ring_correlation(
 ) -> dict[str, Any]:
     """Fourier ring correlation of what is under the mask with its truth: `frc`, RINGS numbers, None where a ring has
     no coefficient; and `resolution`, the period in voxels of the frequency at which it first falls below the curve of
-    half a bit (van Heel and Schatz, 2005), 2 where it never does. None each without a truth.
+    half a bit (van Heel and Schatz, 2005), 2 where it never does. Empty where not all of the truth is known.
 
     Both images are weighed by the mask, with edges as soft as it allows, so that what is known does not count.
     Coefficients that are independent are as many as the sum of squared weights.
@@ -85,7 +85,7 @@ def ring_correlation(
         image01_YX = np.where(mask_YX, scale.normalise(image_YX), 0.0)[box]
         mean = float((window_YX * image01_YX).sum() / window_YX.sum())
         spectra.append(np.fft.fft2(window_YX * (image01_YX - mean)))
-    frequency_YX = np.hypot(*(axis for axis in np.meshgrid(*map(np.fft.fftfreq, window_YX.shape), indexing="ij")))
+    frequency_YX = np.hypot(*np.meshgrid(*map(np.fft.fftfreq, window_YX.shape), indexing="ij"))
     ring_N = np.minimum((frequency_YX * 2 * RINGS).astype(int), RINGS).ravel()  # the last: corners beyond half a period
 
     def of_rings(values_YX: np.ndarray) -> np.ndarray:
@@ -231,7 +231,7 @@ class Result:
     psnr_db_single: float | None = _field(mean, default=None)
     intervals: Mapping[str, float] | None = _field(_first_known, default=None)
     baseline: Mapping[str, Any] | None = None
-    frc: Sequence[float | None] | None = _field(lambda curves: mean_curve(curves), default=None)
+    frc: Sequence[float | None] | None = _field(mean_curve, default=None)
     resolution: float | None = _field(mean, default=None)
     drift: Sequence[Mapping[str, Any]] = ()
     cached_fraction: float | None = _field(mean, default=None)

@@ -2,8 +2,8 @@
 the latents, at that step's noise level.
 
 The pipeline stays as it is. What is replaced for the time of a call is the scheduler's `step`, and its schedule, whose
-first part a strength below 1 leaves away. Nor has anybody to say how a pipeline lays out its
-latents (packed, in patches, normalised by channel): `LatentLayout.asked` finds it by decoding.
+first part a strength below 1 leaves away. Nor has anybody to say how a pipeline lays out its latents (packed, in
+patches, normalised by channel): `LatentLayout.asked` finds it by decoding.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class LatentLayout:
         if not one_by_one:
             raise UserError(
                 f"{type(pipe).__name__} cannot inpaint: its latents {[*shape]} are not what its VAE decodes, "
-                f"{[*before.shape[1:]]}, number by number; diffusers has no inpainting pipeline for it either"
+                f"{[*before.shape[1:]]}, number by number"
             )
         place_N = source_N.argsort()
         return cls(shape, tuple(before.shape[1:]), place_N, scale_N[place_N], shift_N[place_N])
