@@ -222,9 +222,17 @@ def test_frames_share_a_plan_and_each_keeps_what_is_known_of_it() -> None:
     assert [images_BFHW.shape[:2] for images_BFHW, *_ in shown] == [(2, 3), (1, 1)]
     hidden = shown[0][1].sum((2, 3))
     assert hidden.sum(0).tolist() == [100, 100, 0]
+    shown.clear()
+    textured = [*np.random.default_rng(0).random((3, 32, 32), dtype=np.float32)]
+    corners = [one_YX[:32, :32] for one_YX in masks[:3]]
+    restore_slices(textured, corners, Videos(), batch=4)
+    # What is known of a slice is shown as it is, also in holes of the others.
+    for image_YX, mask_YX, shown_HW in zip(textured, corners, shown[0][0][0].numpy(), strict=True):
+        assert np.array_equal(shown_HW[~mask_YX], image_YX[~mask_YX])
+    shown.clear()
     again = restore_slices(images[:2] * 2, masks[:2] * 2, Videos(), batch=4, samples=[0, 0, 1, 1])
-    assert [images_BFHW.shape[:2] for images_BFHW, *_ in shown[2:]] == [(4, 2)]  # samples are videos of their own
-    assert len(again) == 4 and len({*shown[2][2]}) == 4
+    assert [images_BFHW.shape[:2] for images_BFHW, *_ in shown] == [(4, 2)]  # samples are videos of their own
+    assert len(again) == 4 and len({*shown[0][2]}) == 4
 
 
 def test_a_prompt_of_a_class_that_no_family_tells_of() -> None:

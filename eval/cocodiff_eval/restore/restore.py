@@ -174,10 +174,9 @@ def _restoration(
     assert image_YX.shape == mask_YX.shape and mask_YX.dtype == bool, (image_YX.shape, mask_YX.shape, mask_YX.dtype)
     if plan is None:
         return image_YX.astype(np.float32)
-    known, shares = _known_pyramid(image_YX, mask_YX, plan)
+    known = _known_pyramid(image_YX, mask_YX, plan, shared)
     coarser: np.ndarray | None = None
-    for level, image, share in zip(reversed(plan.levels), reversed(known), reversed(shares), strict=True):
-        unknown_YX = level.mask_YX & (share < 0.5) if shared else level.mask_YX
+    for level, (image, unknown_YX) in zip(reversed(plan.levels), reversed(known), strict=True):
         if coarser is not None:
             image = np.where(unknown_YX, upsample(coarser, level.shape), image)
         for number, tile_pass in enumerate(level.passes):
@@ -190,21 +189,21 @@ def _restoration(
 
 
 def _known_pyramid(
-    image_YX: np.ndarray, mask_YX: np.ndarray, plan: RestorationPlan
-) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """The slice on every level of the plan, holes filled from their surroundings on that level, and the share of known
-    voxels behind each sample; float64 [Y, X] each."""
+    image_YX: np.ndarray, mask_YX: np.ndarray, plan: RestorationPlan, shared: bool
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The slice on every level of the plan, holes filled from their surroundings on that level, float64 [Y, X], and
+    which voxels are mostly unknown: of the plan's, where it is shared, those of this slice."""
     image = np.where(mask_YX, 0.0, image_YX).astype(np.float64)
     weight = (~mask_YX).astype(np.float64)
-    images, shares = [], []
+    found = []
     for level in plan.levels:
         if level.exponent > 0:
             image, weight = downsample(image, weight)
         # Where the whole level is hidden (a hole as large as the slice), the smallest trace of known voxels must do.
-        hidden = level.mask_YX if not level.mask_YX.all() else weight == 0
-        images.append(fill_from_outside(image, hidden | (weight == 0)))
-        shares.append(weight)
-    return images, shares
+        unknown_YX = level.mask_YX & (weight < 0.5) if shared else level.mask_YX
+        hidden = unknown_YX if not unknown_YX.all() else weight == 0
+        found.append((fill_from_outside(image, hidden | (weight == 0)), unknown_YX))
+    return found
 
 
 def _run_pass(
