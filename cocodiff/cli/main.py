@@ -17,9 +17,8 @@ from cocodiff.jobs.terminal import stop_writing
 MODULES = {  # of subcommands that are no module of this package by their own name
     **{name: f"cocodiff_eval.cli.{name}" for name in ("inpaint", "generate", "train", "sweep")},
     "bench": "cocodiff_bench.command",
-    "plan": "cocodiff.cli.plan.command",
     "doctor": "cocodiff.cli.doctor.command",
-    "emulate": "cocodiff_studies.emulate.command",
+    "emulate": "cocodiff_studies.emulate",
 }
 COMMANDS = {
     "inpaint": "restore masked regions of slices",

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from cocodiff_studies.emulate.namespaces import Namespace
+from cocodiff_studies.namespaces import Namespace
 from launching import find_mpiexec, run
 
 

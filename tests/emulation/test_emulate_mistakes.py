@@ -12,8 +12,8 @@ import pytest
 from cocodiff_bench.alltoall import tuned_rows
 from cocodiff_bench.command import module_of
 from cocodiff_bench.model_step import FITTED, over_schedule
-from cocodiff_studies.emulate import command as emulation
-from cocodiff_studies.emulate.command import is_this_cocodiff
+from cocodiff_studies import emulate as emulation
+from cocodiff_studies.emulate import is_this_cocodiff
 from launching import assert_succeeded
 from warm import forked
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from cocodiff.config.machine import Topology
 from cocodiff.topology.links import next_hops, wires
-from cocodiff_studies.emulate.namespaces import Namespace
+from cocodiff_studies.namespaces import Namespace
 
 BRIDGE = "tile"  # carries a tile's address; what programs name as their network interface
 FINE_BELOW_MBIT = 10.0  # slower links get small packets, so that what a bucket lets through at once stays small

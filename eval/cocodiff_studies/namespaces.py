@@ -2,7 +2,7 @@
 
 So nothing stays behind when the process that made them dies, however it dies, and two emulations cannot collide.
 
-`python -m cocodiff_studies.emulate.namespaces PROGRAM...` is a rank of an MPI launcher that enters its tile and then
+`python -m cocodiff_studies.namespaces PROGRAM...` is a rank of an MPI launcher that enters its tile and then
 becomes the program. The launcher starts all ranks alike; which tile is a rank's own it learns from the launcher's
 environment.
 """

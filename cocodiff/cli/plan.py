@@ -123,7 +123,7 @@ def check(values: dict[str, Any]) -> None:
 
 
 def run_plan(values: dict[str, Any], plan: dict[str, Any], folder: Path | None) -> None:
-    from cocodiff.cli.plan import report
+    from cocodiff.cli import plan_report as report
     from cocodiff.planner.choice import Pricer, choose, shared_weights, untimed, with_weights_chosen
 
     shape, topology = load_shape(values["model"]), topology_of(values)

@@ -30,8 +30,8 @@ from cocodiff.config.machine import Topology
 from cocodiff.jobs.children import StopRequest, check_room, die_with_parent, fork, signal_all, stop_requests
 from cocodiff.jobs.options import Option, parse
 from cocodiff.jobs.terminal import limit_threads, quiet_libraries, say
-from cocodiff_studies.emulate.namespaces import TILES
-from cocodiff_studies.emulate.network import BRIDGE, Network, Rate, address, measure_rates
+from cocodiff_studies.namespaces import TILES
+from cocodiff_studies.network import BRIDGE, Network, Rate, address, measure_rates
 
 PORT = "29400"
 GRACE_S = 2.0  # what ranks get to notice a bad end and to clean up
@@ -221,7 +221,7 @@ def _rank(network: Network, rank: int, command: list[str], own: bool, environmen
 
 
 def run_under_mpi(network: Network, command: list[str], own: bool, environment: dict[str, str]) -> int:
-    """Ranks of one MPI job: `cocodiff_studies.emulate.namespaces` takes each to its tile."""
+    """Ranks of one MPI job: `cocodiff_studies.namespaces` takes each to its tile."""
     program = [sys.executable, "-m", "cocodiff", *command[1:]] if own else command
     tiles = ":".join(network.tile(rank).path for rank in range(network.topology.size))
     over_tcp = {
@@ -233,15 +233,7 @@ def run_under_mpi(network: Network, command: list[str], own: bool, environment: 
     }
     launcher = find_mpiexec()
     assert launcher is not None, "checked before"
-    words = [
-        launcher,
-        "-n",
-        str(network.topology.size),
-        sys.executable,
-        "-m",
-        "cocodiff_studies.emulate.namespaces",
-        *program,
-    ]
+    words = [launcher, "-n", str(network.topology.size), sys.executable, "-m", "cocodiff_studies.namespaces", *program]
 
     def run() -> int:
         process = subprocess.Popen(
