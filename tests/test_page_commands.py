@@ -16,9 +16,11 @@ import numpy as np
 import pytest
 import tifffile
 import zarr
+from cocodiff_studies.figures import Paper
 from PIL import Image
 
 from cocodiff.cli import main as cli
+from cocodiff.config.config import shipped_names
 from cocodiff.jobs import options
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -54,7 +56,22 @@ def settled(words: list[str]) -> list[str]:
     ]
 
 
+def parts(words: list[str]) -> Iterator[list[str]]:
+    """An emulation's own words, and those of the command that it runs."""
+    end = words.index("--") if "--" in words else len(words)
+    yield words[:end]
+    if words[end:]:
+        yield words[end + 2 :]
+
+
 COMMANDS = [(page.name, words) for page in PAGES for words in commands(page)]
+COMMANDS += [
+    (f"{name}: {one}", part)
+    for name in sorted(shipped_names("papers"))
+    for template, run in Paper.load(name).commands.items()
+    for one, words in run.named(template)
+    for part in parts(words)
+]
 
 
 class Taken(Exception):

@@ -19,15 +19,17 @@ MODULES = {  # of subcommands that are no module of this package by their own na
     "bench": "cocodiff_bench.command",
     "doctor": "cocodiff.cli.doctor.command",
     "emulate": "cocodiff_studies.emulate",
+    "papers": "cocodiff_studies.figures",
 }
 COMMANDS = {
     "inpaint": "restore masked regions of slices",
     "generate": "make images from text",
     "train": "make the embedded model one of your own volumes",
     "sweep": "a grid of settings over slices: quality against bytes and speed",
-    "bench": "measure, as in bench step: alltoall, step, latte, kernels, peers",
+    "bench": "measure, as in bench step: alltoall, step, attention, latte, kernels, peers",
     "kernels": "the SYCL kernels: kernels build",
     "plan": "what a run would take: memory, bytes and time, without starting it",
+    "papers": "figures of the papers: theirs, ours, and the commands that make them",
     "doctor": "check this machine, how ranks sit on it, their messages and memory",
     "verify": "whether a model gives on several ranks what it gives in one process",
     "emulate": "run a command on an emulated machine, with links of unequal speed (Linux, root)",

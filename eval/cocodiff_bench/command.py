@@ -19,6 +19,7 @@ from cocodiff_bench.common import Benchmark, engine_config, of_benchmarks
 KINDS = {
     "alltoall": "one exchange, beside the libraries' own and the links' bound",
     "step": "a whole denoising step of a pipeline; with --model qwen-image and the like, of its shape alone",
+    "attention": "one attention call alone, in one process or shared by ranks",
     "latte": "one step of a random Latte, transposed in slices or not, beside Ulysses",
     "kernels": "one rank's data movement and arithmetic, by SYCL and by torch",
     "peers": "one step of a random FLUX model, beside the Ulysses attention of other libraries",

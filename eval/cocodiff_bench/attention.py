@@ -1,0 +1,346 @@
+"""`cocodiff bench attention`: one attention call alone, without a model.
+
+In one process: the whole matrix of scores (naive), keys in blocks whose parts are merged (blocks), torch's own fused
+kernel (torch), and what memory gives at best (triad: STREAM's a = b + s c). On several ranks that have a part of the
+tokens each: Ulysses, and rings in which keys, queries (token) or both (streaming) travel; and where one query alone is
+asked (a decoder's next token), parts of the own keys that all ranks merge (distributed streaming attention, section
+3.3). Inside `cocodiff emulate` arithmetic may be waited for, as long as the machine file's device would take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from cocodiff.comm.launch import emulated
+from cocodiff.comm.trace import Trace
+from cocodiff.config.config import Config
+from cocodiff.config.errors import UserError
+from cocodiff.config.machine import Topology
+from cocodiff.jobs.folder import OutputFolder
+from cocodiff.jobs.options import Option, check_counts
+from cocodiff.topology.layout import Segment
+from cocodiff_bench import common
+from cocodiff_bench.common import Benchmark, Row, Values
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ALONE = ("naive", "blocks", "torch", "triad")
+SHARED: dict[str, dict[str, Any]] = {  # and what the settings of each are beside the machine's
+    "flat": {"exchange": "flat"},
+    "tapa": {"exchange": "tapa"},
+    "split": {"exchange": "split"},
+    "keys": {"ring_kind": "keys"},
+    "token": {"ring_kind": "token"},
+    "streaming": {"ring_kind": "streaming"},
+    "torch_ring": {},  # torch's own: torch.distributed.tensor.experimental
+    "merged": {},
+}
+STATUS = Path("/proc/self")
+TRIAD_NUMBERS = 1 << 24  # 64 MiB a tensor: more than caches hold
+OPTIONS = common.with_common_options(
+    Option("tokens", "of the sequence", [4096], type=int, many=True),
+    Option("heads", "attention heads", 1, type=int),
+    Option("head_dim", "their channels", 128, type=int),
+    Option("one_query", "attend from one token, as a decoder does, instead of from all", False, type=bool),
+    Option(
+        "ways",
+        "of one process, or of several ranks (merged: with one query); default: all that there are",
+        None,
+        many=True,
+        choices=(*ALONE, *SHARED),
+    ),
+    Option("block", "keys of a block, for the way blocks", [128], type=int, many=True),
+    Option("threads", "of one process", [1], type=int, many=True),
+    Option("dtype", "of the tensors", "fp32", choices=("fp32", "bf16")),
+    Option("waits", "wait as long as the machine's device computes, in an emulation", False, type=bool),
+)
+
+
+class Call(NamedTuple):
+    """This rank's tokens of one call. q_BLHD has one row where one query is asked: the same on all ranks."""
+
+    tokens: int
+    q_BLHD: Tensor
+    k_BLHD: Tensor
+    v_BLHD: Tensor
+
+    @classmethod
+    def random(cls, tokens: int, values: Values, rank: int, ranks: int) -> Call:
+        import torch
+
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[values["dtype"]]
+        own = tokens // ranks + (rank < tokens % ranks)
+
+        def numbers(seed: int, rows: int) -> Tensor:
+            generator = torch.Generator().manual_seed(seed)
+            return torch.randn(1, rows, values["heads"], values["head_dim"], generator=generator).to(dtype)
+
+        query = numbers(0, 1) if values["one_query"] else numbers(3 * rank + 1, own)
+        return cls(tokens, query, numbers(3 * rank + 2, own), numbers(3 * rank + 3, own))
+
+    @property
+    def about(self) -> str:
+        _, L, H, D = self.q_BLHD.shape
+        return f"{self.tokens} tokens, {H} head{'s'[: H > 1]} of {D}" + (", one query" if L == 1 else "")
+
+
+def ways_of(values: Values, ranks: int) -> list[str]:
+    """Raises UserError for ways of several ranks on one, and the reverse."""
+    possible = list(ALONE) if ranks == 1 else ["merged"] if values["one_query"] else [*SHARED][:-1]
+    chosen: list[str] = values["ways"] or possible
+    for name in chosen:
+        if name not in possible:
+            asked = f"{ranks} rank(s)" + (" with one query" if values["one_query"] else "")
+            raise UserError(f"--ways {name} on {asked}: choose from {', '.join(possible)}")
+    return chosen
+
+
+def check(values: Values, ranks: int | None) -> None:
+    check_counts(values, "heads", "head_dim", "repeats", "ranks")
+    for name in ("tokens", "block", "threads"):
+        for number in values[name]:
+            if number < 1:
+                raise UserError(f"--{name} {number}: give 1 or more")
+    if values["waits"] and not emulated():
+        raise UserError("--waits: on an emulated machine alone: cocodiff emulate -- cocodiff bench attention --waits")
+    if ranks is not None:
+        ways_of(values, ranks)
+        if ranks > min(values["tokens"]):
+            raise UserError(f"--tokens {min(values['tokens'])} on {ranks} ranks: give every rank one")
+
+
+def measure(values: Values, output: OutputFolder, transport: Any) -> None:
+    alone, measured = transport.size == 1, list[Row]()
+    ways = ways_of(values, transport.size)
+    for tokens in values["tokens"]:
+        call = Call.random(tokens, values, transport.rank, transport.size)
+        traces: dict[str, Trace] = {}
+        if alone:
+            variants = {name: run for way in ways for name, run in alone_variants(way, call, values)}
+        else:
+            variants = shared_variants(ways, call, values, transport, traces)
+        results = {} if values["waits"] else {name: run() for name, run in variants.items()}
+        seconds = common.measure_in_turns(
+            f"bench attention {tokens}", variants, values, transport, traces=traces.values()
+        )
+        slowest = common.of_slowest_rank(seconds, transport)
+        sent = common.bytes_of_call(traces, values["repeats"], transport)
+        if transport.rank == 0:
+            measured += rows_of(
+                call, slowest, sent, results, {name: peak_of(run) for name, run in variants.items() if alone}
+            )
+    if transport.rank == 0:
+        common.publish(output, values, measured)
+
+
+# One process ----------------------------------------------------------------------------------------------------------
+
+
+def alone_variants(way: str, call: Call, values: Values) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Name and call of a way, with every number of threads and every size of blocks."""
+    import torch
+
+    from cocodiff.attention.local import LocalAttention
+
+    runs: dict[str, Callable[[], Any]] = {}
+    if way == "triad":
+        a, b, c = (torch.ones(TRIAD_NUMBERS) for _ in range(3))
+        runs[way] = partial(torch.add, b, c, alpha=3.0, out=a)
+    elif way == "blocks":
+        runs = {f"blocks of {size}": partial(in_blocks, size, *call[1:]) for size in values["block"]}
+    else:
+        compute: Callable[..., Any] = naive if way == "naive" else LocalAttention().whole
+        runs[way] = partial(compute, *call[1:])
+    for name, run in runs.items():
+        for threads in values["threads"]:
+            yield f"{name} {threads} thread{'s'[: threads > 1]}", partial(with_threads, threads, run)
+
+
+def with_threads(threads: int, run: Callable[[], Any]) -> Any:
+    """Leaves as many as there were: ranks that are forked later must not find more than one at work."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return run()
+    finally:
+        torch.set_num_threads(before)
+
+
+def naive(q_BLHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor) -> Tensor:
+    """The matrix of all scores, its softmax in place, and the product with the values."""
+    q_BHLD, k_BHSD, v_BHSD = (x.transpose(1, 2) for x in (q_BLHD, k_BSHD, v_BSHD))
+    scores_BHLS = q_BHLD @ k_BHSD.transpose(2, 3)
+    scores_BHLS *= q_BHLD.shape[-1] ** -0.5
+    scores_BHLS -= scores_BHLS.amax(-1, keepdim=True)
+    scores_BHLS.exp_()
+    return ((scores_BHLS @ v_BHSD) / scores_BHLS.sum(-1, keepdim=True)).transpose(1, 2)
+
+
+def in_blocks(size: int, q_BLHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor) -> Tensor:
+    """All queries against some keys at a time, merged as rings merge their parts."""
+    from cocodiff.attention.local import partial_attention
+
+    pairs = zip(k_BSHD.split(size, 1), v_BSHD.split(size, 1), strict=True)
+    return merged(partial_attention(q_BLHD, k_BTHD, v_BTHD) for k_BTHD, v_BTHD in pairs)
+
+
+def merged(parts: Iterable[Any]) -> Tensor:
+    """What parts of one attention give together."""
+    from cocodiff.kernels import Kernels
+
+    found, kernels = iter(parts), Kernels()
+    first = next(found)
+    out_BLHD, lse_BLH = first.out_BLHD.float().contiguous(), first.lse_BLH.contiguous()
+    for part in found:
+        kernels.merge_partials(out_BLHD, lse_BLH, part.out_BLHD, part.lse_BLH.contiguous())
+    return out_BLHD.to(first.out_BLHD.dtype)
+
+
+def peak_of(run: Callable[[], Any]) -> int | None:
+    """Bytes by which a call lets this process grow at the most; None where the system does not tell (Linux does)."""
+
+    def resident(name: str) -> int:
+        lines = (STATUS / "status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+    try:
+        (STATUS / "clear_refs").write_text("5")  # the peak is what is there now
+        before = resident("VmRSS")
+    except OSError:
+        return None
+    run()
+    return max(0, resident("VmHWM") - before)
+
+
+# Several ranks --------------------------------------------------------------------------------------------------------
+
+
+def shared_variants(
+    ways: Iterable[str], call: Call, values: Values, transport: Any, traces: dict[str, Trace]
+) -> dict[str, Callable[[], Any]]:
+    """All ranks build the same ones in the same order: groups are made on the way. traces: gets one for each."""
+    topology = common.topology_of(values, transport.size)
+    found = {}
+    for way in ways:
+        traces[way] = Trace(transport.rank)
+        make = {"merged": merging, "torch_ring": torch_ring}.get(way, partial(strategy_of, way))
+        found[way] = make(call, values, topology, transport, traces[way])
+    return found
+
+
+def config_of(way: str, values: Values, ranks: int) -> Config:
+    own = SHARED[way] | ({"ring": ranks} if "ring_kind" in SHARED[way] else {})
+    return common.engine_config(values, **own)
+
+
+def strategy_of(way: str, call: Call, values: Values, topology: Topology, transport: Any, trace: Trace) -> Any:
+    """Attention as the engine has it in a model."""
+    from cocodiff.attention.strategy import LayerKey, LazyQKV
+    from cocodiff.engine.assemble import AttentionWork, build_strategy, mesh_of
+    from cocodiff.kernels import Kernels
+
+    _, _, H, D = call.q_BLHD.shape
+    segments = (Segment("tokens", call.tokens),)
+    config = config_of(way, values, transport.size)
+    mesh = mesh_of(config, topology, AttentionWork(H, D, segments, itemsize=call.q_BLHD.itemsize))
+    kernels = Kernels(config.kernels, trace.note_kernel)
+    strategy = build_strategy(config, mesh, transport, trace, kernels, local_of(values, topology))
+    qkv = LazyQKV(lambda: call.q_BLHD, lambda: call.k_BLHD, lambda: call.v_BLHD, segments, H)
+    return partial(strategy.attend, qkv, LayerKey("attention"))
+
+
+def local_of(values: Values, topology: Topology) -> Any:
+    """What computes: this host, or waits."""
+    if not values["waits"]:
+        return None
+    from cocodiff_bench.stand_in import Clock, RooflineAttention
+
+    clock = Clock(topology.machine.device)
+    clock.dilation = emulated()["scale"]
+    return RooflineAttention(clock)
+
+
+def torch_ring(call: Call, values: Values, topology: Topology, transport: Any, _trace: Trace) -> Callable[[], Tensor]:
+    """torch's ring attention with the kernel that ours has; which bytes it sends is not counted."""
+    import torch.distributed as dist
+    from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
+
+    from cocodiff.attention.local import LocalAttention
+
+    theirs._cp_options.enable_load_balance = False  # of causal attention
+    theirs.set_rotate_method("alltoall")  # keys and values go round; its default gathers them all
+    local, world = local_of(values, topology) or LocalAttention(), dist.new_group(range(transport.size), backend="gloo")
+    q_BHLD, k_BHLD, v_BHLD = (x.transpose(1, 2) for x in call[1:])
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, **_more: Any) -> tuple[Tensor, Tensor]:
+        part = local.part(*(x.transpose(1, 2) for x in (q, k, v)))
+        return part.out_BLHD.transpose(1, 2), part.lse_BLH.transpose(1, 2)
+
+    def run() -> Tensor:
+        ring: Any = theirs._templated_ring_attention
+        return ring(world, 2, kernel, q_BHLD, k_BHLD, v_BHLD)[0].transpose(1, 2)
+
+    return run
+
+
+def merging(call: Call, values: Values, topology: Topology, transport: Any, trace: Trace) -> Callable[[], Tensor]:
+    """One query's attention to this rank's keys, sent to all others in one message each and merged in rank order: what
+    the paper's three all-reduces of maximum, sum and output give."""
+    import torch
+
+    from cocodiff.attention.local import LocalAttention, Partial
+
+    local, group = local_of(values, topology) or LocalAttention(), transport.group(range(transport.size))
+    D = call.q_BLHD.shape[-1]
+    others = [rank for rank in range(transport.size) if rank != transport.rank]
+
+    def run() -> Tensor:
+        part = local.part(*call[1:])
+        own = torch.cat([part.out_BLHD.float(), part.lse_BLH[..., None]], dim=-1)
+        of_ranks = [own if rank == transport.rank else torch.empty_like(own) for rank in range(transport.size)]
+        group.send_recv([(own, rank) for rank in others], [(of_ranks[rank], rank) for rank in others]).wait()
+        for rank in others:
+            trace.count(topology.link_class(transport.rank, rank), own.nbytes, "attention")
+        return merged(Partial(one[..., :D].contiguous(), one[..., D].contiguous()) for one in of_ranks)
+
+    return run
+
+
+# Results --------------------------------------------------------------------------------------------------------------
+
+
+def rows_of(
+    call: Call, seconds: dict[str, list[float]], sent: Any, results: dict[str, Any], peaks: dict[str, int | None]
+) -> list[Row]:
+    """results: what each way has given, compared with the first one's; none where arithmetic was waited for."""
+    first = next((name for name in seconds if not name.startswith("triad")), "")
+    found = common.rows(call.about, seconds, sent, common.compared_with(seconds, first))
+    for row in found:
+        name = row["variant"]
+        row |= {"tokens": call.tokens, "peak_bytes": peaks.get(name)}
+        if name.startswith("triad"):
+            row["gb_s"] = 3 * 4 * TRIAD_NUMBERS / row["median_s"] / 1e9
+        elif results:
+            row["difference"] = float((results[name].float() - results[first].float()).abs().max())
+    common.say_rows(found, "a call", more_words)
+    return found
+
+
+def more_words(row: Row) -> list[str]:
+    words = [f"{row['gb_s']:.2f} GB/s"] if "gb_s" in row else []
+    if row.get("peak_bytes") is not None:
+        words.append(f"{row['peak_bytes'] / 1e6:.0f} MB more")
+    if row["bytes"]:
+        words.append(f"{sum(row['bytes'].values()) / 1e6:.2f} MB sent")
+    return words
+
+
+BENCHMARK = Benchmark(
+    "Times one attention call alone, in one process by several ways, or shared by ranks.", OPTIONS, check, measure
+)
