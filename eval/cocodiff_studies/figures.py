@@ -83,7 +83,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Paper:
-    """title, source, setting: of the paper, in words. about: of each section of its page, Markdown."""
+    """A file of configs/papers. setting: theirs, and what stands in its place here; notes: Markdown."""
 
     title: str
     source: str
