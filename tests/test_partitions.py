@@ -137,7 +137,7 @@ def test_without_rates_replicas_come_first_then_guidance(images, pins, taken):
 
 def test_what_cannot_be_says_why():
     """A table of chunks knows one and two nodes; chunks on ranks that sit differently; more ranks than tokens."""
-    work = replace(work_of(), config=Config.preset("flat", chunks="auto"))
+    work = replace(work_of(replace(TOY, heads=36)), config=Config.preset("flat", chunks="auto", ring=1))
     choice = choose(Pricer(topology_of("aurora", 36)), [work], 1, 1, guidance=1)
     assert choice.taken.partition.replicas > 1 and "chunks auto" in str(choice.refused[Partition(1, 1)])
     apart = replace(work_of(preset="flat"), config=Config.preset("flat", chunks=2))

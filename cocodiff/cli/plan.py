@@ -247,4 +247,5 @@ def workload_of(values: dict[str, Any], shape: ModelShape, config: Config, video
         )
     apart = None if negative is None else image_and_text(image, negative)
     given = read_decisions(values["decisions"])
+    config = config.with_(image_tokens=image)
     return Workload(shape, load, config, values["steps"], values["stable"], apart, given)

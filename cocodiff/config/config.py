@@ -67,8 +67,11 @@ class Config:
     placement: str = setting(
         "auto",
         "with a ring: topology (rings inside the fast links, Ulysses across the slow ones), usp (the reverse) or auto "
-        "(whichever sends less between nodes)",
+        "(whichever sends less between nodes, unless the other is predicted to be faster)",
         choices=("auto", "topology", "usp"),
+    )
+    image_tokens: int = setting(
+        4096, "image tokens of a call that meshes of Ulysses and Ring are chosen for", given="code", least=1
     )
     guidance_parallel: int | str = setting(
         "auto",

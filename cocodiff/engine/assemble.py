@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cocodiff.attention.local import LocalAttention
 from cocodiff.attention.ulysses import Ulysses
@@ -30,8 +30,8 @@ USUAL = image_and_text(4096, 512)
 
 @dataclass(frozen=True)
 class AttentionWork:
-    """One attention call. The default is what the engine decides by before it has seen a call: an image of 1024 x 1024
-    pixels with a prompt of 512 tokens.
+    """One attention call. The default is what a codec is chosen by: an image of 1024 x 1024 pixels with a prompt of 512
+    tokens.
 
     chunking: in how many chunks tensors travel among a group's ranks (Torus).
     head_bytes: what one token of one head takes on the wire among a group's ranks; None: as it is.
@@ -110,9 +110,11 @@ def with_codec_chosen(config: Config, topology: Topology, work: AttentionWork) -
 
 
 def mesh_of(config: Config, topology: Topology, work: AttentionWork) -> Mesh:
-    """The mesh of Ulysses and Ring that the settings ask for, for a transformer's heads.
+    """The mesh of Ulysses and Ring that the settings ask for, for a transformer's heads and calls of `image_tokens`:
+    the engine decides before it has seen a call.
 
     Raises UserError for a ring that ranks and heads do not allow."""
+    work = replace(work, segments=image_and_text(config.image_tokens, 512))
     prefers_ulysses = codec_class(config).prefers_ulysses
     plain = mesh_without_ring(topology, work.heads, config.ring, prefers_ulysses, config.ring_kind)
     chosen: Mesh = plain or load(PLANNER, "mesh")(config, topology, work)

@@ -193,9 +193,20 @@ def workloads(
         shape = replace(shape, branches=2)
     itemsize = ITEMSIZE.get(values["dtype"], 4 if values["device"] == "cpu" else 2)
     text = PROMPT_TOKENS if request.own is not None else shape.text_tokens
-    segments = image_and_text(image_tokens(values, request, path, shape), text)
-    load = Load(segments, batch * shape.rows_per_image, itemsize, shape.branches)
+    tokens = image_tokens(values, request, path, shape)
+    load = Load(image_and_text(tokens, text), batch * shape.rows_per_image, itemsize, shape.branches)
+    presets = [config.with_(image_tokens=tokens) for config in presets]
     return [Workload(shape, replace(load, state=state_sizes(config)), config, steps) for config in presets]
+
+
+def with_tokens(presets: Mapping[str, Config], values: dict[str, Any], request: Request) -> dict[str, Config]:
+    """The presets with the tokens of the job's images or videos, by which meshes are chosen; as they are on machines
+    whose file does not tell all rates, and of a model of which no more than a plan is known."""
+    if load_machine(values["machine"]).missing_rates or not is_planned(request):
+        return dict(presets)
+    import_pipeline(request)
+    works = workloads(values, request, [*presets.values()], 1, 1)
+    return dict(zip(presets, (work.config for work in works), strict=True))
 
 
 def image_tokens(values: dict[str, Any], request: Request, path: Path, shape: ModelShape) -> int:

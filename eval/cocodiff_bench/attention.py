@@ -234,9 +234,9 @@ def shared_variants(
     return found
 
 
-def config_of(way: str, values: Values, ranks: int) -> Config:
+def config_of(way: str, values: Values, ranks: int, tokens: int) -> Config:
     own = SHARED[way] | ({"ring": ranks} if "ring_kind" in SHARED[way] else {})
-    return common.engine_config(values, **own)
+    return common.engine_config(values, **own, image_tokens=tokens)
 
 
 def strategy_of(way: str, call: Call, values: Values, topology: Topology, transport: Any, trace: Trace) -> Any:
@@ -247,7 +247,7 @@ def strategy_of(way: str, call: Call, values: Values, topology: Topology, transp
 
     _, _, H, D = call.q_BLHD.shape
     segments = (Segment("tokens", call.tokens),)
-    config = config_of(way, values, transport.size)
+    config = config_of(way, values, transport.size, call.tokens)
     mesh = mesh_of(config, topology, AttentionWork(H, D, segments, itemsize=call.q_BLHD.itemsize))
     kernels = Kernels(config.kernels, trace.note_kernel)
     strategy = build_strategy(config, mesh, transport, trace, kernels, local_of(values, topology))

@@ -21,14 +21,13 @@ from typing import Any, NamedTuple, Protocol
 from cocodiff.config.config import Config, load_machine
 from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Machine, Topology
-from cocodiff.engine.assemble import AttentionWork
+from cocodiff.engine.assemble import AttentionWork, mesh_of
 from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.jobs.terminal import say
 from cocodiff.planner.calibrate import AllToAll, Calibration, Constants, Fit, Measured, scale_of
 from cocodiff.planner.costs import state_sizes
 from cocodiff.planner.layers import Case, StepPlan, plan_step
 from cocodiff.planner.memory import Load, ModelShape, largest_batch, size_run
-from cocodiff.planner.placement import choose
 from cocodiff.planner.traffic import Latencies
 from cocodiff.topology.axes import Mesh
 
@@ -91,7 +90,8 @@ class Planned:
 
     def _mesh(self, run: Run) -> Mesh:
         shape, topology = self._shape_of(run.model), self._topology(run)
-        return choose(topology, AttentionWork(shape.heads, shape.head_dim), topology.size // self.degree(run))
+        config = Config(ring=topology.size // self.degree(run), image_tokens=shape.image_tokens(run.size))
+        return mesh_of(config, topology, AttentionWork(shape.heads, shape.head_dim))
 
     def batch(self, run: Run) -> int:
         shape, topology = self._shape_of(run.model), self._topology(run)
@@ -117,7 +117,8 @@ class Planned:
         if (run, variant) not in self._plans:
             shape, topology = self._shape_of(run.model), self._topology(run)
             ring = topology.size // self.degree(run)
-            config = Config.preset(variant.removesuffix("_serial"), machine=self.machine.name, ring=ring)
+            named, tokens = variant.removesuffix("_serial"), shape.image_tokens(run.size)
+            config = Config.preset(named, machine=self.machine.name, ring=ring, image_tokens=tokens)
             rows = self.batch(run) * shape.rows_per_image
             load = Load(shape.segments(run.size), rows, 2, shape.branches, state_sizes(config))
             case = Case(shape, topology, config, load, one_peer=variant == "flat_serial")

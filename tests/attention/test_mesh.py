@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import topologies, topology_of
 
+from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Machine, Topology
-from cocodiff.engine.assemble import AttentionWork
+from cocodiff.engine.assemble import AttentionWork, mesh_of
 from cocodiff.models.adapter import image_and_text
 from cocodiff.planner.placement import MESSAGE_S, Priced, by_degree, choose, price, table
 from cocodiff.planner.traffic import Traffic, Wires
@@ -258,8 +259,12 @@ def test_what_auto_takes():
     assert price(uneven, AttentionWork(38)).idle < 1.3  # larger than the greatest common divisor of ranks and heads, 2
     assert uneven.ulysses > 2
     assert choose(aurora, AttentionWork(24), prefer_ulysses=True).ring == 4
-    assert choose(topology_of("aurora", 24), large).ring > 1  # the idle heads cost most there
-    assert choose(topology_of("aurora", 24), large, prefer_ulysses=True).ring == 1
+    two = topology_of("aurora", 24)
+    telling = replace(two.machine, device=replace(two.machine.device, sums_kernel=True))
+    assert choose(replace(two, machine=telling), large).ring > 1  # the idle heads cost most there
+    assert choose(replace(two, machine=telling), large, prefer_ulysses=True).ring == 1
+    assert choose(two, large).ring == 1  # parts whose sums no kernel tells cost more
+    assert choose(two.part((0, 1)), large).ring == 1
 
 
 def test_what_stages_hide_counts_for_the_time_and_not_for_the_bytes():
@@ -278,8 +283,9 @@ def test_what_stages_hide_counts_for_the_time_and_not_for_the_bytes():
 
 
 def on_tiles_of(topology, tflop_s):
-    machine = topology.machine
-    return replace(topology, machine=replace(machine, device=replace(machine.device, bf16_tflop_s=tflop_s)))
+    """With a kernel that tells the sums of a part."""
+    device = replace(topology.machine.device, bf16_tflop_s=tflop_s, sums_kernel=True)
+    return replace(topology, machine=replace(topology.machine, device=device))
 
 
 def test_what_uneven_heads_cost():
@@ -318,3 +324,15 @@ def test_two_machines_send_one_tensor_each_way_in_every_degree(tiles):
     """The least that two can: half of k and v each way, or half of q, k, v and o for half of the heads."""
     for of_degree in by_degree(machines(2, tiles), even_work(2 * tiles, 2 * tiles)):
         assert min(blhd(one) for one in of_degree) == blhd(of_degree[0]) == 1
+
+
+def test_long_attention_hides_a_ring_through_slow_links():
+    """Where rates are known: fewer bytes between nodes, unless the other placement is predicted to be faster
+    for calls of so many tokens."""
+    topology, work = topology_of("p4de", 32), AttentionWork(24, 64)
+    short, long = (Config(ring=4, image_tokens=tokens) for tokens in (4096, 400**2))
+    assert mesh_of(short, topology, work).placement == "topology"
+    assert mesh_of(long, topology, work).placement == "usp"
+    assert mesh_of(long.with_(placement="topology"), topology, work).placement == "topology"
+    unknown = topology_of("local-6x2", 48)  # tells no rates
+    assert {mesh_of(one, unknown, work).placement for one in (short, long)} == {"topology"}

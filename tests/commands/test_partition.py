@@ -15,7 +15,7 @@ from tiny_models import sd3_transformer
 from cocodiff.cli.main import main
 from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
-from cocodiff.jobs.partition import guides, partition_of
+from cocodiff.jobs.partition import guides, partition_of, with_tokens
 from cocodiff.jobs.pipelines import EMBEDDED, Request
 from cocodiff.models.family import GENERATE, INPAINT
 
@@ -92,6 +92,15 @@ def test_pins(configs, settings, images, expected):
     assert partition_of(values | settings, alone, [config], 4, images)[1] == 1
     with pytest.raises(UserError, match="replicas 3 does not divide 4 ranks"):
         partition_of(values | {"replicas": 3}, request, [config], 4, images)
+
+
+def test_meshes_are_chosen_for_the_tokens_of_the_job(configs: Path) -> None:
+    request, presets = Request(str(configs), GENERATE), {"flat": Config.preset("flat")}
+    values = {"dtype": "auto", "machine": "aurora", "device": "auto"}
+    found = with_tokens(presets, values, request)["flat"]
+    assert found.image_tokens != Config().image_tokens and found.with_(image_tokens=4096) == presets["flat"]
+    unknown = with_tokens(presets, values | {"machine": "local"}, request)["flat"]
+    assert unknown.image_tokens == Config().image_tokens
 
 
 @pytest.mark.parametrize(

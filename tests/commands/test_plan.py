@@ -298,7 +298,10 @@ def test_calibration_says_what_it_cannot_know(plan, tmp_path):
         (("--calibrate", "half.yaml"), "--calibrate half.yaml is no bench.json"),
         (("--calibrate", "other.json"), "has no all-to-all of flat, flat_serial, tapa or split"),
         (("--memory", "--model", "qwen-imag"), "unknown model 'qwen-imag', did you mean qwen-image?"),
-        (("--memory", "--model", "gone.yaml"), "file gone.yaml does not exist; shipped models: cogvideox-paper, flux.1"),
+        (
+            ("--memory", "--model", "gone.yaml"),
+            "file gone.yaml does not exist; shipped models: cogvideox-paper, flux.1",
+        ),
         (("--memory", "--model", "half.yaml"), "model file half.yaml: missing 2 required"),
         (("--memory", "--model", "wrong.yaml"), "wrong.yaml: unknown key head, did you mean heads?"),
         (("--memory", "--model", "empty"), "--model empty holds no transformer/config.json"),

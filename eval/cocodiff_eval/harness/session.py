@@ -20,7 +20,7 @@ from cocodiff.config.machine import Topology
 from cocodiff.config.setting import settings_of
 from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.options import engine_record, engine_settings, preset_configs
-from cocodiff.jobs.partition import partition_of, sequence_of, with_guidance, with_weights
+from cocodiff.jobs.partition import partition_of, sequence_of, with_guidance, with_tokens, with_weights
 from cocodiff.jobs.pipelines import Model, Request, check_model, import_pipeline, load_model
 from cocodiff.jobs.ranks import run_holding
 from cocodiff.jobs.record import FOUND, REMEMBERED, as_read, first_difference, lasting, write_settings
@@ -88,11 +88,11 @@ class Prepared:
         check_model(request, ranks // (partition.replicas * partition.guidance), weights=not self.values["dry_run"])
         if quality is not None:
             quality = quality.for_links(*sequence_of(self.values, request, partition, ranks))
-            rungs = with_guidance(quality.rungs, partition, request)
+            rungs = with_guidance(with_tokens(quality.rungs, self.values, request), partition, request)
             quality = replace(quality, rungs=with_weights(rungs, self.values, request, partition, ranks, **work))
             if ranks == partition.replicas and not quality.caches:
                 quality = quality.exact_alone()
-        presets = with_guidance(self.presets, partition, request)
+        presets = with_guidance(with_tokens(self.presets, self.values, request), partition, request)
         if quality is None:
             presets = with_weights(presets, self.values, request, partition, ranks, **work)
         return replace(self, presets=presets, partition=partition, quality=quality)
