@@ -110,11 +110,12 @@ def with_codec_chosen(config: Config, topology: Topology, work: AttentionWork) -
 
 
 def mesh_of(config: Config, topology: Topology, work: AttentionWork) -> Mesh:
-    """The mesh of Ulysses and Ring that the settings ask for, for a transformer's heads and calls of `image_tokens`:
-    the engine decides before it has seen a call.
+    """The mesh of Ulysses and Ring that the settings ask for, for a transformer's heads and, where the machine's file
+    tells all rates, calls of `image_tokens`: the engine decides before it has seen a call.
 
     Raises UserError for a ring that ranks and heads do not allow."""
-    work = replace(work, segments=image_and_text(config.image_tokens, 512))
+    if not topology.machine.missing_rates:
+        work = replace(work, segments=image_and_text(config.image_tokens, 512))
     prefers_ulysses = codec_class(config).prefers_ulysses
     plain = mesh_without_ring(topology, work.heads, config.ring, prefers_ulysses, config.ring_kind)
     chosen: Mesh = plain or load(PLANNER, "mesh")(config, topology, work)
