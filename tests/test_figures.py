@@ -147,3 +147,10 @@ def test_mistakes_are_one_line(words: tuple[str, ...], said: str, tmp_path: Path
     assert main(["papers", "--out", str(tmp_path / "out"), *words]) == 2
     captured = capsys.readouterr()
     assert said in captured.err and len(captured.err.splitlines()) == 1 and not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_cannot_be_is_one_line(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["papers", "--out", str(tmp_path / "file" / "out")]) == 2
+    captured = capsys.readouterr()
+    assert "choose another folder" in captured.err and len(captured.err.splitlines()) == 1

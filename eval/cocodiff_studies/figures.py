@@ -30,6 +30,7 @@ from cocodiff.comm.launch import Launch
 from cocodiff.config.config import find_shipped, read_yaml, shipped_names
 from cocodiff.config.errors import UserError
 from cocodiff.config.files import replace_text
+from cocodiff.jobs.folder import storage_faults
 from cocodiff.jobs.options import LOG_LEVEL, Option, parse
 from cocodiff.jobs.terminal import say
 
@@ -117,11 +118,16 @@ def start(words: Sequence[str], launch: Launch) -> int:
     wanted = [one for one in commands if one.name.startswith(tuple(values["runs"] or [""]))]
     if not wanted:
         raise UserError(f"--runs {' '.join(values['runs'])}: no command's name begins so; see configs/papers")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {values['out']}: {error.strerror}: choose another folder") from error
     results: dict[str, dict[str, Any]] = {name: {} for name in papers}
     for number, command in enumerate(wanted, 1):
         say(f"{number} of {len(wanted)}: {command.shown}")
         try:
-            command.make(folder)
+            with storage_faults(f"{command.folder(folder)}"):
+                command.make(folder)
         except UserError as error:
             say(f"  {error}")
             failed.append(command.name)
@@ -131,7 +137,8 @@ def start(words: Sequence[str], launch: Launch) -> int:
     about = ABOUT.format(version=f"cocodiff {__version__}", day=f"{date.today():%d %B %Y}", cores=os.cpu_count())
     top = f"{TITLE}\n{textwrap.fill(about.strip(), LINE)}"
     page = "\n\n".join([top, *(section(paper, results[name], folder, name) for name, paper in papers.items())])
-    replace_text(folder / "papers.md", page + "\n")
+    with storage_faults(f"{folder / 'papers.md'}"):
+        replace_text(folder / "papers.md", page + "\n")
     say(f"{page}\n\nresults: {folder / 'papers.md'}")
     if failed:
         say(f"not made: {', '.join(failed)}")
