@@ -1,13 +1,13 @@
 """The lossless codec: what travels is what a tensor differs by from its prediction, in units of the last place.
 
-Both ends of a tensor of 16 bits hold what it was at the last calls of its layer, exactly, and so its prediction. The
-difference takes few bits, but how many depends on the data, and whoever receives or passes on a message has to know
-its size before. So a block's stream (`cocodiff.kernels.lossless` defines it) goes in two parts. The first is as long
+Both ends of a tensor of 16 bits hold what it was at the last calls of its layer, exactly, and so its prediction; at a
+layer's first call it is that of exponents alone. The difference takes few bits, but how many depends on the data, and
+whoever receives or passes on a message has to know its size before. So a block's stream (`cocodiff.kernels.lossless` defines it) goes in two parts. The first is as long
 as all ranks have agreed, by the longest stream of the layer's last call; it goes along the routes of the exchange,
 which carry it unopened. What does not fit, the rest, goes straight to the rank that decodes, which reads in the first
 part how long it is: nobody else need know that there is one. Where all fits, no message is added.
 
-A layer's first call travels whole. docs/exchange.md has the figures.
+docs/exchange.md has the figures.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ from cocodiff.exchange.messages import EncodedBlocks
 from cocodiff.exchange.outgoing import Encoded, EncodedCall
 from cocodiff.exchange.staged import StagedExchange
 from cocodiff.kernels import Kernels
-from cocodiff.kernels.lossless import CODED, PARTS, Cut, least_room, room_of, stream_places
-from cocodiff.kernels.residual import Reconstructions
+from cocodiff.kernels.lossless import CODED, PARTS, Cut, Known, least_room, room_of, stream_places
 from cocodiff.topology.layout import Layout
 
-FIRST_ROOM = 0.5  # of a whole tensor: the first part's size where no call before tells
+FIRST_ROOMS = (0.68, 0.4)  # of a whole tensor: of the first part in a layer's first and second call, which none tells
 MARGIN = 0.125  # bits for a number that the first part has room for beyond what the last call needed
 CONTINUED = {"last": 0.0, "auto": 0.5, "taylor": 0.5}  # by the setting `predictor`: times the continuation's factor
 NEEDED = 1  # the number of the note that tells how much room streams need; the first one, of what fits no scale, is 0
@@ -106,10 +105,11 @@ class Lossless(StatefulCodec[SiteState, LosslessStep]):
 
     def begin_call(self, call: LosslessCall, like_BLHD: Tensor) -> None:
         notes, state, head_dim = self.begun(call, like_BLHD), call.state, like_BLHD.shape[-1]
-        call.factor = state.factor * self.factor or None
+        call.factor = state.factor * self.factor
         call.noted_step, call.codes = self._report[self.moment.step], like_BLHD.dtype in CODED
-        if call.codes and state.follows:
-            call.rooms = {name: self._room(state, name, head_dim) for name in TENSORS if name in state.sent}
+        if call.codes:
+            there = state.sent if state.follows else TENSORS
+            call.rooms = {name: self._room(state, name, head_dim) for name in TENSORS if name in there}
             call.share = sum(call.rooms.values()) / (len(call.rooms) * 2 * head_dim)
             call.noted = notes.of_call(like_BLHD.device, largest=True)
             call.noted.takers.append(state.take_notes)
@@ -121,8 +121,8 @@ class Lossless(StatefulCodec[SiteState, LosslessStep]):
         whole, needed = 2 * head_dim, state.needed.get(name, 0)
         if self.fixed_kind is not None:
             room = self.fixed_kind.share * whole
-        elif not needed:
-            room = FIRST_ROOM * whole
+        elif state.follows < len(FIRST_ROOMS) or not needed:
+            room = FIRST_ROOMS[min(state.follows, 1)] * whole
         else:
             room = needed / PARTS + (MARGIN + max(0.0, math.log2(state.pace))) * head_dim / 8
         return max(least_room(head_dim), min(math.ceil(room), whole))
@@ -145,14 +145,14 @@ class Sent(NamedTuple):
 class LosslessCall(StatefulCall[SiteState]):
     """What follows is known once the call has begun.
 
-    codes: whether tensors are of a type that is coded. factor: of the continuation, None where the last values are the
-    prediction. rooms: of every tensor the bytes for a token and head of the first part; none in a call whose tensors
-    travel whole.
+    codes: whether tensors are of a type that is coded; others travel whole. factor: of the continuation, 0 where the
+    last values stand alone. rooms: of every tensor the bytes for a token and head of the first part; none of tensors
+    that travel whole.
     """
 
     _codec: Lossless
     codes: bool
-    factor: float | None
+    factor: float
     noted_step: LosslessStep
     rooms: Mapping[str, int]
     noted: Noted | None = None
@@ -168,7 +168,7 @@ class LosslessCall(StatefulCall[SiteState]):
         self._staged = self._exchange.staged
 
     def begin(self, like_BLHD: Tensor) -> None:
-        self._batch, self._head_dim = len(like_BLHD), like_BLHD.shape[-1]
+        self._like, self._batch, self._head_dim = like_BLHD.new_empty(0), len(like_BLHD), like_BLHD.shape[-1]
         super().begin(like_BLHD)
 
     def cell_bytes(self, x_BLHD: Tensor) -> int:
@@ -179,6 +179,16 @@ class LosslessCall(StatefulCall[SiteState]):
         """The number of a tensor's stage, of which each comes once and in order."""
         self._stages_of[name] += 1
         return self._stages_of[name] - 1
+
+    def _known(self, ends: dict[str, End], name: str, shape: Sequence[int], rows: slice) -> Known:
+        """What one end knows of some rows of a tensor, of [B, T, H] in all."""
+        if name not in ends:
+            ends[name] = End([self._like.new_empty(*shape, self._head_dim) for _ in range(self._codec.kept)])
+        end, written = ends[name], ends[name].written(self.number)[:, rows]
+        if not self.number:
+            return Known(written)
+        before = written if self.factor else None
+        return Known(written, end.newest(self.number)[:, rows], before, self.factor)
 
     # The sender's end -------------------------------------------------------------------------------------------------
 
@@ -203,23 +213,17 @@ class LosslessCall(StatefulCall[SiteState]):
         """What travels in the place of `rows` of a tensor's `length` rows, a block for each of `ranks`."""
         if not self.codes:
             return x_BTHD
-        ends = self.state.sent
-        if name not in ends:
-            B, _, H, D = x_BTHD.shape
-            ends[name] = End([x_BTHD.new_empty(B, length, H, D) for _ in range(self._codec.kept)])
-        if not self.rooms:
-            ends[name].written(self.number)[:, rows] = x_BTHD
-            return x_BTHD
+        B, T, H, _ = x_BTHD.shape
+        known = self._known(self.state.sent, name, (B, length, H), rows)
         assert self.noted is not None, "a coded call has notes"
         cells, room = cut.cells(x_BTHD.shape), self.rooms[name]
         places = stream_places(cells, self._head_dim)
         streams = x_BTHD.new_empty(places[-1], dtype=torch.uint8)
         lengths_N = x_BTHD.new_empty(len(cells), dtype=torch.int64)
         needed_1 = self.noted.of(name)[NEEDED : NEEDED + 1]
-        known = ends[name].known(self.number, rows)
         with self._trace.span(f"encode {name}", "codec", self._layer):
-            self._kernels.encode_lossless(x_BTHD, known, self.factor, cut, streams, lengths_N, needed_1)
-        found, (B, T, H, _) = [], x_BTHD.shape
+            self._kernels.encode_lossless(x_BTHD, known, cut, streams, lengths_N, needed_1)
+        found = []
         for number, (rank, of_block, count) in enumerate(zip(ranks, cut.sizes, cells, strict=True)):
             stream = streams[places[number] : places[number + 1]]
             self._sent[name][rank] = Sent(stream, lengths_N, number, room_of(count, room))
@@ -248,13 +252,10 @@ class LosslessCall(StatefulCall[SiteState]):
         """All rows of some tensors, of which `rows` have just come, a block from each of `ranks`. hearing: the ranks
         that take what this one has sent them, at the same time."""
         ends = self.state.received
-        if not self.rooms:
-            for name, x_BSGD in received_BTHW.items():
-                if self.codes and name not in ends:  # else these are more rows of the same memory
-                    ends[name] = End.beginning_with(x_BSGD, self._codec.kept)
+        if not self.codes:
             return list(received_BTHW.values())
         arrived = [
-            Arrived(name, _rows_in_turn(x_BTHW, rows), cut, ends[name].known(self.number, rows))
+            Arrived(name, _rows_in_turn(x_BTHW, rows), cut, self._known(ends, name, x_BTHW.shape[:3], rows))
             for name, x_BTHW in received_BTHW.items()
         ]
         with self._trace.span(f"lengths {''.join(received_BTHW)}", "main", self._layer):
@@ -264,7 +265,7 @@ class LosslessCall(StatefulCall[SiteState]):
         found: list[Tensor] = []
         for one in arrived:
             with self._trace.span(f"decode {one.name}", "codec", self._layer):
-                one.decode(self._kernels, self.factor)
+                one.decode(self._kernels)
             found.append(ends[one.name].written(self.number))
         return found
 
@@ -317,14 +318,14 @@ class LosslessCall(StatefulCall[SiteState]):
 class Arrived:
     """One tensor's first parts. rests: what did not fit in them, once it is here."""
 
-    def __init__(self, name: str, code_BTHW: Tensor, cut: Cut, known: Reconstructions) -> None:
+    def __init__(self, name: str, code_BTHW: Tensor, cut: Cut, known: Known) -> None:
         self.name, self._code_BTHW, self._cut, self._known = name, code_BTHW, cut, known
         self.lengths_N = code_BTHW.new_empty(len(cut.sizes), dtype=torch.int64)
         self._rests = code_BTHW.new_empty(0)
         self._found: Tensor | None = None
 
     def find_lengths(self, kernels: Kernels) -> None:
-        self._found = kernels.stream_lengths(self._code_BTHW, self._cut, self._known.last, self.lengths_N)
+        self._found = kernels.stream_lengths(self._code_BTHW, self._cut, self._known.written, self.lengths_N)
 
     def make_room(self, lengths: Sequence[int]) -> Sequence[Tensor]:
         """Memory for the rest of every block, in one tensor."""
@@ -333,9 +334,9 @@ class Arrived:
         self._rests = self._code_BTHW.new_empty(sum(sizes))
         return self._rests.split_with_sizes(sizes)
 
-    def decode(self, kernels: Kernels, factor: float | None) -> None:
+    def decode(self, kernels: Kernels) -> None:
         given = self._code_BTHW, self._rests, self.lengths_N, self._found
-        kernels.decode_lossless(*given, self._known, factor, self._cut)
+        kernels.decode_lossless(*given, self._known, self._cut)
 
 
 def _rows_in_turn(x_BTHW: Tensor, rows: slice) -> Tensor:

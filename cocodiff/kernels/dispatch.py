@@ -127,7 +127,7 @@ class Kernels(TorchOps):
 def moved_by(op: str, arguments: Sequence[Any]) -> Sequence[Tensor]:
     """The tensors that tell an operation's size, among its arguments."""
     told = arguments[SIZED.get(op, 0)]
-    told = getattr(told, "last", told)  # of Reconstructions
+    told = getattr(told, "written", getattr(told, "last", told))  # of what is known
     return (told,) if isinstance(told, Tensor) else told
 
 

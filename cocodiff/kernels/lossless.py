@@ -1,54 +1,73 @@
-"""The lossless codec's arithmetic: 16-bit numbers as what they differ by from their prediction in units of the last
-place.
+"""The lossless codec's arithmetic: 16-bit numbers as what they differ by from a prediction in units of the last place,
+in the code of Golomb and Rice, whose parameter follows from the differences before.
 
-For one channel of x with the values r1 of the last call (and r0 of the one before), all of one 16-bit type:
+A tensor [B, T, H, D] travels in blocks, one for each peer. A block is cut into strips: 8 neighbouring numbers of the
+H * D of a token (the last ones may be fewer, and are filled up with zeros) and of consecutive tokens as many as make
+equal parts of at most 32 of the block's. A strip is read from its first token on, and whoever reads it knows, beside
+the numbers of the tokens before, the tensor's values r1 at the last call and r0 at the one before it, or none of them.
+Everything is float32, one rounding for each operation written here, denormal numbers kept, no fused multiply-add:
 
-    prediction   p = r1, or r1 + f * (r1 - r0) with the factor f of a continuation: float32, one rounding for each
-                 operation written here, denormal numbers kept, no fused multiply-add; then rounded to the type (to
-                 nearest, ties to even). Where that float32 number is not finite, p has the bits of r1
+    continuation f = r1, or r1 + c * (r1 - r0) with the factor c
+    prediction   p = f + w * g, rounded to the type (to nearest, ties to even), g being x - f of the token before, 0 at
+                 the first. Where f + w * g is not finite, p has the bits of r1
+    error        e = x - (f + w * g). After each token the sum of e * g over the 8 numbers, if it is positive or
+                 negative, moves w by 1/16 up or down, within 0 and 1. w begins at 1/2
+    size         of the errors, m: (3 * sum + 8 * own) of the absolute errors of the token before, and a quarter of the
+                 way from the last m to that at each further one. At the first token it is 2**(h - 127); the strip tells
+                 the h, which is the exponent's bits of six times the sum of its first absolute errors
     order        ord(b) = b where the sign bit of the 16 bits b is 0, else b with its other 15 bits inverted, as a
                  signed integer: the order of floats, in which -0 is next below +0. A bijection, its own inverse
     difference   d = ord(x) - ord(p) modulo 2**16, folded to z: 0, -1, 1, -2, ... are 0, 1, 2, 3, ...
+    parameter    k: log2 of m / 16 in units of p's last place, rounded down by the bits of the exponents, 0 to 15
 
-A number's difference is large where its size is small, for units are small there. So widths go by the exponent of the
-prediction, which both ends know. With e, the bits of p's exponent as an integer:
+Where nothing is known, at a first call, f and g are 0, and a number's exponent alone is predicted: by that of .7 * m /
+32, both as the type has them. From top to bottom z then is the folded difference of the exponents, predicted less
+actual, modulo their number; the significand; the sign. k is the number of bits of the latter two.
 
-A tensor travels in blocks, one for each peer. The numbers of a block, in the order of batch, token, head and channel,
-are taken in groups of 8 and the groups in tiles of 64; the last ones may have fewer. A group has a code c:
-
-    0            all z are 0; they take no bits
-    1 to 14      z takes w = min(c - 1 + E - e, 16) bits, E being the largest e of the group: the smallest such c that
-                 all z fit in
-    15           all z take 16 bits
-
-A block's stream is
+A number's code, the lowest bit first, with q = z >> k: u ones and a zero, u being q below 4, else 4 + n where n is log2
+of q - 3, rounded down; then k or k + n bits, by how much z is above the smallest z of that u. Where u would be 12 or
+more: 12 ones, no zero, and z in 16 bits. Strips are gathered in tiles of 16. A block's stream is
 
     sizes        of every tile how many 16-bit words it takes, as 16 bits
-    tiles        of each the codes, 4 bits a group, the first one in the lower half of a byte, filled up to a whole
-                 number of 16-bit words; then the bits of all z without gaps, the lowest bit first, filled up likewise.
-                 A tile that would take as many words as it has numbers, or more, has no codes: z of 16 bits alone
+    tiles        of each the strips' sizes in words, 8 bits each, filled up to a whole word; then the strips: h in 8
+                 bits, and the codes token by token, filled up likewise. A strip whose z are all 0 has the size 0 and
+                 no words; the size 255 is that of one that would take as many words as it has numbers, or 255: it has
+                 the bits of x instead
 
-Bytes are filled from their lowest bit on, and of a word the lower byte comes first. A stream takes at most 1 + 1/512 of
-the block's own bytes, and a few for its end. docs/exchange.md tells how streams travel.
+Bytes are filled from their lowest bit on, and of a word the lower byte comes first. docs/exchange.md tells how streams
+travel, and what this sends beside other codes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cocodiff.kernels.residual import Reconstructions
-
-RUN = 8  # numbers of a group
-TILE = 64  # groups of a tile
+RUN = 8  # numbers of a strip's token
+TOKENS = 32  # of a strip, at most
+TILE = 16  # strips
+RAW = 255  # the size of a strip that is not coded
+UNARY, LONGEST = 4, 12  # ones that count evenly, and the most
 PARTS = 16  # of a byte, in which it is noted how much a token and head needs
-RAW = 15  # the code of a group whose numbers take 16 bits
-CODED = (torch.bfloat16, torch.float16)  # what is coded; other types travel whole
+MANTISSA = {torch.bfloat16: 7, torch.float16: 10}
+BIAS = {torch.bfloat16: 0, torch.float16: 112}  # of exponents' bits: float32's less the type's
+CODED = tuple(MANTISSA)  # the types that are coded; others travel whole
+
+
+class Known(NamedTuple):
+    """What both ends know of a tensor [B, T, H, D], and where its next values go, which may be the oldest of them.
+    last: the newest values, None at a first call. before: those before, where they are continued by the factor."""
+
+    written: Tensor
+    last: Tensor | None = None
+    before: Tensor | None = None
+    factor: float = 0.0
 
 
 class Cut(NamedTuple):
@@ -57,24 +76,30 @@ class Cut(NamedTuple):
     dim: int
     sizes: tuple[int, ...]
 
+    def shapes(self, shape: Sequence[int]) -> list[tuple[int, int, int]]:
+        """Batch, tokens and heads of every block of a tensor [B, T, H, ...]."""
+        B, T, H = shape[:3]
+        return [(B, size, H) if self.dim == 1 else (B, T, size) for size in self.sizes]
+
     def cells(self, shape: Sequence[int]) -> list[int]:
         """Tokens times heads of every block, over the batch, of a tensor [B, T, H, ...]."""
-        B, T, H = shape[:3]
-        return [B * size * (H if self.dim == 1 else T) for size in self.sizes]
+        return [math.prod(block) for block in self.shapes(shape)]
 
-
-def tiles_of(cells: int, head_dim: int) -> int:
-    return math.ceil(cells * head_dim / (RUN * TILE))
+    def tiles(self, shape: Sequence[int], head_dim: int) -> list[int]:
+        """Of every block."""
+        strips = (B * -(-T // TOKENS) * -(-H * head_dim // RUN) for B, T, H in self.shapes(shape))
+        return [-(-count // TILE) for count in strips]
 
 
 def most_bytes(cells: int, head_dim: int) -> int:
-    """Of a block's stream, whatever its numbers are."""
-    return 2 * (tiles_of(cells, head_dim) + cells * head_dim)
+    """Of a block's stream, whatever its numbers and its shape are: a strip of one token has a byte for its size."""
+    strips = cells * -(-head_dim // RUN)
+    return 2 * RUN * strips + strips + 4 * -(-strips // TILE)
 
 
 def least_room(head_dim: int) -> int:
     """Bytes for a token and head in which the sizes of any block's tiles fit."""
-    return 2 * tiles_of(1, head_dim)
+    return 2 * -(-head_dim // (RUN * TILE))
 
 
 def room_of(cells: int, width: int) -> int:
@@ -84,224 +109,336 @@ def room_of(cells: int, width: int) -> int:
 
 def stream_places(cells: Sequence[int], head_dim: int) -> list[int]:
     """Where blocks' streams begin in a buffer that has room for any, in bytes; at the end its size."""
-    return list(accumulate((most_bytes(count, head_dim) for count in cells), initial=0))
+    return list(accumulate((most_bytes(count, head_dim) // 2 * 2 for count in cells), initial=0))
 
 
 def encode_lossless(
-    x_BLHD: Tensor,
-    known: Reconstructions,
-    factor: float | None,
-    cut: Cut,
-    streams: Tensor,
-    lengths_N: Tensor,
-    needed_1: Tensor,
+    x_BLHD: Tensor, known: Known, cut: Cut, streams: Tensor, lengths_N: Tensor, needed_1: Tensor
 ) -> None:
     """Writes the streams of all blocks, each where `stream_places` says; their lengths in bytes, int64 [blocks]; and x
-    over the older of what is known. needed_1: int64, raised to what a token and head need for every block to fit, in
-    sixteenths of a byte.
-
-    factor: of the continuation; None for the last values as they are."""
-    D, predicted = x_BLHD.shape[-1], _predicted(known, factor)
-    folded_BLHD = _folded(_order(x_BLHD) - _order(predicted))
-    exponents = _exponents(predicted).split_with_sizes(cut.sizes, cut.dim)
-    cells = cut.cells(x_BLHD.shape)
-    places = stream_places(cells, D)
-    for number, block in enumerate(folded_BLHD.split_with_sizes(cut.sizes, cut.dim)):
-        stream = _stream(block.reshape(-1), exponents[number].reshape(-1))
-        streams[places[number] : places[number] + len(stream)] = stream
+    where its next values go. needed_1: int64, raised to what a token and head need for every block to fit, in
+    sixteenths of a byte."""
+    if not x_BLHD.numel():
+        lengths_N.zero_()
+        return
+    cells, strips = cut.cells(x_BLHD.shape), _Strips.of(x_BLHD, cut)
+    x_SL8 = strips.taken(x_BLHD)
+    columns, z_SL8, k_SL8 = _Columns(strips, known), *(torch.empty_like(x_SL8, dtype=torch.int32) for _ in range(2))
+    for token in range(x_SL8.shape[1]):
+        columns.expect(token, x_SL8[:, token])
+        z_SL8[:, token], k_SL8[:, token] = columns.folded(x_SL8[:, token]), columns.parameter_S8
+        columns.learn(x_SL8[:, token])
+    written = strips.streams(x_SL8, z_SL8, k_SL8, columns.header_S)
+    for number, (place, stream) in enumerate(zip(stream_places(cells, x_BLHD.shape[-1]), written, strict=False)):
+        streams[place : place + len(stream)] = stream
         lengths_N[number] = len(stream)
         if cells[number]:
             needed_1.clamp_(min=-(-len(stream) * PARTS // cells[number]))
-    known.older.copy_(x_BLHD)
+    known.written.copy_(x_BLHD)
 
 
 def stream_lengths(code_BLHW: Tensor, cut: Cut, like_BLHD: Tensor, lengths_N: Tensor) -> Tensor | None:
     """Writes how long the streams of received blocks are, int64 [blocks], by the sizes of their tiles. Returns what
     else was found on the way, for `decode_lossless`. code: the blocks' first parts lie one behind the other in it.
     like: what they are decoded to."""
-    cells = cut.cells(code_BLHW.shape)
-    for number, part in enumerate(_first_parts(code_BLHW, cells)):
-        words_T = _words(part, tiles_of(cells[number], like_BLHD.shape[-1]))
-        lengths_N[number] = 2 * (len(words_T) + words_T.sum())
+    tiles = cut.tiles(code_BLHW.shape, like_BLHD.shape[-1])
+    for number, part in enumerate(_first_parts(code_BLHW, cut)):
+        sizes = part[: 2 * tiles[number]].clone().view(torch.int16).to(torch.int64) & 0xFFFF
+        lengths_N[number] = 2 * (tiles[number] + sizes.sum())
     return None
 
 
 def decode_lossless(
-    code_BLHW: Tensor,
-    rests: Tensor,
-    lengths_N: Tensor,
-    found: Tensor | None,
-    known: Reconstructions,
-    factor: float | None,
-    cut: Cut,
+    code_BLHW: Tensor, rests: Tensor, lengths_N: Tensor, found: Tensor | None, known: Known, cut: Cut
 ) -> None:
-    """Writes the tensor over the older of what is known, from the first part of every block's stream and the rests,
-    uint8, one behind the other in the order of the blocks. code_BLHW, lengths_N, found: of `stream_lengths`."""
-    predicted, written = _predicted(known, factor), known.older
-    exponents = _exponents(predicted).split_with_sizes(cut.sizes, cut.dim)
-    orders = _order(predicted).split_with_sizes(cut.sizes, cut.dim)
-    targets = written.split_with_sizes(cut.sizes, cut.dim)
-    cells, taken = cut.cells(code_BLHW.shape), 0
-    for number, part in enumerate(_first_parts(code_BLHW, cells)):
-        room, length, order_BLHD = room_of(cells[number], code_BLHW.shape[-1]), int(lengths_N[number]), orders[number]
-        stream = part[:room]
-        if length > room:
-            stream = torch.cat([stream, rests[taken : taken + length - room]])
-            taken += length - room
-        folded = _unpacked(stream, exponents[number].reshape(-1)).view(order_BLHD.shape)
-        bits = _order_of_bits(_wrapped(order_BLHD + _unfolded(folded)))
-        targets[number].copy_(bits.to(torch.int16).view(written.dtype))
+    """Writes the tensor where its next values go, from the first part of every block's stream and the rests, uint8, one
+    behind the other in the order of the blocks. code_BLHW, lengths_N, found: of `stream_lengths`."""
+    written, lengths, whole, taken = known.written, lengths_N.tolist(), list[Tensor](), 0
+    if not written.numel():
+        return
+    for part, length, cells in zip(_first_parts(code_BLHW, cut), lengths, cut.cells(code_BLHW.shape), strict=True):
+        first = part[: min(length, room_of(cells, code_BLHW.shape[-1]))]
+        whole += [first, rests[taken : taken + length - len(first)]]
+        taken += length - len(first)
+    strips = _Strips.of(written, cut)
+    codes = _Codes(strips, torch.cat(whole), lengths)
+    columns, bits_SL8 = _Columns(strips, known, codes.header_S), codes.raw_SL8
+    for token in range(bits_SL8.shape[1]):
+        there_S8 = strips.there_SL8[:, token]
+        columns.expect(token)
+        z_S8 = codes.take(columns.parameter_S8, there_S8)
+        found_S8 = torch.where(codes.is_raw_S[:, None], bits_SL8[:, token], columns.unfolded(z_S8))
+        bits_SL8[:, token] = found_S8.masked_fill(~there_S8, 0)
+        columns.learn(bits_SL8[:, token].to(torch.int16).view(written.dtype))
+    flat = torch.empty(written.numel(), dtype=torch.int16, device=written.device)
+    flat[strips.where_SL8[strips.there_SL8]] = bits_SL8[strips.there_SL8].to(torch.int16)
+    written.copy_(flat.view(written.dtype).view(written.shape))
 
 
-def _first_parts(code_BLHW: Tensor, cells: Sequence[int]) -> Sequence[Tensor]:
+def _first_parts(code_BLHW: Tensor, cut: Cut) -> Sequence[Tensor]:
     width = code_BLHW.shape[-1]
-    return code_BLHW.flatten().split_with_sizes([count * width for count in cells])
+    return code_BLHW.flatten().split_with_sizes([count * width for count in cut.cells(code_BLHW.shape)])
 
 
-def _predicted(known: Reconstructions, factor: float | None) -> Tensor:
-    """The prediction, of the tensors' own type."""
-    last = known.last
-    if factor is None or known.before is None:
-        return last
-    newest = last.float()
-    forecast = newest + (newest - known.before.float()) * torch.tensor(factor, dtype=torch.float32, device=last.device)
-    bits = torch.where(torch.isfinite(forecast), forecast.to(last.dtype).view(torch.int16), _bits(last))
-    return bits.view(last.dtype)
+# What is known at a token of all strips -------------------------------------------------------------------------------
 
 
-def _bits(x: Tensor) -> Tensor:
-    return x.view(torch.int16)
+def _exponent(x: Tensor) -> Tensor:
+    """Of float32 numbers that are not negative, the bits, int32."""
+    return x.contiguous().view(torch.int32) >> 23 & 255
 
 
-def _order(x: Tensor) -> Tensor:
-    """int32."""
-    return _order_of_bits(_bits(x).to(torch.int32))
-
-
-def _order_of_bits(bits: Tensor) -> Tensor:
+def _order(bits: Tensor) -> Tensor:
     """Its own inverse, of int32 that hold 16 bits with their sign."""
     return bits ^ ((bits >> 15) & 0x7FFF)
 
 
-def _wrapped(x: Tensor) -> Tensor:
-    """int32 modulo 2**16, with the sign of 16 bits."""
-    return ((x + 0x8000) & 0xFFFF) - 0x8000
+def _fold(difference: Tensor, bits: int) -> Tensor:
+    """Of int32 modulo 2**bits."""
+    half = 1 << (bits - 1)
+    wrapped = ((difference + half) & (2 * half - 1)) - half
+    return (wrapped << 1) ^ (wrapped >> 31)
 
 
-def _folded(difference: Tensor) -> Tensor:
-    wrapped = _wrapped(difference)
-    return ((wrapped << 1) ^ (wrapped >> 15)) & 0xFFFF
-
-
-def _unfolded(folded: Tensor) -> Tensor:
+def _unfold(folded: Tensor) -> Tensor:
     return (folded >> 1) ^ -(folded & 1)
 
 
-def _exponents(x: Tensor) -> Tensor:
-    """The bits of every number's exponent, int32."""
-    mantissa = {torch.bfloat16: 7, torch.float16: 10}[x.dtype]
-    return (_bits(x).to(torch.int32) & 0x7FFF) >> mantissa
+def _sum(x_S8: Tensor) -> Tensor:
+    """Of the 8 numbers, [S, 1]: the upper half added to the lower, and so on."""
+    for half in (4, 2, 1):
+        x_S8 = x_S8[:, :half] + x_S8[:, half:]
+    return x_S8
 
 
-def _in_groups(x: Tensor) -> Tensor:
-    """[groups, RUN], the last one filled up with zeros."""
-    return torch.nn.functional.pad(x, (0, -len(x) % RUN)).view(-1, RUN)
+class _Columns:
+    """Strips as both ends go through them: for each token `expect`, then `folded` or `unfolded`, then `learn`.
+
+    header_S: of every strip h, int32. parameter_S8: of the expected token's codes."""
+
+    parameter_S8: Tensor
+
+    def __init__(self, strips: _Strips, known: Known, header_S: Tensor | None = None) -> None:
+        self._dtype, self._known = known.written.dtype, known.last is not None
+        self._mantissa, self._bias = MANTISSA[self._dtype], BIAS[self._dtype]
+        (S, *_), device = strips.where_SL8.shape, known.written.device
+        self._weight_S1, self._gap_S8 = torch.full((S, 1), 0.5, device=device), torch.zeros(S, RUN, device=device)
+        self._forecast_S8, self._size_S8 = torch.zeros(S, RUN, device=device), torch.zeros(S, RUN, device=device)
+        self._token, self.header_S = 0, header_S
+        if known.last is not None:
+            self._last_SL8 = strips.taken(known.last)
+            self._continued_SL8 = self._last_SL8.float()
+            if known.before is not None:
+                change_SL8 = self._continued_SL8 - strips.taken(known.before).float()
+                factor = torch.tensor(known.factor, dtype=torch.float32, device=device)
+                self._continued_SL8 = self._continued_SL8 + change_SL8 * factor
+
+    def expect(self, token: int, x_S8: Tensor | None = None) -> None:
+        """x: of the first token, for who encodes."""
+        self._token = token
+        if self._known:
+            self._forecast_S8 = self._continued_SL8[:, token] + self._weight_S1 * self._gap_S8
+        if token == 0:
+            if self.header_S is None and x_S8 is not None:
+                self.header_S = _exponent(_sum((x_S8.float() - self._forecast_S8).abs()) * 6)[:, 0]
+            self._size_S8 = (self.header_S << 23).view(torch.float32)[:, None].expand(-1, RUN)
+        exponent_S8 = _exponent(self._size_S8)
+        if not self._known:
+            seven_tenths = torch.tensor(0.7, dtype=torch.float32, device=exponent_S8.device)
+            self._expected_S8 = _exponent(self._size_S8 * seven_tenths) - 5 - self._bias
+            self.parameter_S8 = torch.full_like(exponent_S8, self._mantissa + 1)
+            return
+        finite_S8, last_S8 = torch.isfinite(self._forecast_S8), self._last_SL8[:, token].view(torch.int16)
+        bits_S8 = torch.where(finite_S8, self._forecast_S8.to(self._dtype).view(torch.int16), last_S8).to(torch.int32)
+        self._expected_S8 = _order(bits_S8)
+        of_expected_S8 = ((bits_S8 & 0x7FFF) >> self._mantissa).clamp(min=1)
+        self.parameter_S8 = (exponent_S8 - of_expected_S8 + (self._mantissa - 4 - self._bias)).clamp(0, 15)
+
+    def folded(self, x_S8: Tensor) -> Tensor:
+        """z, int32."""
+        bits_S8, sign = x_S8.view(torch.int16).to(torch.int32), 1 << self._mantissa
+        if self._known:
+            return _fold(_order(bits_S8) - self._expected_S8, 16)
+        exponent_S8 = (bits_S8 & 0x7FFF) >> self._mantissa
+        low_S8 = (bits_S8 & (sign - 1)) << 1 | (bits_S8 < 0)
+        return _fold(self._expected_S8 - exponent_S8, 15 - self._mantissa) << (self._mantissa + 1) | low_S8
+
+    def unfolded(self, z_S8: Tensor) -> Tensor:
+        """The bits of x, int32 with their sign."""
+        if self._known:
+            order_S8 = self._expected_S8 + _unfold(z_S8)
+            return _order(((order_S8 + 0x8000) & 0xFFFF) - 0x8000)
+        exponents = (1 << (15 - self._mantissa)) - 1
+        exponent_S8 = (self._expected_S8 - _unfold(z_S8 >> (self._mantissa + 1))) & exponents
+        bits_S8 = exponent_S8 << self._mantissa | (z_S8 >> 1 & ((1 << self._mantissa) - 1))
+        return bits_S8 - ((z_S8 & 1) << 15)
+
+    def learn(self, x_S8: Tensor) -> None:
+        error_S8 = x_S8.float() - self._forecast_S8
+        sizes_S8 = error_S8.abs()
+        sizes_S8 = _sum(sizes_S8) * 3 + sizes_S8 * 8
+        self._size_S8 = self._size_S8 + (sizes_S8 - self._size_S8) * 0.25 if self._token else sizes_S8
+        if self._known:
+            trend_S1 = _sum(error_S8 * self._gap_S8)
+            moved_S1 = (trend_S1 > 0).float() - (trend_S1 < 0).float()
+            self._weight_S1 = (self._weight_S1 + moved_S1 / 16).clamp(0, 1)
+            self._gap_S8 = x_S8.float() - self._continued_SL8[:, self._token]
 
 
-def _further(exponents: Tensor) -> Tensor:
-    """By how many bits a number's difference may be longer than that of its group's largest, [groups, RUN]. What the
-    last group is filled up with takes none."""
-    groups_GN = _in_groups(exponents)
-    return groups_GN.amax(-1, keepdim=True) - groups_GN if len(groups_GN) else groups_GN
+# Strips in streams ----------------------------------------------------------------------------------------------------
 
 
-class _Tiles:
-    """How the tiles of a block are made up, by the number of its numbers."""
+class _Strips:
+    """The strips of all blocks of a tensor, [S]: where_SL8 tells the places of their numbers in it, there_SL8 which
+    there are; numbers_S how many words they take as they are. Their tiles, [T], one block's after the other's."""
 
-    def __init__(self, numbers: int, like: Tensor) -> None:
-        tiles = math.ceil(numbers / (RUN * TILE))
-        in_order = torch.arange(tiles, dtype=torch.int32, device=like.device)
-        self.numbers_T = (numbers - RUN * TILE * in_order).clamp(max=RUN * TILE)
-        self.codes_T = (self.numbers_T + 4 * RUN - 1) // (4 * RUN)  # words
-        self.of_group = in_order.repeat_interleave(TILE)[: math.ceil(numbers / RUN)]
-        self.of_number = in_order.repeat_interleave(RUN * TILE)[:numbers]
+    def __init__(self, shape: tuple[int, ...], cut: Cut, device: torch.device) -> None:
+        (_, T, H, D), starts = shape, accumulate(cut.sizes, initial=0)
+        parts, numbers, self._tiles = list[Tensor](), list[int](), list[int]()
+        shapes = cut.shapes(shape)
+        longest = max(-(-tokens // max(1, -(-tokens // TOKENS))) for _, tokens, _ in shapes)
+        for start, (batch, tokens, heads) in zip(starts, shapes, strict=False):
+            chunks, width = -(-tokens // TOKENS), heads * D
+            first = [number * tokens // max(1, chunks) for number in range(chunks + 1)]
+            counts = [one - other for one, other in zip(first[1:], first[:-1], strict=True)]
+            columns = -(-width // RUN)
+            row, channel = torch.arange(longest), torch.arange(columns * RUN)
+            token_CL = torch.tensor(first[:-1], dtype=torch.int64)[:, None] + row
+            token_CL[row >= torch.tensor(counts, dtype=torch.int64).view(-1, 1)] = -1
+            at, of_head = (start, 0) if cut.dim == 1 else (0, start * D)
+            rows_BCL = torch.arange(batch).view(-1, 1, 1) * T + at + token_CL
+            where = rows_BCL[..., None] * (H * D) + of_head + channel
+            where[(token_CL < 0)[None, :, :, None].expand(where.shape) | (channel >= width)] = -1
+            parts.append(where.unflatten(-1, (columns, RUN)).transpose(2, 3).flatten(0, 2))
+            numbers += [RUN * count for count in counts for _ in range(columns)] * batch
+            self._tiles.append(-(-len(parts[-1]) // TILE))
+        self.where_SL8 = torch.cat(parts).to(device)
+        self.there_SL8, self.numbers_S = self.where_SL8 >= 0, torch.tensor(numbers, dtype=torch.int64, device=device)
+        tiles = torch.tensor(self._tiles)
+        last = torch.tensor([len(part) for part in parts])
+        in_block = torch.cat([torch.arange(len(part)) for part in parts])
+        block_S, before = torch.arange(len(parts)).repeat_interleave(last), tiles.cumsum(0) - tiles
+        self.tile_S = (before[block_S] + in_block // TILE).to(device)
+        self.in_tile_S = (in_block % TILE).to(device)
+        self.block_T = torch.arange(len(parts)).repeat_interleave(tiles).to(device)
+        self.first_T, self.until_T = before.to(device)[self.block_T], tiles.cumsum(0).to(device)[self.block_T]
+        self.sizes_T = (torch.bincount(self.tile_S, minlength=sum(self._tiles)) + 1) // 2
 
-    def codes(self, begins_T: Tensor, codes_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Of every group's code where its bits begin, and how many they are."""
-        in_tile = torch.arange(len(self.of_group), dtype=torch.int32, device=begins_T.device) % TILE
-        return (16 * begins_T)[self.of_group] + 4 * in_tile, 4 * (codes_T > 0).int()[self.of_group]
+    @staticmethod
+    @lru_cache(maxsize=32)
+    def _of(shape: tuple[int, ...], cut: Cut, device: torch.device) -> _Strips:
+        return _Strips(shape, cut, device)
 
-    def numbers(self, begins_T: Tensor, width_N: Tensor) -> Tensor:
-        """Where the bits of every number begin. begins_T: words, behind the codes."""
-        before_N = width_N.cumsum(0) - width_N
-        first_T = before_N[:: RUN * TILE]
-        return (16 * begins_T - first_T)[self.of_number] + before_N
+    @classmethod
+    def of(cls, like_BLHD: Tensor, cut: Cut) -> _Strips:
+        return cls._of(tuple(like_BLHD.shape), Cut(cut.dim, tuple(cut.sizes)), like_BLHD.device)
 
+    def taken(self, x_BLHD: Tensor) -> Tensor:
+        """A tensor's numbers, [S, L, 8], zeros where there are none."""
+        flat = x_BLHD.contiguous().view(torch.int16).flatten()
+        return flat[self.where_SL8.clamp(min=0)].masked_fill_(~self.there_SL8, 0).view(x_BLHD.dtype)
 
-def _widths(code_G: Tensor, exponents: Tensor) -> Tensor:
-    """Bits of every number, without those of the filling."""
-    code_G1 = code_G[:, None]
-    width_GN = (code_G1 - 1 + _further(exponents)).clamp(max=16)
-    width_GN = torch.where(code_G1 == RAW, 16, torch.where(code_G1 == 0, 0, width_GN))
-    return width_GN.flatten()[: len(exponents)]
+    def tiles_at(self, words_T: Tensor) -> tuple[Tensor, Tensor]:
+        """By how many words tiles take, where in all streams, one behind the other, they lie, and their sizes do."""
+        before_T = words_T.cumsum(0) - words_T
+        sizes_at_T = before_T[self.first_T] + torch.arange(len(words_T), device=words_T.device)
+        return before_T + self.until_T, sizes_at_T
 
+    def strips_at(self, words_S: Tensor, begin_T: Tensor) -> Tensor:
+        """By how many words strips take, where they lie."""
+        before_S = words_S.cumsum(0) - words_S
+        first_S = before_S[self.in_tile_S == 0][self.tile_S]
+        return (begin_T + self.sizes_T)[self.tile_S] + before_S - first_S
 
-def _stream(folded: Tensor, exponents: Tensor) -> Tensor:
-    """The stream of a block's numbers z, uint8."""
-    if not len(folded):
-        return folded.new_empty(0, dtype=torch.uint8)
-    tiles = _Tiles(len(folded), folded)
-    powers = 1 << torch.arange(16, dtype=torch.int32, device=folded.device)
-    length = (folded[:, None] >= powers).sum(-1)  # of each z
-    code_G = 1 + (_in_groups(length) - _further(exponents)).amax(-1).clamp(min=0)
-    code_G = torch.where(code_G >= RAW, RAW, code_G)
-    code_G = torch.where(_in_groups(folded).amax(-1) == 0, 0, code_G)
-    width_N = _widths(code_G, exponents)
-    bits_T = torch.zeros_like(tiles.numbers_T).index_add_(0, tiles.of_number, width_N.to(torch.int32))
-    words_T = tiles.codes_T + (bits_T + 15) // 16
-    raw_T = words_T >= tiles.numbers_T
-    words_T = torch.where(raw_T, tiles.numbers_T, words_T)
-    codes_T = torch.where(raw_T, 0, tiles.codes_T)
-    width_N = torch.where(raw_T[tiles.of_number], 16, width_N)
-    begins_T = words_T.cumsum(0) - words_T
-    bits = folded.new_zeros(16 * int(words_T.sum()), dtype=torch.uint8)
-    for places, used, taken in _bits_of(*tiles.codes(begins_T, codes_T)):
-        bits[places] = ((code_G[used] >> taken) & 1).to(torch.uint8)
-    for places, used, taken in _bits_of(tiles.numbers(begins_T + codes_T, width_N), width_N):
-        bits[places] = ((folded[used] >> taken) & 1).to(torch.uint8)
-    packed = (bits.view(-1, 8) << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(-1, dtype=torch.uint8)
-    return torch.cat([words_T.to(torch.int16).view(torch.uint8), packed])
-
-
-def _bits_of(begins: Tensor, widths: Tensor) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Of some numbers the places of all their bits in turn: those of the first bits, of which numbers they are, and
-    that they are bit 0; and so on."""
-    for bit in range(int(widths.max())):
-        used = (widths > bit).nonzero().flatten()
-        yield begins[used] + bit, used, bit
-
-
-def _words(stream: Tensor, tiles: int) -> Tensor:
-    """How many words every tile takes, int32."""
-    return stream[: 2 * tiles].clone().view(torch.int16).to(torch.int32) & 0xFFFF
+    def streams(self, x_SL8: Tensor, z_SL8: Tensor, k_SL8: Tensor, header_S: Tensor) -> list[Tensor]:
+        """Of all blocks, uint8."""
+        z_SL8 = z_SL8.masked_fill(~self.there_SL8, 0).to(torch.int64)
+        code_SL8, width_SL8 = _coded(z_SL8, k_SL8.to(torch.int64))
+        width_SL8 = width_SL8.masked_fill(~self.there_SL8, 0)
+        words_S = (8 + width_SL8.sum((1, 2)) + 15) // 16
+        raw_S, empty_S = words_S >= self.numbers_S.clamp(max=RAW), (z_SL8 == 0).all(-1).all(-1)
+        raw_S &= ~empty_S
+        words_S = torch.where(raw_S, self.numbers_S, words_S).masked_fill(empty_S, 0)
+        words_T = self.sizes_T.index_add(0, self.tile_S, words_S)
+        begin_T, sizes_at_T = self.tiles_at(words_T)
+        begin_S = self.strips_at(words_S, begin_T)
+        bits = torch.zeros(16 * int(words_T.sum() + len(words_T)), dtype=torch.uint8, device=words_T.device)
+        _put(bits, 16 * sizes_at_T, words_T, 16)
+        _put(bits, 16 * begin_T[self.tile_S] + 8 * self.in_tile_S, torch.where(raw_S, RAW, words_S), 8)
+        coded_S = ~raw_S & ~empty_S
+        _put(bits, 16 * begin_S[coded_S], header_S[coded_S], 8)
+        width_N, there_N = width_SL8[coded_S].flatten(1), self.there_SL8[coded_S]
+        begin_N = (16 * begin_S[coded_S] + 8)[:, None] + width_N.cumsum(1) - width_N
+        _put(bits, begin_N.view(there_N.shape)[there_N], code_SL8[coded_S][there_N], width_SL8[coded_S][there_N])
+        raw_N = self.there_SL8[raw_S]
+        at_N = 16 * (begin_S[raw_S][:, None] + torch.arange(raw_N[0].numel() if len(raw_N) else 0, device=bits.device))
+        x_N = x_SL8[raw_S].view(torch.int16).to(torch.int32)
+        _put(bits, at_N.view(raw_N.shape)[raw_N], x_N[raw_N], 16)
+        packed = (bits.view(-1, 8) << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(-1, dtype=torch.uint8)
+        of_blocks = torch.zeros(len(self._tiles), dtype=torch.int64, device=bits.device)
+        of_blocks = of_blocks.index_add(0, self.block_T, words_T + 1)
+        return list(packed.split_with_sizes((2 * of_blocks).tolist()))
 
 
-def _unpacked(stream: Tensor, exponents: Tensor) -> Tensor:
-    """The numbers z of a stream, int32."""
-    if not len(exponents):
-        return exponents
-    tiles = _Tiles(len(exponents), exponents)
-    words_T = _words(stream, len(tiles.numbers_T))
-    raw_T = words_T == tiles.numbers_T
-    codes_T = torch.where(raw_T, 0, tiles.codes_T)
-    begins_T = words_T.cumsum(0) - words_T
-    packed = stream[2 * len(words_T) :, None]
-    bits = ((packed >> torch.arange(8, dtype=torch.uint8, device=stream.device)) & 1).flatten()
-    code_G = torch.where(raw_T, RAW, 0)[tiles.of_group]
-    for places, used, taken in _bits_of(*tiles.codes(begins_T, codes_T)):
-        code_G[used] |= bits[places].to(code_G.dtype) << taken
-    width_N = _widths(code_G, exponents)
-    found = torch.zeros_like(exponents)
-    for places, used, taken in _bits_of(tiles.numbers(begins_T + codes_T, width_N), width_N):
-        found[used] |= bits[places].to(torch.int32) << taken
-    return found
+def _coded(z: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes of numbers z by their parameters, int64, and of how many bits they are."""
+    q = z >> k
+    further = (q[..., None] - UNARY + 1 >= 2 << torch.arange(16, device=z.device)).sum(-1)  # n
+    ones = torch.where(q < UNARY, q, UNARY + further)
+    base = torch.where(q < UNARY, q, UNARY - 1 + (1 << further)) << k
+    code = (1 << ones) - 1 | z - base << ones + 1
+    long = ones >= LONGEST
+    code = torch.where(long, (1 << LONGEST) - 1 | z << LONGEST, code)
+    return code, torch.where(long, LONGEST + 16, ones + 1 + k + further)
+
+
+def _put(bits: Tensor, begins: Tensor, values: Tensor, widths: Tensor | int) -> None:
+    """Writes numbers of so many bits where these begin."""
+    widths = torch.as_tensor(widths, device=bits.device).expand(values.shape)
+    for bit in range(int(widths.max()) if widths.numel() else 0):
+        used = widths > bit
+        bits[begins[used] + bit] = (values[used] >> bit & 1).to(torch.uint8)
+
+
+class _Codes:
+    """Streams that are read, all strips' at once. raw_SL8: the bits of those that are not coded, int32."""
+
+    def __init__(self, strips: _Strips, streams: Tensor, lengths: Sequence[int]) -> None:
+        self._bytes = torch.nn.functional.pad(streams, (0, 8)).to(torch.int64)
+        length_N = torch.tensor(lengths, dtype=torch.int64, device=streams.device)
+        tiles = torch.arange(len(strips.block_T), device=streams.device) - strips.first_T
+        words_T = self._peek(8 * (length_N.cumsum(0) - length_N)[strips.block_T] + 16 * tiles) & 0xFFFF
+        begin_T, _ = strips.tiles_at(words_T)
+        size_S = self._peek(16 * begin_T[strips.tile_S] + 8 * strips.in_tile_S) & 255
+        self.is_raw_S = size_S == RAW
+        begin_S = strips.strips_at(torch.where(self.is_raw_S, strips.numbers_S, size_S), begin_T)
+        self._coded_S = ~self.is_raw_S & (size_S > 0)
+        self.header_S = (self._peek(16 * begin_S) & 255).masked_fill(~self._coded_S, 0).to(torch.int32)
+        self._at_S = 16 * begin_S + 8
+        self.raw_SL8 = torch.zeros(strips.where_SL8.shape, dtype=torch.int32, device=streams.device)
+        in_strip = torch.arange(strips.where_SL8[:1].numel(), device=streams.device).view(1, -1, RUN)
+        raw = self.is_raw_S[:, None, None] & strips.there_SL8
+        found = self._peek(16 * (begin_S[:, None, None] + in_strip)[raw]).to(torch.int16)
+        self.raw_SL8[raw] = found.to(torch.int32)
+
+    def _peek(self, at: Tensor) -> Tensor:
+        """At least 32 bits from these on, int64."""
+        first, found = (at >> 3).clamp(max=len(self._bytes) - 8), torch.zeros_like(at)
+        for byte in range(5):
+            found |= self._bytes[first + byte] << 8 * byte
+        return found >> (at & 7)
+
+    def take(self, k_S8: Tensor, there_S8: Tensor) -> Tensor:
+        """The next z of every strip, by their parameters: int32, 0 where there is no code."""
+        z_S8, powers = torch.zeros_like(k_S8), torch.arange(1, LONGEST + 1, device=k_S8.device)
+        for number in range(RUN):
+            held, k = self._peek(self._at_S), k_S8[:, number]
+            ones = ((held[:, None] & ((1 << powers) - 1)) == (1 << powers) - 1).sum(-1)
+            further, long = (ones - UNARY).clamp(min=0), ones == LONGEST
+            base = torch.where(ones < UNARY, ones, UNARY - 1 + (1 << further)) << k
+            bits = torch.where(long, 16, k + further)
+            rest = held >> torch.where(long, LONGEST, ones + 1) & ((1 << bits) - 1)
+            used = self._coded_S & there_S8[:, number]
+            z_S8[:, number] = torch.where(long, rest, base + rest).masked_fill(~used, 0)
+            self._at_S += (bits + ones + (~long).long()).masked_fill(~used, 0)
+        return z_S8

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cocodiff_sycl.library import Layouts, Library, Tensors, numbers_of
 from cocodiff_sycl.movement import Pieces, check_rows_exist, packed, placed, scattered, tensors_of
-from cocodiff_sycl.plans import LAYOUTS, TABLES, Plan, Plans, StreamsPlan, stream_places
+from cocodiff_sycl.plans import LAYOUTS, STREAM_TILE, TABLES, Plan, Plans, StreamsPlan
 from cocodiff_sycl.rows import Rows
 
 CHECK_INDICES = "COCODIFF_CHECK_INDICES"
@@ -202,22 +202,20 @@ class SyclOps:
     def encode_lossless(
         self,
         x_BLHD: Tensor,
-        known: tuple[Tensor, Tensor | None],
-        factor: float | None,
+        known: tuple[Tensor, Tensor | None, Tensor | None, float],
         cut: tuple[int, tuple[int, ...]],
         streams: Tensor,
         lengths_N: Tensor,
         needed_1: Tensor,
     ) -> None:
-        last_BLHD, before_BLHD = known
-        dim, sizes = cut
-        B, T, H, D = x_BLHD.shape
-        places = tuple(stream_places([B * size * (H if dim == 1 else T) for size in sizes], D))
-        how = (dim, sizes), places, factor is not None and before_BLHD is not None
-        plan, addresses = self._plans.of(self._plans.encode_lossless, (x_BLHD, last_BLHD, before_BLHD), *how)
+        written_BLHD, last_BLHD, before_BLHD, factor = known
+        how = tuple(cut), before_BLHD is not None
+        tensors = x_BLHD, last_BLHD, before_BLHD, written_BLHD
+        plan, addresses = self._plans.of(self._plans.encode_lossless, tensors, *how)
         if plan.tiles:
             begins = self._begins(plan.tiles) if len(plan.launches) > 2 else None
-            given = streams, None, plan.table, begins, lengths_N, needed_1
+            sizes = torch.empty(plan.tiles * STREAM_TILE, dtype=torch.int16, device=self.device)
+            given = streams, None, plan.table, begins, lengths_N, needed_1, sizes
             self._launch_all(plan, addresses, given, factor)
         else:
             lengths_N.zero_()
@@ -227,8 +225,8 @@ class SyclOps:
     ) -> Tensor:
         plan, _ = self._plans.of(self._plans.stream_lengths, (code_BLHW,), tuple(cut), like_BLHD.shape[-1])
         begins = self._begins(plan.tiles)
-        given = code_BLHW, None, plan.table, begins, lengths_N, None
-        self._launch_all(plan, 3 * NOWHERE, given, None)
+        given = code_BLHW, None, plan.table, begins, lengths_N, None, None
+        self._launch_all(plan, 4 * NOWHERE, given)
         return begins
 
     def decode_lossless(
@@ -237,24 +235,25 @@ class SyclOps:
         rests: Tensor,
         lengths_N: Tensor,
         found: Tensor,
-        known: tuple[Tensor, Tensor | None],
-        factor: float | None,
+        known: tuple[Tensor, Tensor | None, Tensor | None, float],
         cut: tuple[int, tuple[int, ...]],
     ) -> None:
-        how = tuple(cut), code_BLHW.shape[-1], factor is not None and known[1] is not None
-        plan, addresses = self._plans.of(self._plans.decode_lossless, tuple(known), *how)
+        written_BLHD, last_BLHD, before_BLHD, factor = known
+        how = tuple(cut), code_BLHW.shape[-1], before_BLHD is not None
+        tensors = last_BLHD, before_BLHD, written_BLHD
+        plan, addresses = self._plans.of(self._plans.decode_lossless, tensors, *how)
         if plan.tiles:
-            given = code_BLHW, rests, plan.table, found, lengths_N, None
+            given = code_BLHW, rests, plan.table, found, lengths_N, None, None
             self._launch_all(plan, NOWHERE + addresses, given, factor)
 
     def _begins(self, tiles: int) -> Tensor:
         return torch.empty(tiles, dtype=torch.int64, device=self.device)
 
     def _launch_all(
-        self, plan: StreamsPlan, addresses: bytes, given: Sequence[Tensor | None], factor: float | None
+        self, plan: StreamsPlan, addresses: bytes, given: Sequence[Tensor | None], factor: float = 0.0
     ) -> None:
         addresses += b"".join(NOWHERE if one is None else ADDRESS.pack(one.data_ptr()) for one in given)
-        addresses += FACTOR.pack(factor or 0.0)
+        addresses += FACTOR.pack(factor)
         for launch in plan.launches:
             self.library.launch(launch, addresses, self._queue())
 

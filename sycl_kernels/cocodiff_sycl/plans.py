@@ -5,7 +5,6 @@ A later call with tensors of such layouts (`library.Layouts`) finds the plan and
 
 from __future__ import annotations
 
-import operator
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,8 @@ TABLES = {"pairs": 2, "halves": 2, "complex": 1, "none": 0}  # of rotary angles
 GROUPS_OF_ROWS = 16  # GPU: groups of LANES work-items in a work-group
 GROUPS_OF_UNIT = 16  # GPU: groups of LANES work-items that a compute unit shall have at least: twice its threads
 CODE_BITS, CODE_GROUP = (2, 4, 8), 32  # of a residual's code, and channels of one of its scales
-STREAM_GROUP, STREAM_TILE, STREAM_ADDRESSES = 8, 64, 10  # of the lossless codec: numbers, groups; of its launches
+STREAM_RUN, STREAM_TOKENS, STREAM_TILE = 8, 32, 16  # of the lossless codec's strips: numbers, tokens; strips of a tile
+STREAM_ADDRESSES = 12  # of its launches
 FEW_TILES = 1024  # of a block: each finds where it begins by the sizes of all before it
 NOTES = 4  # of a tensor's codec
 SELECT_ITEMS = 256  # GPU: work-items that search one row of scores
@@ -54,8 +54,9 @@ def stream_places(cells: Sequence[int], head_dim: int) -> list[int]:
     """Where blocks of so many tokens times heads begin in a buffer with room for any streams of theirs, in bytes."""
     places = [0]
     for count in cells:
-        numbers = count * head_dim
-        places.append(places[-1] + 2 * (-(-numbers // (STREAM_GROUP * STREAM_TILE)) + numbers))
+        strips = count * -(-head_dim // STREAM_RUN)
+        most = 2 * STREAM_RUN * strips + strips + 4 * -(-strips // STREAM_TILE)
+        places.append(places[-1] + most // 2 * 2)
     return places
 
 
@@ -224,47 +225,51 @@ class Plans:
     def encode_lossless(
         self,
         x_BLHD: Tensor,
-        last_BLHD: Tensor,
+        last_BLHD: Tensor | None,
         before_BLHD: Tensor | None,
+        written_BLHD: Tensor,
         cut: Cut,
-        places: tuple[int, ...],
         linear: bool,
     ) -> StreamsPlan:
-        """places: where streams begin."""
-        self._check_known("encode_lossless", x_BLHD, last_BLHD, before_BLHD)
-        dtype = DTYPES[x_BLHD.dtype]
-        begins = (
-            ()
-            if max(map(operator.sub, places[1:], places)) <= FEW_TILES * STREAM_TILE * STREAM_GROUP * 2
-            else ("stream_begins",)
-        )
-        kernels = f"stream_sizes_{dtype}", *begins, f"stream_numbers_{dtype}"
-        return self._streams(kernels, (x_BLHD, last_BLHD, before_BLHD), cut, places, 0, linear)
+        tensors = x_BLHD, last_BLHD, before_BLHD, written_BLHD
+        self._check_known("encode_lossless", tensors)
+        B, T, H, D = x_BLHD.shape
+        places = stream_places([B * size * (H if cut[0] == 1 else T) for size in cut[1]], D)
+        return self._streams(("stream_sizes", "stream_numbers"), tensors, cut, places, 0, linear)
 
     def stream_lengths(self, code_BLHW: Tensor, cut: Cut, head_dim: int) -> StreamsPlan:
         """code: whose blocks lie one after the other, whatever its strides say."""
         B, T, H, W = code_BLHW.shape
         like_BLHD = torch.empty(1, dtype=torch.bfloat16).expand(B, T, H, head_dim)
-        return self._streams(("stream_begins",), (None, like_BLHD, None), cut, None, W, False)
+        return self._streams(("stream_begins",), (None, None, None, like_BLHD), cut, None, W, False)
 
     def decode_lossless(
-        self, last_BLHD: Tensor, before_BLHD: Tensor | None, cut: Cut, width: int, linear: bool
+        self,
+        last_BLHD: Tensor | None,
+        before_BLHD: Tensor | None,
+        written_BLHD: Tensor,
+        cut: Cut,
+        width: int,
+        linear: bool,
     ) -> StreamsPlan:
-        self._check_known("decode_lossless", last_BLHD, last_BLHD, before_BLHD)
-        kernels = (f"read_streams_{DTYPES[last_BLHD.dtype]}",)
-        return self._streams(kernels, (None, last_BLHD, before_BLHD), cut, None, width, linear)
+        tensors = None, last_BLHD, before_BLHD, written_BLHD
+        self._check_known("decode_lossless", tensors)
+        return self._streams(("read_streams",), tensors, cut, None, width, linear)
 
-    def _check_known(self, op: str, x_BLHD: Tensor, last_BLHD: Tensor, before_BLHD: Tensor | None) -> None:
-        check_dims(op, "x", x_BLHD, 4)
-        if x_BLHD.dtype not in (torch.bfloat16, torch.float16):
-            raise TypeError(f"{op}: {x_BLHD.dtype} travels whole: give torch.bfloat16 or torch.float16")
-        if x_BLHD.shape[-1] % STREAM_GROUP:
-            raise ValueError(f"{op}: heads of {x_BLHD.shape[-1]} numbers: give a multiple of {STREAM_GROUP}")
-        there = {"last": last_BLHD} | ({} if before_BLHD is None else {"before": before_BLHD})
-        check_rows(op, self._device, x_BLHD.dtype, x_BLHD.shape, x=x_BLHD, **there)
+    def _check_known(self, op: str, tensors: Sequence[Tensor | None]) -> None:
+        """tensors: x, the last values, those before, where the next ones go."""
+        there = {
+            name: x for name, x in zip(("x", "last", "before", "written"), tensors, strict=True) if x is not None
+        }
+        written_BLHD = there["written"]
+        check_dims(op, "x", there.get("x", written_BLHD), 4)
+        if written_BLHD.dtype not in (torch.bfloat16, torch.float16):
+            raise TypeError(f"{op}: {written_BLHD.dtype} travels whole: give torch.bfloat16 or torch.float16")
+        if written_BLHD.shape[-1] % STREAM_RUN:
+            raise ValueError(f"{op}: heads of {written_BLHD.shape[-1]} numbers: give a multiple of {STREAM_RUN}")
+        check_rows(op, self._device, written_BLHD.dtype, written_BLHD.shape, **there)
+        check_no_overlap(op, "written", written_BLHD)
         for name, tensor in there.items():
-            check_no_overlap(op, name, tensor)
-        for name, tensor in (there | {"x": x_BLHD}).items():
             spanned = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
             if spanned >= 2**32:
                 raise ValueError(f"{op}: {name} spans {spanned} numbers: give less than {2**32}")
@@ -272,34 +277,42 @@ class Plans:
     def _streams(
         self,
         kernels: Sequence[str],
-        tensors: tuple[Tensor | None, Tensor, Tensor | None],
+        tensors: tuple[Tensor | None, ...],
         cut: Cut,
-        places: tuple[int, ...] | None,
+        places: Sequence[int] | None,
         width: int,
         linear: bool,
     ) -> StreamsPlan:
         """tensors: x and what is known. places: where streams begin; None: of first parts, so many bytes wide for a
         token and head, one after the other."""
-        B, T, H, D = tensors[1].shape
+        written = tensors[-1]
+        assert written is not None
+        B, T, H, D = written.shape
         dim, sizes = cut
-        blocks, first_tile, start, place = [], 0, 0, 0
+        blocks, first_tile, start, place, most_tiles = [], 0, 0, 0, 0
         for number, size in enumerate(sizes):
-            cells = B * size * (H if dim == 1 else T)
-            groups = cells * D // STREAM_GROUP
-            tiles = -(-groups // STREAM_TILE)
+            tokens, heads = (size, H) if dim == 1 else (T, size)
+            columns, chunks = heads * D // STREAM_RUN, -(-tokens // STREAM_TOKENS)
+            strips, cells = B * chunks * columns, B * tokens * heads
+            tiles = -(-strips // STREAM_TILE)
             begins = place if places is None else places[number]
-            divisors = [_divisor(by) for by in ((H, size) if dim == 1 else (size, T))]
-            blocks.append((first_tile, tiles, groups, cells, start, size, begins, cells * width // 2 * 2, *divisors))
+            of_strips = columns, chunks, _divisor(columns), _divisor(chunks)
+            blocks.append(
+                (first_tile, tiles, strips, cells, start, tokens, begins, cells * width // 2 * 2, *of_strips)
+            )
             first_tile, start, place = first_tile + tiles, start + size, place + cells * width
+            most_tiles = max(most_tiles, tiles)
+        if len(kernels) > 1 and most_tiles > FEW_TILES:
+            kernels = kernels[0], "stream_begins", *kernels[1:]
         table = torch.tensor(blocks, dtype=torch.int64).to(self._device)
         strides = [number for tensor in tensors for number in ((0, 0, 0) if tensor is None else tensor.stride()[:3])]
-        values = first_tile, len(blocks), T, H, D, int(dim == 1), int(linear), _divisor(D // STREAM_GROUP), *strides
-        lanes = self._library.lanes
-        launches = []
+        values = first_tile, len(blocks), H, D, int(dim == 1), int(linear), _divisor(D // STREAM_RUN), *strides
+        lanes, launches = self._library.lanes, []
         for kernel in kernels:
             if kernel == "stream_begins":
                 groups, items = len(blocks), 1 if lanes == 1 else SELECT_ITEMS
             else:
+                kernel = f"{kernel}_{DTYPES[written.dtype]}"
                 groups, items = -(-first_tile // self.packed), self.packed * lanes
             launches.append(self._library.launch_of(kernel, groups, items, STREAM_ADDRESSES, values))
         return StreamsPlan(tuple(launches), table, first_tile)

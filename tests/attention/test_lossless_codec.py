@@ -99,7 +99,7 @@ def test_numbers_of_32_bits_travel_whole():
 @pytest.mark.parametrize("how", ROUTES, ids=lambda how: "-".join(map(str, how.values())))
 def test_nothing_is_lost_where_every_block_overflows(how, monkeypatch):
     """The first part has room for the widths alone: all planes come as rests, over every route."""
-    monkeypatch.setattr(codecs, "FIRST_ROOM", 0.0)
+    monkeypatch.setattr(codecs, "FIRST_ROOMS", (0.0, 0.0))
     monkeypatch.setattr(codecs, "MARGIN", -100.0)
     monkeypatch.setattr(codecs.math, "log2", lambda x: -1000.0)
     world = Data(6, heads=12, dtype=torch.bfloat16, kind="noise")

@@ -1,26 +1,28 @@
 // The lossless codec: blocks of a 16-bit tensor as streams, and back. cocodiff/kernels/lossless.py defines them.
 //
-// stream_sizes finds every tile's words, stream_begins where tiles begin and how long streams are, stream_numbers writes
-// the tiles and what is known next; read_streams is the way back. LANES work-items take a tile, each a group of 8
-// numbers in a pass. x and what is known are read twice. Where blocks are of few tiles, stream_numbers finds by itself
-// where they begin, which saves a launch.
+// A work-item goes through a strip, token by token; neighbouring ones read neighbouring numbers. LANES of them take a
+// tile. stream_sizes finds every strip's and tile's words, stream_begins where tiles begin and how long streams are,
+// stream_numbers writes the tiles and what is known next; read_streams is the way back. Where blocks are of few tiles,
+// stream_numbers finds by itself where they begin, which saves a launch.
 namespace lossless {
-constexpr int RUN = 8, TILE = 64, RAW = 15, NOTED_PARTS = 16;
+constexpr int RUN = 8, TILE = 16, RAW = 255, UNARY = 4, LONGEST = 12, NOTED_PARTS = 16;
 
 struct StreamBlock { // in the launch's table
-  i64 first_tile, tiles, groups, cells, start, size, place, room; // place: of the stream; room: of its first part, bytes
-  i64 by_inner, by_middle;
+  i64 first_tile, tiles, strips, cells, start, tokens;
+  i64 place, room; // of the stream, and of its first part, bytes
+  i64 columns, chunks, by_columns, by_chunks;
 };
 
 struct StreamsOf {
-  const char *x; // not for decoding
-  char *last, *before;
+  const char *x, *last, *before; // x: not for decoding. last, before: where they are known
+  char *written;
   uint8_t *first, *rests; // streams, or their first parts and what did not fit there
   const StreamBlock *blocks;
   i64 *begins, *lengths, *needed; // begins: of tiles, in words behind the sizes
+  uint16_t *strips; // while encoding, of each its size and h
   i64 factor_bits;
-  i64 tiles, count, tokens, heads, numbers, by_rows, linear, by_head;
-  Strides of_x, of_last, of_before;
+  i64 tiles, count, heads, numbers, by_rows, linear, by_head;
+  Strides of_x, of_last, of_before, of_written;
 };
 
 using Run = Vector<int32_t, RUN>;
@@ -37,19 +39,6 @@ inline int32_t lane() { return 0; }
 inline int32_t sum_of_all(int32_t x) { return x; }
 inline int32_t sum_before(int32_t) { return 0; }
 #endif
-
-inline int32_t most(Run x) {
-  int32_t found = x[0];
-#pragma unroll
-  for (int i = 1; i < RUN; ++i) found = sycl::max(found, x[i]);
-  return found;
-}
-inline int32_t sum(Run x) {
-  int32_t found = 0;
-#pragma unroll
-  for (int i = 0; i < RUN; ++i) found += x[i];
-  return found;
-}
 
 // 16 bits with their sign.
 template <bool WORDS> inline Run taken(const uint16_t *from) {
@@ -93,105 +82,154 @@ inline uint32_t divided(uint32_t x, i64 divisor) {
   return divisor ? sycl::mul_hi(x, uint32_t(divisor)) >> uint32_t(divisor >> 32) : x;
 }
 
-// Where a group of a block lies in a tensor, of less than 2**32 numbers.
-struct Spot {
-  uint32_t batch, token, head, number;
-  Spot(const StreamsOf &of, const StreamBlock &block, i64 group) {
-    const uint32_t inner = of.by_rows ? of.heads : block.size, middle = of.by_rows ? block.size : of.tokens;
-    const uint32_t cell = divided(group, of.by_head), row = divided(cell, block.by_inner);
-    number = uint32_t(group) * RUN - cell * uint32_t(of.numbers);
-    batch = divided(row, block.by_middle);
-    token = row - batch * middle + (of.by_rows ? uint32_t(block.start) : 0);
-    head = cell - row * inner + (of.by_rows ? 0 : uint32_t(block.start));
-  }
-  uint32_t in(const Strides &by) const {
-    return batch * uint32_t(by.batch) + token * uint32_t(by.token) + head * uint32_t(by.head) + number;
-  }
-};
-
-// What is known of a group: the order of its prediction, and by how many bits its numbers may be longer.
-template <typename Type, bool WORDS> struct Known {
-  Run order, further;
-  Known(const StreamsOf &of, const uint16_t *last, const uint16_t *before) {
-    const Run newest = taken<WORDS>(last);
-    Run bits = newest;
-    int32_t largest;
-    if (of.linear) {
-      const RunOfFloats one = widened<Type>(newest), two = widened<Type>(taken<WORDS>(before));
-      const RunOfFloats forecast = one + (one - two) * sycl::bit_cast<float>(uint32_t(of.factor_bits));
-      bits = narrowed<Type>(forecast);
-      largest = most(exponent_of(bits));
-      if (largest == NOT_FINITE) { // or rounded to infinity
-        const Run finite = (__builtin_bit_cast(Run, forecast) & 0x7fffffff) < 0x7f800000;
-        bits = finite ? bits : newest, largest = most(exponent_of(bits));
-      }
-    } else
-      largest = most(exponent_of(bits));
-    order = order_of(bits), further = largest - exponent_of(bits);
-  }
-  static constexpr int32_t NOT_FINITE = std::is_same_v<Type, BF16> ? 0xff : 0x1f;
-  static Run exponent_of(Run bits) { return bits >> (std::is_same_v<Type, BF16> ? 7 : 10) & NOT_FINITE; }
-  Run width(int32_t code) const {
-    const Run wanted = further + (code == RAW ? 16 : sycl::max(code - 1, 0));
-    const int32_t most = code ? 16 : 0;
-    return wanted > most ? Run(most) : wanted;
-  }
-};
-
-// How long a z is, its exponent as a float tells, in which 16 bits are exact.
-inline int32_t code_of(Run z, Run further) {
-  const Run scaled = __builtin_bit_cast(Run, __builtin_convertvector(z, RunOfFloats)) - (further << 23);
-  const int32_t code = 1 + sycl::max((most(scaled) >> 23) - 126, 0);
-  return most(z) == 0 ? 0 : sycl::min(code, RAW);
-}
-
-inline Run folded(Run difference) {
-  const Run high = difference << 16;
-  return ((high >> 15) ^ (high >> 31)) & 0xffff;
-}
-
 // Which block a tile belongs to, and what of it.
 struct Tile {
   const StreamBlock *block;
   i64 number; // of the block's tiles
-  int32_t groups, codes; // words
+  int32_t strips, sizes; // words of their sizes
   Tile(const StreamsOf &of, i64 tile) : block(of.blocks) {
     while (tile >= block->first_tile + block->tiles) ++block;
     number = tile - block->first_tile;
-    groups = sycl::min(block->groups - number * TILE, i64(TILE)), codes = (groups + 3) / 4;
+    strips = sycl::min(block->strips - number * TILE, i64(TILE)), sizes = (strips + 1) / 2;
   }
-  // By the words of a tile: without codes?
-  bool raw(int32_t words) const { return words == groups * RUN; }
-  // The group of this work-item in a pass; some other one where there is none.
-  i64 group(int32_t first) const { return number * TILE + sycl::min(first + lane(), groups - 1); }
 };
 
-// What a work-item has of a pass: its numbers, z and widths, which are 0 where the tile has no such group.
-template <typename Type, bool WORDS> struct Pass {
-  bool there;
-  Spot spot;
-  Run bits, z, width;
-  int32_t code;
-  Pass(const StreamsOf &of, const Tile &tile, int32_t first, bool raw)
-      : there(first + lane() < tile.groups), spot(of, *tile.block, tile.group(first)) {
-    using Bits = const uint16_t *;
-    bits = taken<WORDS>(Bits(of.x) + spot.in(of.of_x));
-    const Known<Type, WORDS> known(of, Bits(of.last) + spot.in(of.of_last), Bits(of.before) + spot.in(of.of_before));
-    z = folded(order_of(bits) - known.order) & (there ? -1 : 0);
-    code = there ? raw ? RAW : code_of(z, known.further) : 0;
-    width = known.width(code);
+inline int32_t exponent_of(float x) { return sycl::bit_cast<uint32_t>(x) >> 23 & 255; }
+inline Run exponents_of(RunOfFloats x) { return __builtin_bit_cast(Run, x) >> 23 & 255; }
+inline RunOfFloats absolute(RunOfFloats x) {
+  return __builtin_bit_cast(RunOfFloats, __builtin_bit_cast(Run, x) & 0x7fffffff);
+}
+inline Run folded(Run difference, int bits) { // modulo 2**bits
+  const Run wrapped = difference << (32 - bits) >> (32 - bits);
+  return wrapped << 1 ^ wrapped >> 31;
+}
+inline Run unfolded(Run z) { return z >> 1 ^ -(z & 1); }
+
+// A strip as both ends go through it: for each token `expect`, then `z_of` or `bits_of`, then `learn`.
+template <typename Type, bool WORDS> struct Strip {
+  static constexpr bool IS_BF16 = std::is_same_v<Type, BF16>;
+  static constexpr int MANTISSA = IS_BF16 ? 7 : 10, BIAS = IS_BF16 ? 0 : 112, EXPONENT = 15 - MANTISSA;
+  const StreamsOf &of;
+  int32_t tokens;
+  uint32_t batch, token, head, number; // of its first one
+  float weight = .5f;
+  RunOfFloats gap = 0.f, size = 0.f, continued = 0.f, forecast = 0.f;
+  Run expected, parameter;
+
+  Strip(const StreamsOf &of, const Tile &tile, int32_t strip) : of(of) {
+    const StreamBlock &block = *tile.block;
+    const uint32_t own = tile.number * TILE + sycl::min(strip, tile.strips - 1);
+    const uint32_t row = divided(own, block.by_columns), column = own - row * uint32_t(block.columns);
+    batch = divided(row, block.by_chunks);
+    const uint32_t chunk = row - batch * uint32_t(block.chunks), all = block.tokens;
+    const uint32_t begin = divided(chunk * all, block.by_chunks);
+    tokens = strip < tile.strips ? divided((chunk + 1) * all, block.by_chunks) - begin : 0;
+    token = begin + (of.by_rows ? uint32_t(block.start) : 0);
+    const uint32_t within = divided(column, of.by_head);
+    number = column * RUN - within * uint32_t(of.numbers);
+    head = within + (of.by_rows ? 0 : uint32_t(block.start));
+  }
+  uint16_t *in(const char *tensor, const Strides &by, int32_t at) const {
+    const uint32_t cell = batch * uint32_t(by.batch) + (token + at) * uint32_t(by.token) + head * uint32_t(by.head);
+    return reinterpret_cast<uint16_t *>(const_cast<char *>(tensor)) + (cell + number);
+  }
+  Run x(int32_t at) const { return taken<WORDS>(in(of.x, of.of_x, at)); }
+  void write(int32_t at, Run bits) const { put<WORDS>(in(of.written, of.of_written, at), bits); }
+  int32_t raw_words() const { return tokens * RUN; }
+
+  // The forecast of a token, and the bits of the last values.
+  Run look(int32_t at) {
+    if (!of.last) return 0;
+    const Run last = taken<WORDS>(in(of.last, of.of_last, at));
+    continued = widened<Type>(last);
+    if (of.linear)
+      continued = continued + (continued - widened<Type>(taken<WORDS>(in(of.before, of.of_before, at)))) *
+                                  sycl::bit_cast<float>(uint32_t(of.factor_bits));
+    forecast = continued + weight * gap;
+    return last;
+  }
+  // h, by the first token's bits.
+  int32_t header(Run bits) {
+    look(0);
+    return exponent_of(sum_of(absolute(widened<Type>(bits) - forecast)) * 6.f);
+  }
+  void begin(int32_t h) { size = sycl::bit_cast<float>(h << 23); }
+  void expect(int32_t at) {
+    const Run last = look(at);
+    if (!of.last) {
+      expected = exponents_of(size * .7f) - (5 + BIAS), parameter = MANTISSA + 1;
+      return;
+    }
+    const Run finite = exponents_of(forecast) != 255, bits = finite ? narrowed<Type>(forecast) : last;
+    expected = order_of(bits);
+    const Run low = (bits & 0x7fff) >> MANTISSA, exponent = low < 1 ? Run(1) : low;
+    parameter = exponents_of(size) - exponent + (MANTISSA - 4 - BIAS);
+    parameter = parameter < 0 ? Run(0) : parameter > 15 ? Run(15) : parameter;
+  }
+  Run z_of(Run bits) const {
+    if (of.last) return folded(order_of(bits) - expected, 16);
+    const Run low = (bits & ((1 << MANTISSA) - 1)) << 1 | (bits >> 15 & 1);
+    return folded(expected - ((bits & 0x7fff) >> MANTISSA), EXPONENT) << (MANTISSA + 1) | low;
+  }
+  Run bits_of(Run z) const { // with their sign
+    if (of.last) return order_of((expected + unfolded(z)) << 16 >> 16);
+    const Run exponent = (expected - unfolded(z >> (MANTISSA + 1))) & ((1 << EXPONENT) - 1);
+    return (exponent << MANTISSA | (z >> 1 & ((1 << MANTISSA) - 1)) | (z & 1) << 15) << 16 >> 16;
+  }
+  void learn(int32_t at, Run bits) {
+    const RunOfFloats values = widened<Type>(bits), error = values - forecast, sizes = absolute(error);
+    const RunOfFloats now = sum_of(sizes) * 3.f + sizes * 8.f;
+    size = at ? size + (now - size) * .25f : now;
+    if (!of.last) return;
+    const float trend = sum_of(error * gap);
+    weight = sycl::clamp(weight + (trend > 0 ? .0625f : trend < 0 ? -.0625f : 0.f), 0.f, 1.f);
+    gap = values - continued;
   }
 };
+
+// The codes of numbers: how many ones, how many bits below them, and those.
+struct Codes {
+  Run ones, below, rest;
+  Codes(Run z, Run k) {
+    const Run q = z >> k, above = q - (UNARY - 1), at_least = above < 1 ? Run(1) : above;
+    const Run further = exponents_of(__builtin_convertvector(at_least, RunOfFloats)) - 127;
+    const Run few = q < UNARY;
+    ones = few ? q : UNARY + further;
+    below = k + further; // further is 0 where there are few
+    rest = z - ((few ? q : UNARY - 1 + (Run(1) << further)) << k);
+    const Run many = ones >= LONGEST;
+    ones = many ? Run(LONGEST) : ones, below = many ? Run(16) : below, rest = many ? z : rest;
+  }
+  Run prefix() const { return ones + (ones < LONGEST ? Run(1) : Run(0)); } // bits of the ones and the zero
+};
+
+inline int32_t sum(Run x) { return sum_of(x); }
 
 template <typename Type, bool WORDS> inline void stream_sizes(const StreamsOf &of) {
   const Place place;
   if (place.row >= of.tiles) return;
   const Tile tile(of, place.row);
   int32_t all = 0;
-  for (int32_t first = 0; first < tile.groups; first += LANES) all += sum(Pass<Type, WORDS>(of, tile, first, false).width);
-  all = tile.codes + (sum_of_all(all) + 15) / 16;
-  if (lane() == 0)
-    reinterpret_cast<uint16_t *>(of.first + tile.block->place)[tile.number] = sycl::min(all, tile.groups * RUN);
+  for (int32_t first = 0; first < tile.strips; first += LANES) {
+    Strip<Type, WORDS> strip(of, tile, first + lane());
+    int32_t bits = 8, any = 0, header = 0;
+    if (strip.tokens) strip.begin(header = strip.header(strip.x(0)));
+    for (int32_t at = 0; at < strip.tokens; ++at) {
+      strip.expect(at);
+      const Run own = strip.x(at), z = strip.z_of(own);
+      const Codes codes(z, strip.parameter);
+      bits += sum(codes.prefix() + codes.below);
+#pragma unroll
+      for (int i = 0; i < RUN; ++i) any |= z[i];
+      strip.learn(at, own);
+    }
+    int32_t words = any ? (bits + 15) / 16 : 0, size = words;
+    if (any && words >= sycl::min(strip.raw_words(), RAW)) words = strip.raw_words(), size = RAW;
+    if (first + lane() < TILE) of.strips[place.row * TILE + first + lane()] = uint16_t(size | header << 8);
+    all += words;
+  }
+  all = sum_of_all(all) + tile.sizes;
+  if (lane() == 0) reinterpret_cast<uint16_t *>(of.first + tile.block->place)[tile.number] = all;
 }
 
 inline int32_t word_at(const uint8_t *from) { return from[0] | from[1] << 8; } // may lie anywhere
@@ -231,25 +269,24 @@ inline void stream_begins(const StreamsOf &of) {
   if (!own) note_length(of, block, all);
 }
 
-// Puts numbers behind `count` bits of a word: calls emit(word) with each that is full. Returns the one that is not.
-template <typename Emit> inline uint32_t append(int32_t count, Run z, Run width, Emit emit) {
-  uint32_t held = 0;
-#pragma unroll
-  for (int i = 0; i < RUN; ++i) {
-    held |= uint32_t(z[i]) << count, count += width[i];
-    if (count < 16) continue;
-    emit(uint16_t(held));
+// Puts bits behind `count` others and emits the word that becomes full.
+struct Packer {
+  uint16_t *to;
+  uint32_t held;
+  int32_t count;
+  void put(uint32_t bits, int32_t width) {
+    held |= bits << count, count += width;
+    if (count < 16) return;
+    *to++ = uint16_t(held);
     held >>= 16, count -= 16;
   }
-  return held;
-}
+};
 
 template <typename Type, bool WORDS> inline void stream_numbers(const StreamsOf &of) {
   const Place place;
   if (place.row >= of.tiles) return;
   const Tile tile(of, place.row);
   uint16_t *const stream = reinterpret_cast<uint16_t *>(of.first + tile.block->place);
-  const bool raw = tile.raw(stream[tile.number]);
   i64 begin = 0;
   if (of.begins)
     begin = of.begins[place.row];
@@ -261,52 +298,40 @@ template <typename Type, bool WORDS> inline void stream_numbers(const StreamsOf 
     for (i64 block = 0; place.row == 0 && block < of.count; ++block)
       if (lane() == 0 && !of.blocks[block].tiles) of.lengths[block] = 0;
   }
-  uint16_t *const codes = stream + tile.block->tiles + begin;
-  uint16_t *to = codes + (raw ? 0 : tile.codes);
-  uint32_t held = 0, code_word = 0; // the word that is not full, alike on all work-items; count: its bits
-  int32_t count = 0;
-  for (int32_t first = 0; first < tile.groups; first += LANES) {
-    const Pass<Type, WORDS> pass(of, tile, first, raw);
-    const int32_t own = sum(pass.width), from = count + sum_before(own), end = from + own;
-    if (pass.there)
-      put<WORDS>(of.before ? reinterpret_cast<uint16_t *>(of.before) + pass.spot.in(of.of_before)
-                           : reinterpret_cast<uint16_t *>(of.last) + pass.spot.in(of.of_last), pass.bits);
-    const int32_t group = first + lane();
-    code_word = (group % 4 ? code_word : 0) | uint32_t(pass.code) << 4 * (group % 4);
-    uint16_t *const at = to + from / 16;
-    uint32_t first_word = 0;
-    int32_t full = 0;
-    uint32_t left = append(from % 16, pass.z, pass.width, [&](uint16_t word) {
-      if (full++) at[full - 1] = word;
-      else first_word = word;
-    });
-    uint32_t begun = from < 16 ? held : 0; // what lies before this work-item's bits in its first word
-#if LANES > 1
-    code_word = uint32_t(pass.code) << 4 * (group % 4);
-    code_word |= sycl::permute_group_by_xor(lanes(), code_word, 1);
-    code_word |= sycl::permute_group_by_xor(lanes(), code_word, 2);
-    // Of the word that this work-item leaves unfilled, its own bits and those of the work-items before it.
-    const int32_t last_word = end / 16;
-#pragma unroll
-    for (int distance = 1; distance < LANES; distance *= 2) {
-      const uint32_t other = sycl::shift_group_right(lanes(), left, distance);
-      const int32_t its_word = sycl::shift_group_right(lanes(), last_word, distance);
-      if (lane() >= distance && its_word == last_word) left |= other;
+  uint8_t *const sizes = reinterpret_cast<uint8_t *>(stream + tile.block->tiles + begin);
+  uint16_t *to = stream + tile.block->tiles + begin + tile.sizes;
+  for (int32_t first = 0; first < tile.strips; first += LANES) {
+    Strip<Type, WORDS> strip(of, tile, first + lane());
+    const int32_t noted = strip.tokens ? of.strips[place.row * TILE + first + lane()] : 0, size = noted & 255;
+    const int32_t words = size == RAW ? strip.raw_words() : size;
+    if (strip.tokens) sizes[first + lane()] = size;
+    if (first + lane() == tile.strips - 1 && tile.strips % 2) sizes[tile.strips] = 0;
+    Packer packer{to + sum_before(words), uint32_t(noted >> 8), 8};
+    to += sum_of_all(words);
+    if (size == 0 || size == RAW) {
+      for (int32_t at = 0; at < strip.tokens; ++at) {
+        const Run own = strip.x(at);
+        if (size) lossless::put<false>(packer.to + at * RUN, own);
+        strip.write(at, own);
+      }
+      continue;
     }
-    const uint32_t earlier = sycl::shift_group_right(lanes(), left, 1);
-    begun |= lane() ? earlier : 0;
-#endif
-    if (full) at[0] = uint16_t(first_word | begun);
-    if (!raw && pass.there && (group % 4 == 3 || group == tile.groups - 1)) codes[group / 4] = uint16_t(code_word);
-#if LANES > 1
-    left = sycl::select_from_group(lanes(), left, LANES - 1);
-    const int32_t whole_end = sycl::select_from_group(lanes(), end, LANES - 1);
-#else
-    const int32_t whole_end = end;
-#endif
-    held = left | (whole_end < 16 ? held : 0), count = whole_end % 16, to += whole_end / 16;
+    strip.begin(noted >> 8);
+    for (int32_t at = 0; at < strip.tokens; ++at) {
+      strip.expect(at);
+      const Run own = strip.x(at);
+      const Codes codes(strip.z_of(own), strip.parameter);
+      const Run prefix = codes.prefix();
+#pragma unroll
+      for (int i = 0; i < RUN; ++i) {
+        packer.put((1u << codes.ones[i]) - 1, prefix[i]);
+        packer.put(codes.rest[i], codes.below[i]);
+      }
+      strip.learn(at, own);
+      strip.write(at, own);
+    }
+    if (packer.count) *packer.to = uint16_t(packer.held);
   }
-  if (count && lane() == 0) *to = uint16_t(held);
 }
 
 template <typename Type, bool WORDS> inline void read_streams(const StreamsOf &of) {
@@ -314,47 +339,65 @@ template <typename Type, bool WORDS> inline void read_streams(const StreamsOf &o
   if (place.row >= of.tiles) return;
   const Tile tile(of, place.row);
   const StreamBlock &block = *tile.block;
-  const i64 begin = 2 * (block.tiles + of.begins[place.row]); // bytes; sizes are always in the first part
-  const bool raw = tile.raw(word_at(of.first + block.place + 2 * tile.number));
+  const i64 begin = 2 * (block.tiles + of.begins[place.row]); // bytes
   const uint8_t *const here = of.first + block.place + begin;
   const uint8_t *rest = of.rests + (begin - block.room);
   for (const StreamBlock *one = of.blocks; one < &block; ++one) // rests lie one behind the other
     rest += sycl::max(i64(0), of.lengths[one - of.blocks] - one->room);
-  const int32_t room = sycl::clamp(block.room - begin, i64(0), i64(1 << 30));
+  const int32_t room = sycl::clamp(block.room - begin, i64(-1), i64(1 << 30));
   const auto byte = [&](int32_t at) { return (at < room ? here : rest) + at; };
-  uint16_t *const last = reinterpret_cast<uint16_t *>(of.last), *const before = reinterpret_cast<uint16_t *>(of.before);
-  int32_t bits = raw ? 0 : 16 * tile.codes; // where the next group begins
-  for (int32_t first = 0; first < tile.groups; first += LANES) {
-    const int32_t group = first + lane();
-    const bool there = group < tile.groups;
-    const Spot spot(of, block, tile.group(first));
-    const uint32_t of_last = spot.in(of.of_last), of_before = spot.in(of.of_before);
-    const Known<Type, WORDS> known(of, last + of_last, before + of_before);
-    int32_t code = there ? RAW : 0;
-    if (there && !raw) code = *byte(group / 2) >> 4 * (group % 2) & 15;
-    const Run width = known.width(code);
-    const int32_t own = sum(width), from = bits + sum_before(own);
-    int32_t next = from / 16 * 2;
+  int32_t all = 2 * tile.sizes;
+  for (int32_t first = 0; first < tile.strips; first += LANES) {
+    Strip<Type, WORDS> strip(of, tile, first + lane());
+    const int32_t size = strip.tokens ? *byte(first + lane()) : 0, words = size == RAW ? strip.raw_words() : size;
+    int32_t next = all + 2 * sum_before(words), count = 0;
     uint32_t held = 0;
-    int32_t count = 0;
-    if (own) held = word_at(byte(next)) >> from % 16, count = 16 - from % 16, next += 2;
-    Run z = 0;
+    const int32_t end = next + 2 * words;
+    all += 2 * sum_of_all(words);
+    if (size == RAW) {
+      for (int32_t at = 0; at < strip.tokens; ++at) {
+        Run bits;
 #pragma unroll
-    for (int i = 0; i < RUN; ++i) {
-      if (count < width[i]) held |= uint32_t(word_at(byte(next))) << count, count += 16, next += 2;
-      z[i] = held & ((1u << width[i]) - 1);
-      held >>= width[i], count -= width[i];
+        for (int i = 0; i < RUN; ++i, next += 2) bits[i] = word_at(byte(next));
+        strip.write(at, bits);
+      }
+      continue;
     }
-    bits += sum_of_all(own);
-    const Run difference = (z >> 1) ^ -(z & 1), order = (known.order + difference) << 16 >> 16;
-    if (there) put<WORDS>(before ? before + of_before : last + of_last, order_of(order));
+    const auto refill = [&] { // at least 16 bits, if there are so many
+      if (count < 16 && next < end) held |= word_at(byte(next)) << count, count += 16, next += 2;
+    };
+    refill();
+    if (size) strip.begin(held & 255);
+    held >>= 8, count -= 8;
+    for (int32_t at = 0; at < strip.tokens; ++at) {
+      strip.expect(at);
+      Run z = 0;
+      if (size) {
+#pragma unroll
+        for (int i = 0; i < RUN; ++i) {
+          refill();
+          const int32_t ones = sycl::min(int32_t(sycl::ctz(~held)), LONGEST), k = strip.parameter[i];
+          const int32_t prefix = ones + (ones < LONGEST), further = sycl::max(ones - UNARY, 0);
+          const int32_t below = ones < LONGEST ? k + further : 16;
+          held >>= prefix, count -= prefix;
+          refill();
+          const int32_t base = (ones < UNARY ? ones : UNARY - 1 + (1 << further)) << k;
+          z[i] = int32_t(held & ((1u << below) - 1)) + (ones < LONGEST ? base : 0);
+          held >>= below, count -= below;
+        }
+      }
+      const Run bits = strip.bits_of(z);
+      strip.learn(at, bits);
+      strip.write(at, bits);
+    }
   }
 }
 
 template <typename Work> inline void by_words(const StreamsOf &of, Work work) {
   i64 strides = 0;
-  for (const Strides *one : {&of.of_x, &of.of_last, &of.of_before}) strides |= one->batch | one->token | one->head;
-  by_alignment<BF16>(i64(of.x) | i64(of.last) | i64(of.before) | 2 * strides, work);
+  for (const Strides *one : {&of.of_x, &of.of_last, &of.of_before, &of.of_written})
+    strides |= one->batch | one->token | one->head;
+  by_alignment<BF16>(i64(of.x) | i64(of.last) | i64(of.before) | i64(of.written) | 2 * strides, work);
 }
 } // namespace lossless
 
