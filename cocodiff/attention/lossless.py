@@ -2,10 +2,11 @@
 
 Both ends of a tensor of 16 bits hold what it was at the last calls of its layer, exactly, and so its prediction; at a
 layer's first call it is that of exponents alone. The difference takes few bits, but how many depends on the data, and
-whoever receives or passes on a message has to know its size before. So a block's stream (`cocodiff.kernels.lossless` defines it) goes in two parts. The first is as long
-as all ranks have agreed, by the longest stream of the layer's last call; it goes along the routes of the exchange,
-which carry it unopened. What does not fit, the rest, goes straight to the rank that decodes, which reads in the first
-part how long it is: nobody else need know that there is one. Where all fits, no message is added.
+whoever receives or passes on a message has to know its size before. So a block's stream (`cocodiff.kernels.lossless`
+defines it) goes in two parts. The first is as long as all ranks have agreed, by the longest stream of the layer's last
+call; it goes along the routes of the exchange, which carry it unopened. What does not fit, the rest, goes straight to
+the rank that decodes, which reads in the first part how long it is: nobody else need know that there is one. Where all
+fits, no message is added.
 
 docs/exchange.md has the figures.
 """

@@ -12,9 +12,9 @@ Everything is float32, one rounding for each operation written here, denormal nu
                  the first. Where f + w * g is not finite, p has the bits of r1
     error        e = x - (f + w * g). After each token the sum of e * g over the 8 numbers, if it is positive or
                  negative, moves w by 1/16 up or down, within 0 and 1. w begins at 1/2
-    size         of the errors, m: (3 * sum + 8 * own) of the absolute errors of the token before, and a quarter of the
-                 way from the last m to that at each further one. At the first token it is 2**(h - 127); the strip tells
-                 the h, which is the exponent's bits of six times the sum of its first absolute errors
+    size         of the errors, m: .75 * m + n, with n = .75 * sum + 2 * own of the absolute errors of the token before;
+                 at the second token 4 * n, and at the first 2**(h - 127), where the strip tells the h: the exponent's
+                 bits of six times the sum of its absolute errors
     order        ord(b) = b where the sign bit of the 16 bits b is 0, else b with its other 15 bits inverted, as a
                  signed integer: the order of floats, in which -0 is next below +0. A bijection, its own inverse
     difference   d = ord(x) - ord(p) modulo 2**16, folded to z: 0, -1, 1, -2, ... are 0, 1, 2, 3, ...
@@ -124,11 +124,13 @@ def encode_lossless(
     cells, strips = cut.cells(x_BLHD.shape), _Strips.of(x_BLHD, cut)
     x_SL8 = strips.taken(x_BLHD)
     columns, z_SL8, k_SL8 = _Columns(strips, known), *(torch.empty_like(x_SL8, dtype=torch.int32) for _ in range(2))
+    header_S = columns.header(x_SL8[:, 0])
+    columns.begin(header_S)
     for token in range(x_SL8.shape[1]):
-        columns.expect(token, x_SL8[:, token])
+        columns.expect(token)
         z_SL8[:, token], k_SL8[:, token] = columns.folded(x_SL8[:, token]), columns.parameter_S8
         columns.learn(x_SL8[:, token])
-    written = strips.streams(x_SL8, z_SL8, k_SL8, columns.header_S)
+    written = strips.streams(x_SL8, z_SL8, k_SL8, header_S)
     for number, (place, stream) in enumerate(zip(stream_places(cells, x_BLHD.shape[-1]), written, strict=False)):
         streams[place : place + len(stream)] = stream
         lengths_N[number] = len(stream)
@@ -162,7 +164,8 @@ def decode_lossless(
         taken += length - len(first)
     strips = _Strips.of(written, cut)
     codes = _Codes(strips, torch.cat(whole), lengths)
-    columns, bits_SL8 = _Columns(strips, known, codes.header_S), codes.raw_SL8
+    columns, bits_SL8 = _Columns(strips, known), codes.raw_SL8
+    columns.begin(codes.header_S)
     for token in range(bits_SL8.shape[1]):
         there_S8 = strips.there_SL8[:, token]
         columns.expect(token)
@@ -212,19 +215,18 @@ def _sum(x_S8: Tensor) -> Tensor:
 
 
 class _Columns:
-    """Strips as both ends go through them: for each token `expect`, then `folded` or `unfolded`, then `learn`.
+    """Strips as both ends go through them: `begin`, then for each token `expect`, `folded` or `unfolded`, and `learn`.
 
-    header_S: of every strip h, int32. parameter_S8: of the expected token's codes."""
+    parameter_S8: of the expected token's codes, int32."""
 
     parameter_S8: Tensor
 
-    def __init__(self, strips: _Strips, known: Known, header_S: Tensor | None = None) -> None:
+    def __init__(self, strips: _Strips, known: Known) -> None:
         self._dtype, self._known = known.written.dtype, known.last is not None
         self._mantissa, self._bias = MANTISSA[self._dtype], BIAS[self._dtype]
         (S, *_), device = strips.where_SL8.shape, known.written.device
         self._weight_S1, self._gap_S8 = torch.full((S, 1), 0.5, device=device), torch.zeros(S, RUN, device=device)
-        self._forecast_S8, self._size_S8 = torch.zeros(S, RUN, device=device), torch.zeros(S, RUN, device=device)
-        self._token, self.header_S = 0, header_S
+        self._forecast_S8 = torch.zeros(S, RUN, device=device)
         if known.last is not None:
             self._last_SL8 = strips.taken(known.last)
             self._continued_SL8 = self._last_SL8.float()
@@ -233,26 +235,31 @@ class _Columns:
                 factor = torch.tensor(known.factor, dtype=torch.float32, device=device)
                 self._continued_SL8 = self._continued_SL8 + change_SL8 * factor
 
-    def expect(self, token: int, x_S8: Tensor | None = None) -> None:
-        """x: of the first token, for who encodes."""
+    def _look(self, token: int) -> None:
         self._token = token
         if self._known:
             self._forecast_S8 = self._continued_SL8[:, token] + self._weight_S1 * self._gap_S8
-        if token == 0:
-            if self.header_S is None and x_S8 is not None:
-                self.header_S = _exponent(_sum((x_S8.float() - self._forecast_S8).abs()) * 6)[:, 0]
-            self._size_S8 = (self.header_S << 23).view(torch.float32)[:, None].expand(-1, RUN)
-        exponent_S8 = _exponent(self._size_S8)
+
+    def header(self, x_S8: Tensor) -> Tensor:
+        """Of every strip h by its first token, int32."""
+        self._look(0)
+        return _exponent(_sum((x_S8.float() - self._forecast_S8).abs()) * 6)[:, 0]
+
+    def begin(self, header_S: Tensor) -> None:
+        self._size_S8 = (header_S << 23).view(torch.float32)[:, None].expand(-1, RUN)
+
+    def expect(self, token: int) -> None:
+        self._look(token)
         if not self._known:
-            seven_tenths = torch.tensor(0.7, dtype=torch.float32, device=exponent_S8.device)
-            self._expected_S8 = _exponent(self._size_S8 * seven_tenths) - 5 - self._bias
-            self.parameter_S8 = torch.full_like(exponent_S8, self._mantissa + 1)
+            self._expected_S8 = _exponent(self._size_S8 * 0.7) - 5 - self._bias
+            self.parameter_S8 = torch.full_like(self._expected_S8, self._mantissa + 1)
             return
         finite_S8, last_S8 = torch.isfinite(self._forecast_S8), self._last_SL8[:, token].view(torch.int16)
         bits_S8 = torch.where(finite_S8, self._forecast_S8.to(self._dtype).view(torch.int16), last_S8).to(torch.int32)
         self._expected_S8 = _order(bits_S8)
-        of_expected_S8 = ((bits_S8 & 0x7FFF) >> self._mantissa).clamp(min=1)
-        self.parameter_S8 = (exponent_S8 - of_expected_S8 + (self._mantissa - 4 - self._bias)).clamp(0, 15)
+        of_expected_S8 = (bits_S8 & 0x7FFF) >> self._mantissa
+        parameter_S8 = _exponent(self._size_S8) - of_expected_S8 + (self._mantissa - 4 - self._bias)
+        self.parameter_S8 = parameter_S8.clamp(0, 15)
 
     def folded(self, x_S8: Tensor) -> Tensor:
         """z, int32."""
@@ -276,8 +283,8 @@ class _Columns:
     def learn(self, x_S8: Tensor) -> None:
         error_S8 = x_S8.float() - self._forecast_S8
         sizes_S8 = error_S8.abs()
-        sizes_S8 = _sum(sizes_S8) * 3 + sizes_S8 * 8
-        self._size_S8 = self._size_S8 + (sizes_S8 - self._size_S8) * 0.25 if self._token else sizes_S8
+        sizes_S8 = _sum(sizes_S8) * 0.75 + sizes_S8 * 2
+        self._size_S8 = self._size_S8 * 0.75 + sizes_S8 if self._token else sizes_S8 * 4
         if self._known:
             trend_S1 = _sum(error_S8 * self._gap_S8)
             moved_S1 = (trend_S1 > 0).float() - (trend_S1 < 0).float()

@@ -11,7 +11,7 @@ from cocodiff_sycl.rows import Rows
 from torch import Tensor
 
 from cocodiff.kernels.dispatch import OPS, STREAMED
-from cocodiff.kernels.lossless import CODED, Cut, least_room, room_of, stream_places
+from cocodiff.kernels.lossless import CODED, Cut, Known, least_room, room_of, stream_places
 from cocodiff.kernels.reference import TorchOps
 from cocodiff.kernels.residual import NOTES, Onward, Prediction, Reconstructions, coded_width
 
@@ -66,7 +66,7 @@ def _run(op: str, ops: SyclOps | TorchOps, dtype: torch.dtype, device: torch.dev
     if op in ("encode_residual", "decode_residual"):
         return _coded(op, ops, x_BLHD, Reconstructions(other_BLHD, random(B, L, H, D)))
     if op in STREAMED:
-        return _streamed(op, ops, x_BLHD, Reconstructions(other_BLHD, random(B, L, H, D)))
+        return _streamed(op, ops, x_BLHD, other_BLHD, random(B, L, H, D))
     if op == "continue_linearly":
         operand_BLHD = torch.zeros_like(x_BLHD)
         ops.continue_linearly(x_BLHD, other_BLHD, Onward(0.5, operand_BLHD))
@@ -119,25 +119,25 @@ def _coded(op: str, ops: SyclOps | TorchOps, x_BLHD: Tensor, known: Reconstructi
     return found
 
 
-def _streamed(op: str, ops: SyclOps | TorchOps, x_BLHD: Tensor, known: Reconstructions) -> list[Tensor]:
+def _streamed(op: str, ops: SyclOps | TorchOps, x_BLHD: Tensor, last_BLHD: Tensor, before_BLHD: Tensor) -> list[Tensor]:
     """Two blocks of rows by a continuation. What is decoded is what torch encoded, most of it from the rests."""
-    assert known.before is not None
     cut, device = Cut(1, (L - 1, 1)), x_BLHD.device
     cells, width = cut.cells(x_BLHD.shape), least_room(D) + 1
-    places, ends = stream_places(cells, D), [Reconstructions(known.last, known.before.clone()) for _ in range(2)]
+    places, written = stream_places(cells, D), [before_BLHD.clone() for _ in range(2)]
+    ends = [Known(before_BLHD, last_BLHD, before_BLHD, 0.75) for before_BLHD in written]
     streams = torch.zeros(places[-1], dtype=torch.uint8, device=device)
     lengths_N, found_N, needed_1 = (torch.zeros(n, dtype=torch.int64, device=device) for n in (2, 2, 1))
     encoder = ops if op == "encode_lossless" else TorchOps()
-    encoder.encode_lossless(x_BLHD, ends[0], 0.75, cut, streams, lengths_N, needed_1)
+    encoder.encode_lossless(x_BLHD, ends[0], cut, streams, lengths_N, needed_1)
     ends_at = [place + length for place, length in zip(places, lengths_N.tolist(), strict=False)]
     if op == "encode_lossless":
-        written = [streams[place:end] for place, end in zip(places, ends_at, strict=False)]
-        return [*written, lengths_N, needed_1, ends[0].before]  # type: ignore[list-item]
+        found = [streams[place:end] for place, end in zip(places, ends_at, strict=False)]
+        return [*found, lengths_N, needed_1, written[0]]
     rooms = [room_of(count, width) for count in cells]
     first = [streams[place : place + count * width] for place, count in zip(places, cells, strict=False)]
     code_BLHW = torch.cat(first).view(B, L, H, width)
     rests = torch.cat([streams[place + room : end] for place, room, end in zip(places, rooms, ends_at, strict=False)])
-    found = ops.stream_lengths(code_BLHW, cut, x_BLHD, found_N)
+    tiles = ops.stream_lengths(code_BLHW, cut, x_BLHD, found_N)
     if op == "decode_lossless":
-        ops.decode_lossless(code_BLHW, rests, found_N, found, ends[1], 0.75, cut)
-    return [found_N, ends[1].before]  # type: ignore[list-item]
+        ops.decode_lossless(code_BLHW, rests, found_N, tiles, ends[1], cut)
+    return [found_N, written[1]]

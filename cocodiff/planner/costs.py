@@ -34,9 +34,9 @@ from cocodiff.engine.assemble import codec_class, codec_name
 from cocodiff.kernels.lossless import least_room
 from cocodiff.topology.layout import Layout
 
-# Of a whole tensor, what a call of the lossless codec sends in a run of 50 steps, where heads are so wide that rounding
-# to whole bytes does not count (docs/exchange.md).
-TYPICAL = 0.37
+# Of a whole tensor, what a call of the lossless codec sends in a run of 50 steps, and what a layer's first one does,
+# where heads are so wide that rounding to whole bytes does not count (docs/exchange.md).
+TYPICAL, TYPICAL_FIRST = 0.37, 0.68
 LAUNCHES_TO_CHOOSE = 41  # of V-Major's kernels: scores and what is made of them, up to packing the chosen rows
 
 
@@ -240,12 +240,12 @@ class LosslessCosts(Costs):
 
     @classmethod
     def head_bytes(cls, settings: Any, head_dim: int, itemsize: int) -> int:
-        whole = head_dim * itemsize
-        return whole if itemsize != 2 else max(least_room(head_dim), math.ceil(TYPICAL * whole))
+        return cls.sent_bytes(settings, head_dim, itemsize, CallKind())
 
     @classmethod
     def sent_bytes(cls, settings: Any, head_dim: int, itemsize: int, kind: CallKind) -> int:
-        return head_dim * itemsize if kind.whole else cls.head_bytes(settings, head_dim, itemsize)
+        whole, share = head_dim * itemsize, TYPICAL_FIRST if kind.whole else TYPICAL
+        return whole if itemsize != 2 else max(least_room(head_dim), math.ceil(share * whole))
 
     @classmethod
     def agrees(cls, settings: Any) -> bool:
@@ -253,7 +253,7 @@ class LosslessCosts(Costs):
 
     @classmethod
     def kinds_of_steps(cls, settings: Any, steps: int, typical: Typical) -> list[Mapping[CallKind, float]]:
-        """The first step is whole, all others are alike."""
+        """The first step goes by exponents alone, all others are alike."""
         coded: list[Mapping[CallKind, float]] = [{CallKind(): 1.0}]
         return [{WHOLE: 1.0}, *coded * (steps - 1)][:steps]
 
@@ -268,7 +268,7 @@ class LosslessCosts(Costs):
 
     @staticmethod
     def hold_at(codec: Lossless, kind: CallKind) -> None:
-        codec.fixed_kind = LosslessKind(kind.whole, TYPICAL)
+        codec.fixed_kind = LosslessKind(kind.whole, TYPICAL_FIRST if kind.whole else TYPICAL)
 
     @staticmethod
     def agree(codec: Lossless) -> None:

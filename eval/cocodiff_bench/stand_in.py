@@ -32,7 +32,7 @@ PASSES = (  # operations that are waits: scoring and both codecs'. All others ar
     *("l1_score", "note_change", "encode_residual", "decode_residual", "continue_linearly"),
     *("encode_lossless", "stream_lengths", "decode_lossless"),
 )
-LENGTHS = {"encode_lossless": 5, "stream_lengths": 3}  # the argument that gets streams' lengths: all fit in first parts
+LENGTHS = {"encode_lossless": 4, "stream_lengths": 3}  # the argument that gets streams' lengths: all fit in first parts
 
 
 def make_exchange(config: Config, topology: Topology, transport: Any, trace: Trace) -> Exchange:

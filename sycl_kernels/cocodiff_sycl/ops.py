@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cocodiff_sycl.library import Layouts, Library, Tensors, numbers_of
 from cocodiff_sycl.movement import Pieces, check_rows_exist, packed, placed, scattered, tensors_of
-from cocodiff_sycl.plans import LAYOUTS, STREAM_TILE, TABLES, Plan, Plans, StreamsPlan
+from cocodiff_sycl.plans import LAYOUTS, STREAM_STRIP, STREAM_TILE, TABLES, Plan, Plans, StreamsPlan
 from cocodiff_sycl.rows import Rows
 
 CHECK_INDICES = "COCODIFF_CHECK_INDICES"
@@ -214,8 +214,8 @@ class SyclOps:
         plan, addresses = self._plans.of(self._plans.encode_lossless, tensors, *how)
         if plan.tiles:
             begins = self._begins(plan.tiles) if len(plan.launches) > 2 else None
-            sizes = torch.empty(plan.tiles * STREAM_TILE, dtype=torch.int16, device=self.device)
-            given = streams, None, plan.table, begins, lengths_N, needed_1, sizes
+            strips = torch.empty(plan.tiles * STREAM_TILE * STREAM_STRIP, dtype=torch.int32, device=self.device)
+            given = streams, None, plan.table, begins, lengths_N, needed_1, strips
             self._launch_all(plan, addresses, given, factor)
         else:
             lengths_N.zero_()

@@ -24,7 +24,10 @@ GROUPS_OF_ROWS = 16  # GPU: groups of LANES work-items in a work-group
 GROUPS_OF_UNIT = 16  # GPU: groups of LANES work-items that a compute unit shall have at least: twice its threads
 CODE_BITS, CODE_GROUP = (2, 4, 8), 32  # of a residual's code, and channels of one of its scales
 STREAM_RUN, STREAM_TOKENS, STREAM_TILE = 8, 32, 16  # of the lossless codec's strips: numbers, tokens; strips of a tile
-STREAM_ADDRESSES = 12  # of its launches
+STREAM_STRIP, STREAM_ADDRESSES = (
+    2 + STREAM_RUN * STREAM_TOKENS * 28 // 32,
+    12,
+)  # of a strip before it is joined; launches
 FEW_TILES = 1024  # of a block: each finds where it begins by the sizes of all before it
 NOTES = 4  # of a tensor's codec
 SELECT_ITEMS = 256  # GPU: work-items that search one row of scores
@@ -235,7 +238,7 @@ class Plans:
         self._check_known("encode_lossless", tensors)
         B, T, H, D = x_BLHD.shape
         places = stream_places([B * size * (H if cut[0] == 1 else T) for size in cut[1]], D)
-        return self._streams(("stream_sizes", "stream_numbers"), tensors, cut, places, 0, linear)
+        return self._streams(("code_strips", "join_strips"), tensors, cut, places, 0, linear)
 
     def stream_lengths(self, code_BLHW: Tensor, cut: Cut, head_dim: int) -> StreamsPlan:
         """code: whose blocks lie one after the other, whatever its strides say."""
@@ -258,9 +261,7 @@ class Plans:
 
     def _check_known(self, op: str, tensors: Sequence[Tensor | None]) -> None:
         """tensors: x, the last values, those before, where the next ones go."""
-        there = {
-            name: x for name, x in zip(("x", "last", "before", "written"), tensors, strict=True) if x is not None
-        }
+        there = {name: x for name, x in zip(("x", "last", "before", "written"), tensors, strict=True) if x is not None}
         written_BLHD = there["written"]
         check_dims(op, "x", there.get("x", written_BLHD), 4)
         if written_BLHD.dtype not in (torch.bfloat16, torch.float16):
@@ -297,23 +298,22 @@ class Plans:
             tiles = -(-strips // STREAM_TILE)
             begins = place if places is None else places[number]
             of_strips = columns, chunks, _divisor(columns), _divisor(chunks)
-            blocks.append(
-                (first_tile, tiles, strips, cells, start, tokens, begins, cells * width // 2 * 2, *of_strips)
-            )
+            blocks.append((first_tile, tiles, strips, cells, start, tokens, begins, cells * width // 2 * 2, *of_strips))
             first_tile, start, place = first_tile + tiles, start + size, place + cells * width
             most_tiles = max(most_tiles, tiles)
         if len(kernels) > 1 and most_tiles > FEW_TILES:
             kernels = kernels[0], "stream_begins", *kernels[1:]
+        odd = int(any(begins % 2 for *_, begins, _, _, _, _, _ in blocks))
         table = torch.tensor(blocks, dtype=torch.int64).to(self._device)
         strides = [number for tensor in tensors for number in ((0, 0, 0) if tensor is None else tensor.stride()[:3])]
-        values = first_tile, len(blocks), H, D, int(dim == 1), int(linear), _divisor(D // STREAM_RUN), *strides
+        values = first_tile, len(blocks), H, D, int(dim == 1), int(linear), _divisor(D // STREAM_RUN), odd, *strides
         lanes, launches = self._library.lanes, []
         for kernel in kernels:
+            typed = kernel in ("code_strips", "read_streams")
+            groups, items = -(-first_tile // self.packed), self.packed * lanes
             if kernel == "stream_begins":
                 groups, items = len(blocks), 1 if lanes == 1 else SELECT_ITEMS
-            else:
-                kernel = f"{kernel}_{DTYPES[written.dtype]}"
-                groups, items = -(-first_tile // self.packed), self.packed * lanes
+            kernel += f"_{DTYPES[written.dtype]}" if typed else ""
             launches.append(self._library.launch_of(kernel, groups, items, STREAM_ADDRESSES, values))
         return StreamsPlan(tuple(launches), table, first_tile)
 

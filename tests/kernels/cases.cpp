@@ -64,3 +64,14 @@ KERNEL(case_decode_residual_bf16_onward)(Residuals of) { usual_residual<DECODE, 
 KERNEL(case_continue_linearly_f32)(Residuals of) { usual_residual<CONTINUE, F32, 8, NOTHING, false, true>(of); }
 KERNEL(case_continue_linearly_bf16)(Residuals of) { usual_residual<CONTINUE, BF16, 8, NOTHING, false, true>(of); }
 KERNEL(case_continue_linearly_f16)(Residuals of) { usual_residual<CONTINUE, F16, 8, NOTHING, false, true>(of); }
+
+// Of the lossless codec, by a continuation, from streams at even bytes.
+inline lossless::StreamsOf usual(lossless::StreamsOf of) {
+  of.linear = 1, of.numbers = 128;
+  if (!of.last || !of.before) __builtin_unreachable();
+  return of;
+}
+KERNEL(case_code_strips_bf16)(lossless::StreamsOf of) { lossless::code_strips<BF16, true>(usual(of)); }
+KERNEL(case_code_strips_f16)(lossless::StreamsOf of) { lossless::code_strips<F16, true>(usual(of)); }
+KERNEL(case_read_streams_bf16)(lossless::StreamsOf of) { lossless::read_streams<BF16, true>(usual(of)); }
+KERNEL(case_read_streams_f16)(lossless::StreamsOf of) { lossless::read_streams<F16, true>(usual(of)); }

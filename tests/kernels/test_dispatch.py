@@ -26,7 +26,7 @@ from cocodiff.config.errors import UserError
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.kernels import Kernels, Rows, TorchOps, dispatch
 from cocodiff.kernels.dispatch import CHOICES, NEVER, OPS
-from cocodiff.kernels.lossless import Cut, least_room, most_bytes
+from cocodiff.kernels.lossless import Cut, Known, least_room, most_bytes
 from cocodiff.kernels.residual import Onward, Prediction, Reconstructions, coded_width
 from cocodiff.models.adapter import image_and_text
 from cocodiff.topology.layout import Layout
@@ -94,12 +94,12 @@ def test_every_operation_is_in_the_table_and_goes_where_it_is_sent(sycl: SyclOps
         kernels.note_change(x_BLHD, x_BLHD.clone(), notes_N)
         kernels.decode_residual(code_BLHW, Reconstructions(x_BLHD.clone()), None, 4)
         kernels.continue_linearly(x_BLHD, x_BLHD.clone(), Onward(0.5, torch.empty_like(x_BLHD)))
-        known, (lengths_N, needed_1) = Reconstructions(half_BLHD.clone()), torch.zeros(2, 1).long()
+        known, (lengths_N, needed_1) = Known(half_BLHD.clone(), half_BLHD), torch.zeros(2, 1).long()
         streams = torch.zeros(most_bytes(6, 16), dtype=torch.uint8)
-        kernels.encode_lossless(half_BLHD, known, None, cut, streams, lengths_N, needed_1)
+        kernels.encode_lossless(half_BLHD, known, cut, streams, lengths_N, needed_1)
         streamed_BLHW = streams[: 6 * least_room(16)].view(1, 2, 3, -1)
         found = kernels.stream_lengths(streamed_BLHW, cut, half_BLHD, lengths_N)
-        kernels.decode_lossless(streamed_BLHW, streams[:0], lengths_N, found, known, None, cut)
+        kernels.decode_lossless(streamed_BLHW, streams[:0], lengths_N, found, known, cut)
     assert ran == [(op, path) for path in ("sycl", "torch") for op in OPS]
     assert all(hasattr(TorchOps, op) and hasattr(SyclOps, op) for device in CHOICES for op in CHOICES[device])
 

@@ -1,11 +1,12 @@
 // The lossless codec: blocks of a 16-bit tensor as streams, and back. cocodiff/kernels/lossless.py defines them.
 //
 // A work-item goes through a strip, token by token; neighbouring ones read neighbouring numbers. LANES of them take a
-// tile. stream_sizes finds every strip's and tile's words, stream_begins where tiles begin and how long streams are,
-// stream_numbers writes the tiles and what is known next; read_streams is the way back. Where blocks are of few tiles,
-// stream_numbers finds by itself where they begin, which saves a launch.
+// tile. code_strips writes every strip's words where any would fit, and what is known next, stream_begins finds where
+// tiles begin and how long streams are, join_strips copies the words there; read_streams is the way back. Where blocks
+// are of few tiles, join_strips finds by itself where they begin, which saves a launch.
 namespace lossless {
-constexpr int RUN = 8, TILE = 16, RAW = 255, UNARY = 4, LONGEST = 12, NOTED_PARTS = 16;
+constexpr int RUN = 8, TOKENS = 32, TILE = 16, RAW = 255, UNARY = 4, LONGEST = 12, NOTED_PARTS = 16;
+constexpr int STRIP = 2 + TOKENS * RUN * 28 / 32, IS_RAW = 1 << 15; // of what code_strips leaves: words, and those
 
 struct StreamBlock { // in the launch's table
   i64 first_tile, tiles, strips, cells, start, tokens;
@@ -19,12 +20,15 @@ struct StreamsOf {
   uint8_t *first, *rests; // streams, or their first parts and what did not fit there
   const StreamBlock *blocks;
   i64 *begins, *lengths, *needed; // begins: of tiles, in words behind the sizes
-  uint16_t *strips; // while encoding, of each its size and h
+  uint32_t *strips; // of code_strips
   i64 factor_bits;
-  i64 tiles, count, heads, numbers, by_rows, linear, by_head;
+  i64 tiles, count, heads, numbers, by_rows, linear, by_head, odd; // odd: whether streams begin at odd bytes
   Strides of_x, of_last, of_before, of_written;
 };
 
+struct __attribute__((packed)) Anywhere {
+  uint16_t word;
+};
 using Run = Vector<int32_t, RUN>;
 using RunOfFloats = Vector<float, RUN>;
 using Shorts = Vector<int16_t, RUN>;
@@ -135,7 +139,6 @@ template <typename Type, bool WORDS> struct Strip {
   }
   Run x(int32_t at) const { return taken<WORDS>(in(of.x, of.of_x, at)); }
   void write(int32_t at, Run bits) const { put<WORDS>(in(of.written, of.of_written, at), bits); }
-  int32_t raw_words() const { return tokens * RUN; }
 
   // The forecast of a token, and the bits of the last values.
   Run look(int32_t at) {
@@ -162,8 +165,7 @@ template <typename Type, bool WORDS> struct Strip {
     }
     const Run finite = exponents_of(forecast) != 255, bits = finite ? narrowed<Type>(forecast) : last;
     expected = order_of(bits);
-    const Run low = (bits & 0x7fff) >> MANTISSA, exponent = low < 1 ? Run(1) : low;
-    parameter = exponents_of(size) - exponent + (MANTISSA - 4 - BIAS);
+    parameter = exponents_of(size) - ((bits & 0x7fff) >> MANTISSA) + (MANTISSA - 4 - BIAS);
     parameter = parameter < 0 ? Run(0) : parameter > 15 ? Run(15) : parameter;
   }
   Run z_of(Run bits) const {
@@ -178,8 +180,8 @@ template <typename Type, bool WORDS> struct Strip {
   }
   void learn(int32_t at, Run bits) {
     const RunOfFloats values = widened<Type>(bits), error = values - forecast, sizes = absolute(error);
-    const RunOfFloats now = sum_of(sizes) * 3.f + sizes * 8.f;
-    size = at ? size + (now - size) * .25f : now;
+    const RunOfFloats now = sum_of(sizes) * .75f + sizes * 2.f;
+    size = at ? size * .75f + now : now * 4.f;
     if (!of.last) return;
     const float trend = sum_of(error * gap);
     weight = sycl::clamp(weight + (trend > 0 ? .0625f : trend < 0 ? -.0625f : 0.f), 0.f, 1.f);
@@ -187,52 +189,66 @@ template <typename Type, bool WORDS> struct Strip {
   }
 };
 
-// The codes of numbers: how many ones, how many bits below them, and those.
+// The codes of numbers, and of how many bits they are: at most 28.
 struct Codes {
-  Run ones, below, rest;
+  Run bits, width;
   Codes(Run z, Run k) {
-    const Run q = z >> k, above = q - (UNARY - 1), at_least = above < 1 ? Run(1) : above;
-    const Run further = exponents_of(__builtin_convertvector(at_least, RunOfFloats)) - 127;
-    const Run few = q < UNARY;
-    ones = few ? q : UNARY + further;
-    below = k + further; // further is 0 where there are few
-    rest = z - ((few ? q : UNARY - 1 + (Run(1) << further)) << k);
+    const Run q = z >> k, above = q - (UNARY - 1), few = q < UNARY;
+    const Run further = few ? Run(0) : exponents_of(__builtin_convertvector(above, RunOfFloats)) - 127;
+    const Run ones = few ? q : UNARY + further, base = few ? q : UNARY - 1 + (Run(1) << further);
     const Run many = ones >= LONGEST;
-    ones = many ? Run(LONGEST) : ones, below = many ? Run(16) : below, rest = many ? z : rest;
+    bits = many ? (1 << LONGEST) - 1 | z << LONGEST : (Run(1) << ones) - 1 | (z - (base << k)) << ones + 1;
+    width = many ? Run(LONGEST + 16) : ones + 1 + k + further;
   }
-  Run prefix() const { return ones + (ones < LONGEST ? Run(1) : Run(0)); } // bits of the ones and the zero
 };
 
-inline int32_t sum(Run x) { return sum_of(x); }
-
-template <typename Type, bool WORDS> inline void stream_sizes(const StreamsOf &of) {
+template <typename Type, bool WORDS> inline void code_strips(const StreamsOf &of) {
   const Place place;
   if (place.row >= of.tiles) return;
   const Tile tile(of, place.row);
   int32_t all = 0;
   for (int32_t first = 0; first < tile.strips; first += LANES) {
     Strip<Type, WORDS> strip(of, tile, first + lane());
-    int32_t bits = 8, any = 0, header = 0;
-    if (strip.tokens) strip.begin(header = strip.header(strip.x(0)));
+    if (!strip.tokens) continue;
+    uint32_t *const own = of.strips + (place.row * TILE + first + lane()) * STRIP;
+    const int32_t h = strip.header(strip.x(0));
+    strip.begin(h);
+    uint32_t held = h; // the bits behind the last whole 32
+    int32_t length = 8, any = 0;
     for (int32_t at = 0; at < strip.tokens; ++at) {
       strip.expect(at);
-      const Run own = strip.x(at), z = strip.z_of(own);
+      const Run bits = strip.x(at), z = strip.z_of(bits);
       const Codes codes(z, strip.parameter);
-      bits += sum(codes.prefix() + codes.below);
 #pragma unroll
-      for (int i = 0; i < RUN; ++i) any |= z[i];
-      strip.learn(at, own);
+      for (int i = 0; i < RUN; ++i) {
+        const int32_t count = length & 31;
+        const uint32_t code = codes.bits[i], joined = held | code << count;
+        const bool full = count + codes.width[i] >= 32;
+        if (full) own[1 + length / 32] = joined;
+        held = full ? code >> 1 >> (31 - count) : joined;
+        length += codes.width[i], any |= z[i];
+      }
+      strip.learn(at, bits);
+      strip.write(at, bits);
     }
-    int32_t words = any ? (bits + 15) / 16 : 0, size = words;
-    if (any && words >= sycl::min(strip.raw_words(), RAW)) words = strip.raw_words(), size = RAW;
-    if (first + lane() < TILE) of.strips[place.row * TILE + first + lane()] = uint16_t(size | header << 8);
-    all += words;
+    own[1 + length / 32] = held;
+    const int32_t most = strip.tokens * RUN, words = any ? (length + 15) / 16 : 0;
+    const bool raw = words >= sycl::min(most, RAW);
+    for (int32_t at = 0; raw && at < strip.tokens; ++at)
+      put<false>(reinterpret_cast<uint16_t *>(own + 1) + at * RUN, strip.x(at));
+    *own = raw ? most | IS_RAW : words;
+    all += raw ? most : words;
   }
   all = sum_of_all(all) + tile.sizes;
   if (lane() == 0) reinterpret_cast<uint16_t *>(of.first + tile.block->place)[tile.number] = all;
 }
 
-inline int32_t word_at(const uint8_t *from) { return from[0] | from[1] << 8; } // may lie anywhere
+// A word of a stream, which may lie anywhere where not WORDS; a CPU does not mind.
+template <bool WORDS> inline uint32_t word_at(const uint8_t *from) {
+  if constexpr (WORDS) return *reinterpret_cast<const uint16_t *>(from);
+  if constexpr (LANES == 1) return reinterpret_cast<const Anywhere *>(from)->word;
+  return from[0] | from[1] << 8;
+}
 
 // words: of all its tiles.
 inline void note_length(const StreamsOf &of, const StreamBlock &block, i64 words) {
@@ -254,7 +270,7 @@ inline void stream_begins(const StreamsOf &of) {
   const i64 begin = sycl::min(own * part, block.tiles), end = sycl::min(begin + part, block.tiles);
   const uint8_t *const sizes = of.first + block.place;
   i64 words = 0;
-  for (i64 tile = begin; tile < end; ++tile) words += word_at(sizes + 2 * tile);
+  for (i64 tile = begin; tile < end; ++tile) words += word_at<false>(sizes + 2 * tile);
 #if LANES == 1
   i64 at = 0;
   const i64 all = words;
@@ -264,25 +280,12 @@ inline void stream_begins(const StreamsOf &of) {
 #endif
   for (i64 tile = begin; tile < end; ++tile) {
     of.begins[block.first_tile + tile] = at;
-    at += word_at(sizes + 2 * tile);
+    at += word_at<false>(sizes + 2 * tile);
   }
   if (!own) note_length(of, block, all);
 }
 
-// Puts bits behind `count` others and emits the word that becomes full.
-struct Packer {
-  uint16_t *to;
-  uint32_t held;
-  int32_t count;
-  void put(uint32_t bits, int32_t width) {
-    held |= bits << count, count += width;
-    if (count < 16) return;
-    *to++ = uint16_t(held);
-    held >>= 16, count -= 16;
-  }
-};
-
-template <typename Type, bool WORDS> inline void stream_numbers(const StreamsOf &of) {
+inline void join_strips(const StreamsOf &of) {
   const Place place;
   if (place.row >= of.tiles) return;
   const Tile tile(of, place.row);
@@ -298,39 +301,22 @@ template <typename Type, bool WORDS> inline void stream_numbers(const StreamsOf 
     for (i64 block = 0; place.row == 0 && block < of.count; ++block)
       if (lane() == 0 && !of.blocks[block].tiles) of.lengths[block] = 0;
   }
-  uint8_t *const sizes = reinterpret_cast<uint8_t *>(stream + tile.block->tiles + begin);
-  uint16_t *to = stream + tile.block->tiles + begin + tile.sizes;
-  for (int32_t first = 0; first < tile.strips; first += LANES) {
-    Strip<Type, WORDS> strip(of, tile, first + lane());
-    const int32_t noted = strip.tokens ? of.strips[place.row * TILE + first + lane()] : 0, size = noted & 255;
-    const int32_t words = size == RAW ? strip.raw_words() : size;
-    if (strip.tokens) sizes[first + lane()] = size;
-    if (first + lane() == tile.strips - 1 && tile.strips % 2) sizes[tile.strips] = 0;
-    Packer packer{to + sum_before(words), uint32_t(noted >> 8), 8};
-    to += sum_of_all(words);
-    if (size == 0 || size == RAW) {
-      for (int32_t at = 0; at < strip.tokens; ++at) {
-        const Run own = strip.x(at);
-        if (size) lossless::put<false>(packer.to + at * RUN, own);
-        strip.write(at, own);
-      }
-      continue;
-    }
-    strip.begin(noted >> 8);
-    for (int32_t at = 0; at < strip.tokens; ++at) {
-      strip.expect(at);
-      const Run own = strip.x(at);
-      const Codes codes(strip.z_of(own), strip.parameter);
-      const Run prefix = codes.prefix();
-#pragma unroll
-      for (int i = 0; i < RUN; ++i) {
-        packer.put((1u << codes.ones[i]) - 1, prefix[i]);
-        packer.put(codes.rest[i], codes.below[i]);
-      }
-      strip.learn(at, own);
-      strip.write(at, own);
-    }
-    if (packer.count) *packer.to = uint16_t(packer.held);
+  uint16_t *to = stream + tile.block->tiles + begin;
+  const uint32_t *const strips = of.strips + place.row * TILE * STRIP;
+  for (int32_t pair = lane(); pair < tile.sizes; pair += LANES) {
+    const auto size = [&](int32_t number) {
+      const int32_t words = number < tile.strips ? strips[number * STRIP] : 0;
+      return words & IS_RAW ? RAW : words;
+    };
+    to[pair] = size(2 * pair) | size(2 * pair + 1) << 8;
+  }
+  to += tile.sizes;
+  for (int32_t number = 0; number < tile.strips; ++number) {
+    const uint32_t *const strip = strips + number * STRIP;
+    const uint16_t *const from = reinterpret_cast<const uint16_t *>(strip + 1);
+    const int32_t words = *strip & (IS_RAW - 1);
+    for (int32_t word = lane(); word < words; word += LANES) to[word] = from[word];
+    to += words;
   }
 }
 
@@ -344,30 +330,32 @@ template <typename Type, bool WORDS> inline void read_streams(const StreamsOf &o
   const uint8_t *rest = of.rests + (begin - block.room);
   for (const StreamBlock *one = of.blocks; one < &block; ++one) // rests lie one behind the other
     rest += sycl::max(i64(0), of.lengths[one - of.blocks] - one->room);
-  const int32_t room = sycl::clamp(block.room - begin, i64(-1), i64(1 << 30));
-  const auto byte = [&](int32_t at) { return (at < room ? here : rest) + at; };
-  int32_t all = 2 * tile.sizes;
+  const int32_t room = sycl::clamp(block.room - begin, i64(0), i64(1 << 30)) / 2;
+  const auto word = [&](int32_t at) { return word_at<WORDS>((at < room ? here : rest) + 2 * at); };
+  int32_t all = tile.sizes;
   for (int32_t first = 0; first < tile.strips; first += LANES) {
-    Strip<Type, WORDS> strip(of, tile, first + lane());
-    const int32_t size = strip.tokens ? *byte(first + lane()) : 0, words = size == RAW ? strip.raw_words() : size;
-    int32_t next = all + 2 * sum_before(words), count = 0;
-    uint32_t held = 0;
-    const int32_t end = next + 2 * words;
-    all += 2 * sum_of_all(words);
+    const int32_t own = first + lane();
+    Strip<Type, WORDS> strip(of, tile, own);
+    const int32_t size = strip.tokens ? word(own / 2) >> own % 2 * 8 & 255 : 0;
+    const int32_t words = size == RAW ? strip.tokens * RUN : size;
+    int32_t next = all + sum_before(words), count = 0;
+    const int32_t end = next + words;
+    all += sum_of_all(words);
     if (size == RAW) {
       for (int32_t at = 0; at < strip.tokens; ++at) {
         Run bits;
 #pragma unroll
-        for (int i = 0; i < RUN; ++i, next += 2) bits[i] = word_at(byte(next));
+        for (int i = 0; i < RUN; ++i) bits[i] = word(next++);
         strip.write(at, bits);
       }
       continue;
     }
+    uint32_t held = 0;
     const auto refill = [&] { // at least 16 bits, if there are so many
-      if (count < 16 && next < end) held |= word_at(byte(next)) << count, count += 16, next += 2;
+      if (count < 16 && next < end) held |= word(next++) << count, count += 16;
     };
     refill();
-    if (size) strip.begin(held & 255);
+    strip.begin(held & 255);
     held >>= 8, count -= 8;
     for (int32_t at = 0; at < strip.tokens; ++at) {
       strip.expect(at);
@@ -380,7 +368,7 @@ template <typename Type, bool WORDS> inline void read_streams(const StreamsOf &o
           const int32_t prefix = ones + (ones < LONGEST), further = sycl::max(ones - UNARY, 0);
           const int32_t below = ones < LONGEST ? k + further : 16;
           held >>= prefix, count -= prefix;
-          refill();
+          if (count < below) refill();
           const int32_t base = (ones < UNARY ? ones : UNARY - 1 + (1 << further)) << k;
           z[i] = int32_t(held & ((1u << below) - 1)) + (ones < LONGEST ? base : 0);
           held >>= below, count -= below;
@@ -397,14 +385,14 @@ template <typename Work> inline void by_words(const StreamsOf &of, Work work) {
   i64 strides = 0;
   for (const Strides *one : {&of.of_x, &of.of_last, &of.of_before, &of.of_written})
     strides |= one->batch | one->token | one->head;
-  by_alignment<BF16>(i64(of.x) | i64(of.last) | i64(of.before) | i64(of.written) | 2 * strides, work);
+  const i64 streams = i64(of.first) | i64(of.rests) | of.odd;
+  by_alignment<BF16>(i64(of.x) | i64(of.last) | i64(of.before) | i64(of.written) | 2 * (strides | streams), work);
 }
 } // namespace lossless
 
 KERNEL(stream_begins)(lossless::StreamsOf of) { lossless::stream_begins(of); }
-KERNEL(stream_sizes_bf16)(lossless::StreamsOf of) { lossless::by_words(of, [&](auto words) { lossless::stream_sizes<BF16, words>(of); }); }
-KERNEL(stream_sizes_f16)(lossless::StreamsOf of) { lossless::by_words(of, [&](auto words) { lossless::stream_sizes<F16, words>(of); }); }
-KERNEL(stream_numbers_bf16)(lossless::StreamsOf of) { lossless::by_words(of, [&](auto words) { lossless::stream_numbers<BF16, words>(of); }); }
-KERNEL(stream_numbers_f16)(lossless::StreamsOf of) { lossless::by_words(of, [&](auto words) { lossless::stream_numbers<F16, words>(of); }); }
+KERNEL(join_strips)(lossless::StreamsOf of) { lossless::join_strips(of); }
+KERNEL(code_strips_bf16)(lossless::StreamsOf of) { lossless::by_words(of, [&](auto words) { lossless::code_strips<BF16, words>(of); }); }
+KERNEL(code_strips_f16)(lossless::StreamsOf of) { lossless::by_words(of, [&](auto words) { lossless::code_strips<F16, words>(of); }); }
 KERNEL(read_streams_bf16)(lossless::StreamsOf of) { lossless::by_words(of, [&](auto words) { lossless::read_streams<BF16, words>(of); }); }
 KERNEL(read_streams_f16)(lossless::StreamsOf of) { lossless::by_words(of, [&](auto words) { lossless::read_streams<F16, words>(of); }); }
