@@ -188,7 +188,7 @@ class LosslessCall(StatefulCall[SiteState]):
         end, written = ends[name], ends[name].written(self.number)[:, rows]
         if not self.number:
             return Known(written)
-        before = written if self.factor else None
+        before = written if self.number > 1 and self._codec.kept > 1 else None
         return Known(written, end.newest(self.number)[:, rows], before, self.factor)
 
     # The sender's end -------------------------------------------------------------------------------------------------

@@ -7,11 +7,11 @@ equal parts of at most 32 of the block's. A strip is read from its first token o
 the numbers of the tokens before, the tensor's values r1 at the last call and r0 at the one before it, or none of them.
 Everything is float32, one rounding for each operation written here, denormal numbers kept, no fused multiply-add:
 
-    continuation f = r1, or r1 + c * (r1 - r0) with the factor c
+    continuation f = r1, or r1 + c * (r1 - r0); c begins at a factor that is given
     prediction   p = f + w * g, rounded to the type (to nearest, ties to even), g being x - f of the token before, 0 at
-                 the first. Where f + w * g is not finite, p has the bits of r1
-    error        e = x - (f + w * g). After each token the sum of e * g over the 8 numbers, if it is positive or
-                 negative, moves w by 1/16 up or down, within 0 and 1. w begins at 1/2
+                 the first; w begins at 1/2. Where f + w * g is not finite, p has the bits of r1
+    error        e = x - (f + w * g). After each token the sums of e * g and e * (r1 - r0) over the 8 numbers move w and
+                 c by 1/16, up where they are positive, down where negative; w within 0 and 1, c within -1 and 2
     size         of the errors, m: .75 * m + n, with n = .75 * sum + 2 * own of the absolute errors of the token before;
                  at the second token 4 * n, and at the first 2**(h - 127), where the strip tells the h: the exponent's
                  bits of six times the sum of its absolute errors
@@ -62,7 +62,8 @@ CODED = tuple(MANTISSA)  # the types that are coded; others travel whole
 
 class Known(NamedTuple):
     """What both ends know of a tensor [B, T, H, D], and where its next values go, which may be the oldest of them.
-    last: the newest values, None at a first call. before: those before, where they are continued by the factor."""
+    last: the newest values, None at a first call. before: those before, where they are continued, by the factor at
+    first."""
 
     written: Tensor
     last: Tensor | None = None
@@ -214,6 +215,12 @@ def _sum(x_S8: Tensor) -> Tensor:
     return x_S8
 
 
+def _step(product_S8: Tensor) -> Tensor:
+    """By what a factor of these moves, [S, 1]."""
+    trend_S1 = _sum(product_S8)
+    return ((trend_S1 > 0).float() - (trend_S1 < 0).float()) / 16
+
+
 class _Columns:
     """Strips as both ends go through them: `begin`, then for each token `expect`, `folded` or `unfolded`, and `learn`.
 
@@ -226,19 +233,20 @@ class _Columns:
         self._mantissa, self._bias = MANTISSA[self._dtype], BIAS[self._dtype]
         (S, *_), device = strips.where_SL8.shape, known.written.device
         self._weight_S1, self._gap_S8 = torch.full((S, 1), 0.5, device=device), torch.zeros(S, RUN, device=device)
-        self._forecast_S8 = torch.zeros(S, RUN, device=device)
+        self._forecast_S8, self._factor_S1 = torch.zeros(S, RUN, device=device), None
         if known.last is not None:
             self._last_SL8 = strips.taken(known.last)
-            self._continued_SL8 = self._last_SL8.float()
             if known.before is not None:
-                change_SL8 = self._continued_SL8 - strips.taken(known.before).float()
-                factor = torch.tensor(known.factor, dtype=torch.float32, device=device)
-                self._continued_SL8 = self._continued_SL8 + change_SL8 * factor
+                self._change_SL8 = self._last_SL8.float() - strips.taken(known.before).float()
+                self._factor_S1 = torch.full((S, 1), known.factor, device=device)
 
     def _look(self, token: int) -> None:
         self._token = token
         if self._known:
-            self._forecast_S8 = self._continued_SL8[:, token] + self._weight_S1 * self._gap_S8
+            self._continued_S8 = self._last_SL8[:, token].float()
+            if self._factor_S1 is not None:
+                self._continued_S8 = self._continued_S8 + self._change_SL8[:, token] * self._factor_S1
+            self._forecast_S8 = self._continued_S8 + self._weight_S1 * self._gap_S8
 
     def header(self, x_S8: Tensor) -> Tensor:
         """Of every strip h by its first token, int32."""
@@ -285,11 +293,12 @@ class _Columns:
         sizes_S8 = error_S8.abs()
         sizes_S8 = _sum(sizes_S8) * 0.75 + sizes_S8 * 2
         self._size_S8 = self._size_S8 * 0.75 + sizes_S8 if self._token else sizes_S8 * 4
-        if self._known:
-            trend_S1 = _sum(error_S8 * self._gap_S8)
-            moved_S1 = (trend_S1 > 0).float() - (trend_S1 < 0).float()
-            self._weight_S1 = (self._weight_S1 + moved_S1 / 16).clamp(0, 1)
-            self._gap_S8 = x_S8.float() - self._continued_SL8[:, self._token]
+        if not self._known:
+            return
+        self._weight_S1 = (self._weight_S1 + _step(error_S8 * self._gap_S8)).clamp(0, 1)
+        if self._factor_S1 is not None:
+            self._factor_S1 = (self._factor_S1 + _step(error_S8 * self._change_SL8[:, self._token])).clamp(-1, 2)
+        self._gap_S8 = x_S8.float() - self._continued_S8
 
 
 # Strips in streams ----------------------------------------------------------------------------------------------------

@@ -107,6 +107,10 @@ inline Run folded(Run difference, int bits) { // modulo 2**bits
   const Run wrapped = difference << (32 - bits) >> (32 - bits);
   return wrapped << 1 ^ wrapped >> 31;
 }
+inline float step(RunOfFloats product) { // by what a factor of these moves
+  const float trend = sum_of(product);
+  return trend > 0 ? .0625f : trend < 0 ? -.0625f : 0.f;
+}
 inline Run unfolded(Run z) { return z >> 1 ^ -(z & 1); }
 
 // A strip as both ends go through it: for each token `expect`, then `z_of` or `bits_of`, then `learn`.
@@ -116,11 +120,12 @@ template <typename Type, bool WORDS> struct Strip {
   const StreamsOf &of;
   int32_t tokens;
   uint32_t batch, token, head, number; // of its first one
-  float weight = .5f;
-  RunOfFloats gap = 0.f, size = 0.f, continued = 0.f, forecast = 0.f;
+  float weight = .5f, factor;
+  RunOfFloats gap = 0.f, change = 0.f, size = 0.f, continued = 0.f, forecast = 0.f;
   Run expected, parameter;
 
-  Strip(const StreamsOf &of, const Tile &tile, int32_t strip) : of(of) {
+  Strip(const StreamsOf &of, const Tile &tile, int32_t strip)
+      : of(of), factor(sycl::bit_cast<float>(uint32_t(of.factor_bits))) {
     const StreamBlock &block = *tile.block;
     const uint32_t own = tile.number * TILE + sycl::min(strip, tile.strips - 1);
     const uint32_t row = divided(own, block.by_columns), column = own - row * uint32_t(block.columns);
@@ -145,9 +150,10 @@ template <typename Type, bool WORDS> struct Strip {
     if (!of.last) return 0;
     const Run last = taken<WORDS>(in(of.last, of.of_last, at));
     continued = widened<Type>(last);
-    if (of.linear)
-      continued = continued + (continued - widened<Type>(taken<WORDS>(in(of.before, of.of_before, at)))) *
-                                  sycl::bit_cast<float>(uint32_t(of.factor_bits));
+    if (of.linear) {
+      change = continued - widened<Type>(taken<WORDS>(in(of.before, of.of_before, at)));
+      continued = continued + change * factor;
+    }
     forecast = continued + weight * gap;
     return last;
   }
@@ -183,8 +189,8 @@ template <typename Type, bool WORDS> struct Strip {
     const RunOfFloats now = sum_of(sizes) * .75f + sizes * 2.f;
     size = at ? size * .75f + now : now * 4.f;
     if (!of.last) return;
-    const float trend = sum_of(error * gap);
-    weight = sycl::clamp(weight + (trend > 0 ? .0625f : trend < 0 ? -.0625f : 0.f), 0.f, 1.f);
+    weight = sycl::clamp(weight + step(error * gap), 0.f, 1.f);
+    if (of.linear) factor = sycl::clamp(factor + step(error * change), -1.f, 2.f);
     gap = values - continued;
   }
 };
