@@ -36,7 +36,7 @@ from cocodiff.topology.layout import Layout
 
 # Of a whole tensor, what a call of the lossless codec sends in a run of 50 steps, and what a layer's first one does,
 # where heads are so wide that rounding to whole bytes does not count (docs/exchange.md).
-TYPICAL, TYPICAL_FIRST = 0.37, 0.68
+TYPICAL, TYPICAL_FIRST = 0.3, 0.68
 LAUNCHES_TO_CHOOSE = 41  # of V-Major's kernels: scores and what is made of them, up to packing the chosen rows
 
 

@@ -119,9 +119,9 @@ template <typename Type, bool WORDS> struct Strip {
   static constexpr int MANTISSA = IS_BF16 ? 7 : 10, BIAS = IS_BF16 ? 0 : 112, EXPONENT = 15 - MANTISSA;
   const StreamsOf &of;
   int32_t tokens;
-  uint32_t batch, token, head, number; // of its first one
-  float weight = .5f, factor;
-  RunOfFloats gap = 0.f, change = 0.f, size = 0.f, continued = 0.f, forecast = 0.f;
+  uint32_t batch, token, head, number; // of its first ones
+  float weight = .5f, factor; // of gap, by how much the token before missed its continuation, and of change
+  RunOfFloats gap = 0.f, change = 0.f, continued = 0.f, forecast = 0.f, size = 0.f; // size: of the errors
   Run expected, parameter;
 
   Strip(const StreamsOf &of, const Tile &tile, int32_t strip)
@@ -203,7 +203,7 @@ struct Codes {
     const Run further = few ? Run(0) : exponents_of(__builtin_convertvector(above, RunOfFloats)) - 127;
     const Run ones = few ? q : UNARY + further, base = few ? q : UNARY - 1 + (Run(1) << further);
     const Run many = ones >= LONGEST;
-    bits = many ? (1 << LONGEST) - 1 | z << LONGEST : (Run(1) << ones) - 1 | (z - (base << k)) << ones + 1;
+    bits = many ? ((1 << LONGEST) - 1) | z << LONGEST : ((Run(1) << ones) - 1) | (z - (base << k)) << (ones + 1);
     width = many ? Run(LONGEST + 16) : ones + 1 + k + further;
   }
 };
