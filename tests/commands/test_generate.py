@@ -199,7 +199,7 @@ def test_mistakes_are_said_in_one_line(refused: Any, made: Path, tmp_path: Path)
     assert "--prompt is missing" in refused("--model", encoders)
     assert "--width 50: model" in refused("--model", without, "--width", "50")
     assert "at least 1" in refused("--model", without, "--height", "0")
-    assert "500 ranks for 64 image tokens" in refused("--model", without, "--ranks", "500")
+    assert "65 ranks for 64 image tokens" in refused("--model", without, "--ranks", "65")
     tiny_pipelines.flux_pipeline(fill=True).save_pretrained(tmp_path / "fill")
     assert "FluxFillPipeline's weights only restore" in refused("--model", tmp_path / "fill")
     index = tmp_path / "fill" / "model_index.json"
