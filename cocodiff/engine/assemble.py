@@ -30,8 +30,8 @@ USUAL = image_and_text(4096, 512)
 
 @dataclass(frozen=True)
 class AttentionWork:
-    """One attention call. The default is what a codec is chosen by: an image of 1024 x 1024 pixels with a prompt of 512
-    tokens.
+    """One attention call. The default is what meshes and codecs are chosen by where a job does not tell its tokens: an
+    image of 1024 x 1024 pixels with a prompt of 512 tokens.
 
     chunking: in how many chunks tensors travel among a group's ranks (Torus).
     head_bytes: what one token of one head takes on the wire among a group's ranks; None: as it is.
@@ -100,12 +100,17 @@ def codec_class(config: Config) -> type[Codec]:
     return codec
 
 
+def _of_job(config: Config, work: AttentionWork) -> AttentionWork:
+    """With the job's tokens, where the work does not tell others."""
+    return replace(work, segments=image_and_text(config.image_tokens, 512)) if work.segments is USUAL else work
+
+
 def with_codec_chosen(config: Config, topology: Topology, work: AttentionWork) -> tuple[Config, str | None]:
     """The settings of ranks that share a sequence with `codec: auto` decided, and what was decided in words; None where
     nothing was to decide."""
     if config.codec != "auto":
         return config, None
-    chosen: tuple[Config, str] = load(PLANNER, "codec")(config, topology, work)
+    chosen: tuple[Config, str] = load(PLANNER, "codec")(config, topology, _of_job(config, work))
     return chosen
 
 
@@ -115,7 +120,7 @@ def mesh_of(config: Config, topology: Topology, work: AttentionWork) -> Mesh:
 
     Raises UserError for a ring that ranks and heads do not allow."""
     if not topology.machine.missing_rates:
-        work = replace(work, segments=image_and_text(config.image_tokens, 512))
+        work = _of_job(config, work)
     prefers_ulysses = codec_class(config).prefers_ulysses
     plain = mesh_without_ring(topology, work.heads, config.ring, prefers_ulysses, config.ring_kind)
     chosen: Mesh = plain or load(PLANNER, "mesh")(config, topology, work)
