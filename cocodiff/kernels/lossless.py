@@ -330,18 +330,17 @@ class _Strips:
             self._tiles.append(-(-len(parts[-1]) // TILE))
         self.where_SL8 = torch.cat(parts).to(device)
         self.there_SL8, self.numbers_S = self.where_SL8 >= 0, torch.tensor(numbers, dtype=torch.int64, device=device)
-        tiles = torch.tensor(self._tiles)
-        last = torch.tensor([len(part) for part in parts])
-        in_block = torch.cat([torch.arange(len(part)) for part in parts])
-        block_S, before = torch.arange(len(parts)).repeat_interleave(last), tiles.cumsum(0) - tiles
-        self.tile_S = (before[block_S] + in_block // TILE).to(device)
-        self.in_tile_S = (in_block % TILE).to(device)
-        self.block_T = torch.arange(len(parts)).repeat_interleave(tiles).to(device)
+        tiles, blocks = torch.tensor(self._tiles), torch.arange(len(parts))
+        in_block_S = torch.cat([torch.arange(len(part)) for part in parts])
+        block_S, before = blocks.repeat_interleave(torch.tensor(list(map(len, parts)))), tiles.cumsum(0) - tiles
+        self.tile_S = (before[block_S] + in_block_S // TILE).to(device)
+        self.in_tile_S = (in_block_S % TILE).to(device)
+        self.block_T = blocks.repeat_interleave(tiles).to(device)
         self.first_T, self.until_T = before.to(device)[self.block_T], tiles.cumsum(0).to(device)[self.block_T]
         self.sizes_T = (torch.bincount(self.tile_S, minlength=sum(self._tiles)) + 1) // 2
 
     @staticmethod
-    @lru_cache(maxsize=32)
+    @lru_cache(maxsize=8)  # of q, k, v and the output at both ends, and some chunks
     def _of(shape: tuple[int, ...], cut: Cut, device: torch.device) -> _Strips:
         return _Strips(shape, cut, device)
 
@@ -402,9 +401,9 @@ def _coded(z: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     further = (q[..., None] - UNARY + 1 >= 2 << torch.arange(16, device=z.device)).sum(-1)  # n
     ones = torch.where(q < UNARY, q, UNARY + further)
     base = torch.where(q < UNARY, q, UNARY - 1 + (1 << further)) << k
-    code = (1 << ones) - 1 | z - base << ones + 1
+    code = ((1 << ones) - 1) | (z - base) << (ones + 1)
     long = ones >= LONGEST
-    code = torch.where(long, (1 << LONGEST) - 1 | z << LONGEST, code)
+    code = torch.where(long, ((1 << LONGEST) - 1) | z << LONGEST, code)
     return code, torch.where(long, LONGEST + 16, ones + 1 + k + further)
 
 
