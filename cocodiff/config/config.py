@@ -111,7 +111,7 @@ class Config:
     predictor: str = setting(
         "taylor",
         "the prediction: last (what they were at the call before), taylor (that, continued linearly in the noise "
-        "level; half as far if lossless) or auto (the better one at the call before, for each layer and tensor)",
+        "level; lossless at first half as far) or auto (the better one at the call before, of each layer and tensor)",
         choices=("last", "taylor", "auto"),
         only_with=("codec", *CODECS),
     )

@@ -54,6 +54,7 @@ TOKENS = 32  # of a strip, at most
 TILE = 16  # strips
 RAW = 255  # the size of a strip that is not coded
 UNARY, LONGEST = 4, 12  # ones that count evenly, and the most
+REACH = 5  # bytes in which a code lies, of at most 28 bits
 PARTS = 16  # of a byte, in which it is noted how much a token and head needs
 MANTISSA = {torch.bfloat16: 7, torch.float16: 10}
 BIAS = {torch.bfloat16: 0, torch.float16: 112}  # of exponents' bits: float32's less the type's
@@ -208,17 +209,12 @@ def _unfold(folded: Tensor) -> Tensor:
     return (folded >> 1) ^ -(folded & 1)
 
 
-def _sum(x_S8: Tensor) -> Tensor:
-    """Of the 8 numbers, [S, 1]: the upper half added to the lower, and so on."""
+def _sum(x_8: Tensor) -> Tensor:
+    """Over the 8 numbers, one left: the upper half added to the lower, and so on."""
     for half in (4, 2, 1):
-        x_S8 = x_S8[:, :half] + x_S8[:, half:]
-    return x_S8
-
-
-def _step(product_S8: Tensor) -> Tensor:
-    """By what a factor of these moves, [S, 1]."""
-    trend_S1 = _sum(product_S8)
-    return ((trend_S1 > 0).float() - (trend_S1 < 0).float()) / 16
+        lower, upper = x_8.split(half, -1)
+        x_8 = lower + upper
+    return x_8
 
 
 class _Columns:
@@ -290,14 +286,17 @@ class _Columns:
 
     def learn(self, x_S8: Tensor) -> None:
         error_S8 = x_S8.float() - self._forecast_S8
-        sizes_S8 = error_S8.abs()
-        sizes_S8 = _sum(sizes_S8) * 0.75 + sizes_S8 * 2
+        own_S8, follows = error_S8.abs(), self._factor_S1 is not None
+        summed = [own_S8, error_S8 * self._gap_S8, *([error_S8 * self._change_SL8[:, self._token]] if follows else [])]
+        size_S1, *trends = _sum(torch.stack(summed)).unbind()
+        sizes_S8 = size_S1 * 0.75 + own_S8 * 2
         self._size_S8 = self._size_S8 * 0.75 + sizes_S8 if self._token else sizes_S8 * 4
         if not self._known:
             return
-        self._weight_S1 = (self._weight_S1 + _step(error_S8 * self._gap_S8)).clamp(0, 1)
+        moves = [((trend_S1 > 0).float() - (trend_S1 < 0).float()) / 16 for trend_S1 in trends]
+        self._weight_S1 = (self._weight_S1 + moves[0]).clamp(0, 1)
         if self._factor_S1 is not None:
-            self._factor_S1 = (self._factor_S1 + _step(error_S8 * self._change_SL8[:, self._token])).clamp(-1, 2)
+            self._factor_S1 = (self._factor_S1 + moves[1]).clamp(-1, 2)
         self._gap_S8 = x_S8.float() - self._continued_S8
 
 
@@ -377,22 +376,21 @@ class _Strips:
         words_T = self.sizes_T.index_add(0, self.tile_S, words_S)
         begin_T, sizes_at_T = self.tiles_at(words_T)
         begin_S = self.strips_at(words_S, begin_T)
-        bits = torch.zeros(16 * int(words_T.sum() + len(words_T)), dtype=torch.uint8, device=words_T.device)
-        _put(bits, 16 * sizes_at_T, words_T, 16)
-        _put(bits, 16 * begin_T[self.tile_S] + 8 * self.in_tile_S, torch.where(raw_S, RAW, words_S), 8)
+        of_blocks = torch.zeros(len(self._tiles), dtype=torch.int64, device=words_T.device)
+        lengths = (2 * of_blocks.index_add(0, self.block_T, words_T + 1)).tolist()
+        found = torch.zeros(sum(lengths) + REACH, dtype=torch.int64, device=words_T.device)
+        _put(found, 16 * sizes_at_T, words_T)
+        _put(found, 16 * begin_T[self.tile_S] + 8 * self.in_tile_S, torch.where(raw_S, RAW, words_S))
         coded_S = ~raw_S & ~empty_S
-        _put(bits, 16 * begin_S[coded_S], header_S[coded_S], 8)
+        _put(found, 16 * begin_S[coded_S], header_S[coded_S].long())
         width_N, there_N = width_SL8[coded_S].flatten(1), self.there_SL8[coded_S]
         begin_N = (16 * begin_S[coded_S] + 8)[:, None] + width_N.cumsum(1) - width_N
-        _put(bits, begin_N.view(there_N.shape)[there_N], code_SL8[coded_S][there_N], width_SL8[coded_S][there_N])
+        _put(found, begin_N.view(there_N.shape)[there_N], code_SL8[coded_S][there_N])
         raw_N = self.there_SL8[raw_S]
-        at_N = 16 * (begin_S[raw_S][:, None] + torch.arange(raw_N[0].numel() if len(raw_N) else 0, device=bits.device))
-        x_N = x_SL8[raw_S].view(torch.int16).to(torch.int32)
-        _put(bits, at_N.view(raw_N.shape)[raw_N], x_N[raw_N], 16)
-        packed = (bits.view(-1, 8) << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(-1, dtype=torch.uint8)
-        of_blocks = torch.zeros(len(self._tiles), dtype=torch.int64, device=bits.device)
-        of_blocks = of_blocks.index_add(0, self.block_T, words_T + 1)
-        return list(packed.split_with_sizes((2 * of_blocks).tolist()))
+        at_N = 16 * (begin_S[raw_S][:, None] + torch.arange(raw_N[0].numel() if len(raw_N) else 0, device=found.device))
+        x_N = x_SL8[raw_S].view(torch.int16).to(torch.int64) & 0xFFFF
+        _put(found, at_N.view(raw_N.shape)[raw_N], x_N[raw_N])
+        return list(found[:-REACH].to(torch.uint8).split_with_sizes(lengths))
 
 
 def _coded(z: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -407,19 +405,31 @@ def _coded(z: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return code, torch.where(long, LONGEST + 16, ones + 1 + k + further)
 
 
-def _put(bits: Tensor, begins: Tensor, values: Tensor, widths: Tensor | int) -> None:
-    """Writes numbers of so many bits where these begin."""
-    widths = torch.as_tensor(widths, device=bits.device).expand(values.shape)
-    for bit in range(int(widths.max()) if widths.numel() else 0):
-        used = widths > bit
-        bits[begins[used] + bit] = (values[used] >> bit & 1).to(torch.uint8)
+def _put(found: Tensor, begins: Tensor, values: Tensor) -> None:
+    """Adds numbers to bytes, int64, from these bits on: nothing else has theirs."""
+    shifted = values << (begins & 7)
+    for byte in range(REACH):
+        found.index_add_(0, (begins >> 3) + byte, shifted >> 8 * byte & 255)
+
+
+@lru_cache(maxsize=4)
+def _beginnings(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """By the lowest bits that a code may begin with: its ones, and its width, which is so many bits and so many times
+    its parameter; int64."""
+    bits = torch.arange(1 << LONGEST, device=device)
+    ones = torch.stack([(bits + 1) % (1 << count) == 0 for count in range(1, LONGEST + 1)]).sum(0)
+    long = ones == LONGEST
+    return ones, torch.where(long, LONGEST + 16, ones + 1 + (ones - UNARY).clamp(min=0)), (~long).long()
 
 
 class _Codes:
     """Streams that are read, all strips' at once. raw_SL8: the bits of those that are not coded, int32."""
 
     def __init__(self, strips: _Strips, streams: Tensor, lengths: Sequence[int]) -> None:
-        self._bytes = torch.nn.functional.pad(streams, (0, 8)).to(torch.int64)
+        padded = torch.nn.functional.pad(streams, (0, 8)).to(torch.int64)
+        places = [padded[byte : byte + len(padded) - REACH + 1] << 8 * byte for byte in range(REACH)]
+        self._from_byte = torch.stack(places).sum(0)  # the 40 bits that begin at each
+        self._beginning, (self._ones, self._width, self._parameters) = (1 << LONGEST) - 1, _beginnings(streams.device)
         length_N = torch.tensor(lengths, dtype=torch.int64, device=streams.device)
         tiles = torch.arange(len(strips.block_T), device=streams.device) - strips.first_T
         words_T = self._peek(8 * (length_N.cumsum(0) - length_N)[strips.block_T] + 16 * tiles) & 0xFFFF
@@ -438,22 +448,20 @@ class _Codes:
 
     def _peek(self, at: Tensor) -> Tensor:
         """At least 32 bits from these on, int64."""
-        first, found = (at >> 3).clamp(max=len(self._bytes) - 8), torch.zeros_like(at)
-        for byte in range(5):
-            found |= self._bytes[first + byte] << 8 * byte
-        return found >> (at & 7)
+        return self._from_byte[at >> 3] >> (at & 7)
 
     def take(self, k_S8: Tensor, there_S8: Tensor) -> Tensor:
         """The next z of every strip, by their parameters: int32, 0 where there is no code."""
-        z_S8, powers = torch.zeros_like(k_S8), torch.arange(1, LONGEST + 1, device=k_S8.device)
+        k_S8, used_S8, held = k_S8.long(), (self._coded_S[:, None] & there_S8).long(), list[Tensor]()
         for number in range(RUN):
-            held, k = self._peek(self._at_S), k_S8[:, number]
-            ones = ((held[:, None] & ((1 << powers) - 1)) == (1 << powers) - 1).sum(-1)
-            further, long = (ones - UNARY).clamp(min=0), ones == LONGEST
-            base = torch.where(ones < UNARY, ones, UNARY - 1 + (1 << further)) << k
-            bits = torch.where(long, 16, k + further)
-            rest = held >> torch.where(long, LONGEST, ones + 1) & ((1 << bits) - 1)
-            used = self._coded_S & there_S8[:, number]
-            z_S8[:, number] = torch.where(long, rest, base + rest).masked_fill(~used, 0)
-            self._at_S += (bits + ones + (~long).long()).masked_fill(~used, 0)
-        return z_S8
+            held.append(self._peek(self._at_S))
+            begins_S = held[-1] & self._beginning
+            width_S = self._width[begins_S] + self._parameters[begins_S] * k_S8[:, number]
+            self._at_S = self._at_S + width_S * used_S8[:, number]
+        held_S8 = torch.stack(held, 1)
+        ones_S8 = self._ones[held_S8 & self._beginning]
+        further_S8, long_S8 = (ones_S8 - UNARY).clamp(min=0), ones_S8 == LONGEST
+        base_S8 = torch.where(ones_S8 < UNARY, ones_S8, UNARY - 1 + (1 << further_S8)) << k_S8
+        bits_S8 = torch.where(long_S8, 16, k_S8 + further_S8)
+        rest_S8 = held_S8 >> torch.where(long_S8, LONGEST, ones_S8 + 1) & ((1 << bits_S8) - 1)
+        return (torch.where(long_S8, rest_S8, base_S8 + rest_S8) * used_S8).to(torch.int32)

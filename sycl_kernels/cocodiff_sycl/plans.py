@@ -24,10 +24,8 @@ GROUPS_OF_ROWS = 16  # GPU: groups of LANES work-items in a work-group
 GROUPS_OF_UNIT = 16  # GPU: groups of LANES work-items that a compute unit shall have at least: twice its threads
 CODE_BITS, CODE_GROUP = (2, 4, 8), 32  # of a residual's code, and channels of one of its scales
 STREAM_RUN, STREAM_TOKENS, STREAM_TILE = 8, 32, 16  # of the lossless codec's strips: numbers, tokens; strips of a tile
-STREAM_STRIP, STREAM_ADDRESSES = (
-    2 + STREAM_RUN * STREAM_TOKENS * 28 // 32,
-    12,
-)  # of a strip before it is joined; launches
+STREAM_STRIP = 2 + STREAM_RUN * STREAM_TOKENS * 28 // 32  # 32 bits each, of a strip before it is joined
+STREAM_ADDRESSES = 12  # of its launches
 FEW_TILES = 1024  # of a block: each finds where it begins by the sizes of all before it
 NOTES = 4  # of a tensor's codec
 SELECT_ITEMS = 256  # GPU: work-items that search one row of scores
