@@ -189,8 +189,19 @@ def test_packages_of_the_library_say_what_they_are_for():
     assert [str(path.relative_to(ROOT)) for path in packages if not ast.get_docstring(syntax(path))] == []
 
 
+@pytest.mark.parametrize("path", [path for path in SOURCES if path.name == "__init__.py"], ids=module_name)
+def test_packages_name_modules_that_are_there(path):
+    """Lower-case names in a package's docstring are modules of its own, or begin a path from the top."""
+    for module, inner in re.findall(r"`([a-z_]+)(?:\.py|\.(?!html)(\w+))?`", ast.get_docstring(syntax(path)) or ""):
+        below = [path.with_name(f"{module}.py"), path.with_name(module) / "__init__.py"]
+        there = next((one for one in below if one in SOURCES), None)
+        assert there or module in TOPS, f"{path}: no module {module}"
+        if there and inner:
+            assert re.search(rf"\b{inner}\b", there.read_text()), f"{there} has no {inner}"
+
+
 def test_no_name_of_a_tensor_is_compared_below_the_strategies():
-    below = [*(ROOT / "cocodiff" / "wire").glob("*.py"), ROOT / "cocodiff" / "attention" / "arrival.py"]
+    below = [*(ROOT / "cocodiff" / "exchange").glob("*.py"), ROOT / "cocodiff" / "attention" / "arrival.py"]
     compared = [
         (path.name, one.value)
         for path in below

@@ -1,5 +1,4 @@
-"""Jobs on ranks.
-
-`job` is the interface of every job, `session` and `running` run any of them. Three jobs: `slices` (restored volumes),
-`images` (from prompts) and `sweep.runs`.
+"""What any command needs that runs a model on ranks: ranks as processes, the partition of them, models loaded, options,
+a folder of results with its journal, and the queue that replicas take batches from. What is made of all that is
+`cocodiff_eval.harness`.
 """

@@ -107,26 +107,17 @@ class Queue:
     replica calls `add` when a batch's results are on the disk.
     """
 
-    def __init__(
-        self,
-        replica: Replica,
-        record: JobRecord,
-        counts: Sequence[int],
-        unit: str,
-        shows_bar: bool,
-        expected: int | None = None,
-    ) -> None:
-        """counts: the items (`unit`) of each batch. expected: so many of the batches, the first, are to be done by now;
-        `expect` tells of others. Raises UserError where another start's settings were others."""
-        self._replica, self._counts = replica, counts
-        self._record, total = record, sum(counts[:expected])
-        whole = replica.whole
+    def __init__(self, replica: Replica, record: JobRecord, expected: int | None = None) -> None:
+        """expected: so many of the batches, the first, are to be done by now; `expect` tells of others. Raises
+        UserError where another start's settings were others."""
+        self._replica, self._record, self._counts = replica, record, record.counts
+        total, whole = sum(self._counts[:expected]), replica.whole
         if whole.rank == 0:
             record.begin(total)
             record.journals.open_claims()
         self._done = set(whole.broadcast_object(set(record.journals.finished()) if whole.rank == 0 else None))
         replica.check_shared(record.journals, record.out)
-        self.bar = JobBar(total, unit, record.counter(), shows_bar)
+        self.bar = JobBar(total, record.unit, record.counter(), record.shows_bar)
 
     @cached_property
     def _journal(self) -> Any:
@@ -187,9 +178,10 @@ class JobRecord:
         is_whole: IsWhole,
         shows_bar: bool,
     ) -> None:
-        """settings: what the results depend on, and is_whole: both asked for on rank 0; counts, unit: as of `Queue`."""
-        self._output, self._settings, self._counts, self._unit = output, settings, counts, unit
-        self._is_whole, self._shows_bar = is_whole, shows_bar
+        """settings: what the results depend on, and is_whole: both asked for on rank 0; counts: the items (`unit`) of
+        each batch."""
+        self._output, self._settings, self._is_whole = output, settings, is_whole
+        self.counts, self.unit, self.shows_bar = counts, unit, shows_bar
         self.journals: Journals = output.journals
         self.out = output.out
 
@@ -204,7 +196,7 @@ class JobRecord:
                 f"--resume goes on with the same ones; start afresh with --overwrite"
             )
         if header is None:
-            self.journals.begin(settings, total, self._unit, self._output.overwrite)
+            self.journals.begin(settings, total, self.unit, self._output.overwrite)
         self._drop_what_is_gone()
         if self._output.resume:
             kept = self.journals.kept()
@@ -212,9 +204,9 @@ class JobRecord:
 
     def _drop_what_is_gone(self) -> None:
         """Drops from the journals the batches whose results are no longer there, which are done again."""
-        found, counts = [*self.journals.finished().values()], self._counts
+        found, counts = [*self.journals.finished().values()], self.counts
         fitting = [one for one in found if one.number in range(len(counts)) and one.size == counts[one.number]]
-        order = reading_bar(self._shows_bar)(range(len(fitting)), "checking results")
+        order = reading_bar(self.shows_bar)(range(len(fitting)), "checking results")
         whole = [fitting[n] for n in order if self._is_whole(fitting[n])]
         if len(whole) < len(found):
             self.journals.keep(whole)

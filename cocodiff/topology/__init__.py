@@ -1,5 +1,5 @@
-"""Machines, where ranks sit on them, and who has which tokens and heads, as pure data.
+"""How ranks of a machine are divided, who has which tokens and heads, and what links can carry, as pure data.
 
-Others use `machine`, `axes` (ranks divided into replicas, guidance, ring and Ulysses), `segments`, `layout` and
-`links`.
+Others use `axes` (replicas, guidance, ring and Ulysses), `layout` (segments of tokens, and shares of them), `links` and
+`routes`.
 """

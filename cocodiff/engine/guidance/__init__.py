@@ -4,7 +4,7 @@ between them, the model's output does, once a step.
 Pipelines ask for the branches in one of two ways. *Batched* (SD3): one call with both in its batch; each part takes its
 half of the rows, and the halves of the output are exchanged. *Sequential* (Qwen-Image, FLUX, FLUX.2 klein): a call for
 each; the parts take them in turns. A call that is the other part's returns at once, with a tensor that waits for its
-values when these are asked for (`awaited.Awaited`), so that nothing depends on what a pipeline does between the calls.
+values when these are asked for (`parts.Awaited`), so that nothing depends on what a pipeline does between the calls.
 
 The first step of sequential guidance is computed by each part on its own ranks. In the engine's first image both parts
 compute all of its calls: they tell how many calls a step has and what the model returns. Later steps go by the step

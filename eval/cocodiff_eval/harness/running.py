@@ -65,7 +65,7 @@ def run_batches(
 
     counts = [*[batch.size for batch in batches] * (1 + way.tried), *job.before]
     record = JobRecord(output, settings, counts, job.unit, is_whole, shows_bar)
-    with Queue(replica, record, counts, job.unit, shows_bar, len(batches)) as queue, torch.no_grad():
+    with Queue(replica, record, len(batches)) as queue, torch.no_grad():
         job.watched(queue.bar.advance)
         way.choose(queue, replica)
         if job.before:
