@@ -121,7 +121,7 @@ def four_steps(family: str, branches: int) -> list[dict[str, Any]]:
     return calls
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_taken_apart_a_model_has_the_same_bits_and_sends_nothing_from_inside_a_graph(name, monkeypatch):
     """Nor are tokens cut there, by hooks on blocks. Of each block there is a graph before its attention and one behind

@@ -65,6 +65,7 @@ STATES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("preset", STATES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_some_layers_keep_state_and_the_others_tensors_travel_whole(family, preset):

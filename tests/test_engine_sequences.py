@@ -221,6 +221,7 @@ def is_real(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.is_floating_point()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("family", ["sd3", "flux", "qwen", "klein"])
 def test_lossless_images_have_the_bits_of_whole_ones(family):
     check_lossless(family, 0)

@@ -30,7 +30,7 @@ def denoise(model: Any, inputs: dict[str, Any], **changes: Any) -> torch.Tensor:
     return torch.stack(outputs)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("family", "size"),
     all_but([("sd3", 2), ("sd3", 12), ("flux", 3), ("flux2", 6), ("qwen", 3), ("qwen", 6)], FAMILIES, (2, 3, 6, 12)),

@@ -118,6 +118,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **sizes: str) -> None:
     monkeypatch.setattr(figures, "find_shipped", lambda what, folder, name: tmp_path / f"{name}.yaml")
 
 
+@pytest.mark.full
 def test_a_page_is_made_and_goes_on_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -48,7 +48,7 @@ def needed(topology: Topology, work: Workload, **settings: Any) -> int:
     return Pricer(topology).need(work, Partition()).total
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("nodes", [1, 2, 4, 8])
 @pytest.mark.parametrize("preset", ["tapa", "split", "lossless", "coded", "cocodiff"])
 @pytest.mark.parametrize(("name", "size"), MODELS_THAT_DO_NOT_FIT)

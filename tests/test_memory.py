@@ -141,6 +141,7 @@ def test_caches_are_as_real_ones_on_every_rank(size, nodes, image, text, heads, 
     assert held(topology, shape, load, dtype) == expected and min(expected) > 0
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("kept", "size", "ring"), [("source", 5, 1), ("card", 5, 1), ("one layer", 5, 1), ("auto", 6, 2), ("card", 6, 3)]
 )

@@ -65,6 +65,7 @@ def measured_in(folder: Path) -> None:
     (folder / "step-large" / "refused").write_text("bench step")
 
 
+@pytest.mark.full
 def test_what_was_measured_stands_beside_the_paper_and_the_plan(tmp_path, capsys):
     measured_in(tmp_path / "campaign")
     words = ["--measured", str(tmp_path / "campaign"), "--out", str(tmp_path / "page")]

@@ -92,7 +92,7 @@ def test_two_nodes_with_a_branch_each_send_nothing_but_outputs_between_them():
 
 
 @pytest.mark.parametrize("model", ["sd3.5", "qwen-image"])
-@pytest.mark.parametrize("ranks", [12, 96])
+@pytest.mark.parametrize("ranks", [12, pytest.param(96, marks=pytest.mark.full)])
 def test_auto_is_the_best_of_all_deals(ranks, model):
     shape = load_shape(model)
     work, pricer = work_of(shape, shape.image_tokens(1024), "tapa", 50), Pricer(topology_of("aurora", ranks))

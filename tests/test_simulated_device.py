@@ -216,7 +216,7 @@ def test_messages_one_way_alone_have_a_byte_the_other_way(sim):
 # The command line -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_command_line_restores_the_cpus_voxels(simulated, tmp_path, ranks):

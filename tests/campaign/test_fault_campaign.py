@@ -19,6 +19,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("campaign")
 
 
+@pytest.mark.full
 def test_the_rank_that_received_a_wrong_message_says_so_itself(folder: Path) -> None:
     case = Case("flat", "flipped", "middle", "torchrun", "sd3", ranks=2, victim=1, number=5, delay_ms=0, checked=True)
     case.folder = str(folder)

@@ -37,6 +37,7 @@ def test_gloo_between_forked_ranks(tmp_path):
     assert "contract holds" in done.stdout
 
 
+@pytest.mark.full
 def test_transports_under_mpiexec():
     done = warm_mpiexec(SIZE, PROGRAM, "launched", "mpi", "mpi-rma", "mpi-rma+sums", "gloo", "host")
     assert_succeeded(done)

@@ -57,6 +57,7 @@ def test_a_volume_is_restored(volume: np.ndarray, mask: np.ndarray, temporary: P
     assert [*temporary.iterdir()] == []
 
 
+@pytest.mark.full
 def test_the_example_of_the_pages_runs() -> None:
     script = Path(__file__).parent.parent.parent / "docs" / "restore.py"
     done = subprocess.run([sys.executable, str(script), "2"], capture_output=True, text=True, timeout=240)

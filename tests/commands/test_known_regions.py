@@ -58,7 +58,7 @@ def in_one_process(name: str) -> tuple[PipelineInpainter, Any]:
     return inpainter, pipe
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("ranks", [2, 1, 3, 6])
 def test_some_ranks_restore_what_one_process_does(name: str, ranks: int, tmp_path: Path) -> None:

@@ -280,6 +280,7 @@ def test_odd_pictures_do_not_break_the_page(tmp_path: Path, value: float) -> Non
     assert [("restored" in shown) for shown in Outline(page).pictures.values()] == [True, True, False]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 def test_a_browser_leads_through_2000_slices_by_keys(tmp_path: Path) -> None:
     """Slices 20 to 2020 of a scan, the last of them without a picture."""

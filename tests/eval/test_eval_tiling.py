@@ -80,6 +80,7 @@ def check_plan(plan: RestorationPlan, mask_YX: np.ndarray, batch: int) -> None:
     assert written_first == set(np.unique(plan.levels[0].labels_YX)) - {0}
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("shape", "native"), [(shape, 96) for shape in SHAPES] + [((97, 131), 32), ((20, 500), 32)])
 def test_plans_cover_the_mask(shape: tuple[int, int], native: int) -> None:
     for mask_YX in masks(shape).values():

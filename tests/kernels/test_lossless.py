@@ -132,6 +132,7 @@ def test_streams_have_the_same_bits(sycl, shape, dtype, kind, dim, factor, room,
     assert all(torch.equal(one, other) for one, other in zip(theirs[1:], ours[1:], strict=True))
 
 
+@pytest.mark.full
 def test_large_blocks_have_the_same_streams(sycl):
     """Of more tiles than a launch adds up by itself where each begins."""
     given, cut = case((1, 1100, 31, 128), torch.bfloat16, "mixed", 0), Cut(1, (1090, 0, 10))
