@@ -36,7 +36,7 @@ NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}  # in JSON, 
 class Metadata:
     """What a file says of its voxels besides their values.
 
-    kind         a word of `table.FORMATS`
+    kind         a word of `formats.FORMATS`
     axes         as the file names them, the slices' axis, rows and columns last; "" where it does not
     voxel_size   sides along slices, rows and columns, in `unit`; None where unknown, as where one is no length
     unit         as UDUNITS spells it ("micrometer"); "" where unknown
