@@ -85,7 +85,9 @@ def test_axes_weights_and_intervals_are_learnt_on_hidden_regions(folder: Path, t
         np.abs(np.diff(one.astype(float), axis=0))[pairs].mean() for one in (image(tmp_path / "whole", ""), original)
     )
     (jump,) = metrics["jumps"]
+    shells = [jump.pop(name) for name in ("frc", "resolution")]
     assert jump == {"name": "scan", "mask": "holes", "mode": "tapa", "slice_jump": pytest.approx(own / true)}
+    assert len(shells[0]) == 32 and shells[1] >= 2
     page = (tmp_path / "whole" / "report.html").read_text()
     assert "<th>jump between slices</th>" in page and f">{own / true:.2f}<" in page and "  jump  " in done.stdout
     (block,) = re.findall(r'<script type="application/json" class="voxels" data-series="0">(.*?)</script>', page)

@@ -4,6 +4,7 @@ report, which are made where it is restored, kept on the disk, and read when the
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from cocodiff_eval.quality.metrics import (
 from cocodiff_eval.report import Picture, PicturePlan, ShownVolume, encode, shown_slices, worst_slices
 from cocodiff_eval.restore.baseline import biharmonic
 
+MOST_SHELLED = 2**23  # voxels of a volume whose shell correlation is found, at 80 bytes each
 FEWEST = 200  # hidden voxels that intervals are learnt from
 FOLDER = "pictures"  # beside a job's journals, and removed with them
 
@@ -157,9 +159,18 @@ def jumps(
     def read(index: int) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
         return task.mask.read(index), truth.read(index), {one: files[one].read(index) for one in presets}
 
-    found = slice_jumps(read, masked, progress)
+    def whole(slices: Callable[[int], np.ndarray]) -> np.ndarray:
+        return np.stack([slices(index) for index in range(len(task.stack))])
+
+    found, shells = slice_jumps(read, masked, progress), dict[str, dict[str, Any]]()
+    if math.prod(task.stack.shape) <= MOST_SHELLED:
+        mask_ZYX, truth_ZYX = whole(task.mask.read), whole(truth.read)
+        shells = {one: ring_correlation(task.scale, truth_ZYX, whole(files[one].read), mask_ZYX) for one in presets}
     named = {"name": task.stack.name, "mask": task.mask.name}
-    return [json_ready({**named, "mode": mode, "slice_jump": value}) for mode, value in found.items()]
+    return [
+        json_ready({**named, "mode": mode, "slice_jump": value, **shells.get(mode, {})})
+        for mode, value in found.items()
+    ]
 
 
 class Restored(NamedTuple):

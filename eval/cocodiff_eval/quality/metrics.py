@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import reduce
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,40 +64,41 @@ FEWEST = 3  # coefficients of a ring whose correlation says something
 
 
 def ring_correlation(
-    scale: IntensityRange, truth_YX: np.ndarray | None, restored_YX: np.ndarray, mask_YX: np.ndarray
+    scale: IntensityRange, truth: np.ndarray | None, restored: np.ndarray, mask: np.ndarray
 ) -> dict[str, Any]:
-    """Fourier ring correlation of what is under the mask with its truth: `frc`, RINGS numbers, None where a ring has
-    no coefficient; and `resolution`, the period in voxels of the frequency at which it first falls below the curve of
-    half a bit (van Heel and Schatz, 2005), 2 where it never does. Empty where not all of the truth is known.
+    """Fourier ring correlation of what is under the mask of a slice [Y, X] with its truth, of a volume [Z, Y, X] shell
+    correlation: `frc`, RINGS numbers, None where a ring has no coefficient; and `resolution`, the period in voxels of
+    the frequency at which it first falls below the curve of half a bit (van Heel and Schatz, 2005), 2 where it never
+    does. Empty where not all of the truth is known.
 
     Both images are weighed by the mask, with edges as soft as it allows, so that what is known does not count.
     Coefficients that are independent are as many as the sum of squared weights.
     """
-    if truth_YX is None or not mask_YX.any() or not np.isfinite(truth_YX[mask_YX]).all():
+    if truth is None or not mask.any() or not np.isfinite(truth[mask]).all():
         return {}
     from scipy.ndimage import distance_transform_edt
 
-    rows, columns = (np.flatnonzero(mask_YX.any(axis=axis)) for axis in (1, 0))
-    box = np.s_[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
-    depth_YX = distance_transform_edt(np.pad(mask_YX[box], 1))[1:-1, 1:-1]
-    window_YX = np.sin(np.pi / 2 * np.minimum(1.0, depth_YX / min(TAPER, depth_YX.max()))) ** 2
+    ends = [(places.min(), places.max() + 1) for places in mask.nonzero()]
+    box = tuple(slice(*one) for one in ends)
+    depth = distance_transform_edt(np.pad(mask[box], 1))[(slice(1, -1),) * mask.ndim]
+    window = np.sin(np.pi / 2 * np.minimum(1.0, depth / min(TAPER, depth.max()))) ** 2
     spectra = []
-    for image_YX in (truth_YX, restored_YX):
-        image01_YX = np.where(mask_YX, scale.normalise(image_YX), 0.0)[box]
-        mean = float((window_YX * image01_YX).sum() / window_YX.sum())
-        spectra.append(np.fft.fft2(window_YX * (image01_YX - mean)))
-    frequency_YX = np.hypot(*np.meshgrid(*map(np.fft.fftfreq, window_YX.shape), indexing="ij"))
-    ring_N = np.minimum((frequency_YX * 2 * RINGS).astype(int), RINGS).ravel()  # the last: corners beyond half a period
+    for image in (truth, restored):
+        image01 = np.where(mask, scale.normalise(image), 0.0)[box]
+        mean = float((window * image01).sum() / window.sum())
+        spectra.append(np.fft.fftn(window * (image01 - mean)))
+    frequency = reduce(np.hypot, np.meshgrid(*map(np.fft.fftfreq, window.shape), indexing="ij", sparse=True))
+    ring_N = np.minimum((frequency * 2 * RINGS).astype(int), RINGS).ravel()  # the last: corners beyond half a period
 
-    def of_rings(values_YX: np.ndarray) -> np.ndarray:
-        return np.bincount(ring_N, values_YX.ravel(), RINGS + 1)[:RINGS]
+    def of_rings(values: np.ndarray) -> np.ndarray:
+        return np.bincount(ring_N, values.ravel(), RINGS + 1)[:RINGS]
 
-    truth, restored = spectra
-    together, *powers = (of_rings((one * other.conj()).real) for one, other in (spectra, (truth,) * 2, (restored,) * 2))
-    count_R = of_rings(np.ones(window_YX.shape))
+    pairs = (spectra, spectra[:1] * 2, spectra[1:] * 2)
+    together, *powers = (of_rings((one * other.conj()).real) for one, other in pairs)
+    count_R = of_rings(np.ones(window.shape))
     with np.errstate(invalid="ignore", divide="ignore"):
         found_R = together / np.sqrt(powers[0] * powers[1])
-        root_R = np.sqrt(count_R * np.square(window_YX).mean() / 2)  # a real image has each coefficient twice
+        root_R = np.sqrt(count_R * np.square(window).mean() / 2)  # a real image has each coefficient twice
         half_bit_R = (0.2071 + 1.9102 / root_R) / (1.2071 + 0.9102 / root_R)
     below = np.flatnonzero((root_R**2 >= FEWEST) & ~(found_R >= half_bit_R))
     period = 2.0 if not len(below) else 2 * RINGS / (below[0] + 0.5)
