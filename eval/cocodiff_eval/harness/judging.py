@@ -36,7 +36,7 @@ from cocodiff_eval.quality.metrics import (
 from cocodiff_eval.report import Picture, PicturePlan, ShownVolume, encode, shown_slices, worst_slices
 from cocodiff_eval.restore.baseline import biharmonic
 
-MOST_SHELLED = 2**23  # voxels of a volume whose shell correlation is found, at 80 bytes each
+MOST_SHELLED = 2**22  # voxels of a volume whose shell correlation is found, at 80 bytes each
 FEWEST = 200  # hidden voxels that intervals are learnt from
 FOLDER = "pictures"  # beside a job's journals, and removed with them
 
