@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 from cocodiff_bench import alltoall, model_step
-from cocodiff_bench.common import of_benchmarks
+from cocodiff_bench.common import of_benchmarks, of_slowest_rank
 from tiny_models import sd3_inpaint_pipeline
 
 from cocodiff.cli.main import main
+from cocodiff.comm import loopback
 from cocodiff.config.config import Config
 from cocodiff.jobs.options import parse, with_settings
 
@@ -98,3 +99,9 @@ def test_the_librarys_own_all_to_all_is_not_what_the_command_line_leaves_to_batc
 
 def config_of(benchmark: Any, values: dict[str, Any], name: str) -> Config:
     return benchmark.config_of(name, values) if benchmark is alltoall else benchmark.config_of(values, name)
+
+
+def test_a_call_takes_as_long_as_on_the_slowest_rank() -> None:
+    own = [{"flat": [1.0, 5.0]}, {"flat": [3.0, 2.0]}]
+    found = loopback.run_ranks(2, lambda transport: of_slowest_rank(own[transport.rank], transport))
+    assert found[0] == {"flat": [3.0, 5.0]}
