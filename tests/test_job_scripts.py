@@ -164,7 +164,7 @@ def test_a_campaign_prints_what_it_would_measure(nodes, measured):
     lines = dry_run(LAUNCH / "campaign.pbs", VENV="/venv", NODES=str(nodes))
     assert " doctor " in lines[1] and f" -n {12 * nodes} " in lines[1]
     assert " sweep --config " in lines[-2] and " -n 12 " in lines[-2]
-    assert lines[-1].startswith("/venv/bin/cocodiff plan --paper --machine aurora --measured campaign")
+    assert lines[-1].startswith("/venv/bin/cocodiff papers --paper cocodiff --runs plan --measured campaign")
     benches = [line for line in lines if " bench " in line]
     assert len(benches) == measured and len(set(benches)) == measured
     sizes = {int(re.search(r" -n (\d+) ", line).group(1)) for line in benches}

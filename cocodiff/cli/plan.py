@@ -62,10 +62,7 @@ OPTIONS = (
     Option("compare", "all presets side by side, with plan.png; with --images all partitions", False, type=bool),
     Option("explain", "the timeline of one layer on rank 0 and its plan of messages", False, type=bool),
     Option("calibrate", "bench.json of bench alltoall: fits latencies and link efficiencies, writes machine.yaml"),
-    Option("paper", "the figures of the CoCoDiff paper beside what the plan says of them", False, type=bool),
-    Option(
-        "measured", "with --paper: folder of launch/campaign.pbs, whose figures stand beside; --out gets paper.html"
-    ),
+    Option("paper", "the CoCoDiff paper's cases, on a machine that is fitted to its figure 11", False, type=bool),
     Option("out", "folder that plan.json is written to; default: a plan is printed alone"),
     Option("overwrite", "replace the results of an earlier run", False, type=bool),
     LOG_LEVEL,
@@ -87,7 +84,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
         if values["calibrate"]:
             run_calibration(values, plan, folder)
         elif values["paper"]:
-            plan |= import_module("cocodiff_studies.papers").run_paper(values, folder)
+            plan |= import_module("cocodiff_studies.papers").run_paper(values)
         else:
             run_plan(values, plan, folder)
     return 0

@@ -2,7 +2,8 @@
 
 A file of configs/papers is one paper: `runs`, commands of cocodiff by name; `rows`, each a figure, what the paper says
 of it, and where ours is in what a run has written; `curves`; and `notes` on what the numbers mean. No number of ours
-stands in a file. Runs that --out holds already are not made again, so a killed command goes on where it was.
+stands in a file. Runs that --out holds already are not made again, so a killed command goes on where it was. Rows of
+runs `campaign NAME` are of what launch/campaign.pbs has measured in a folder NAME, and stand in a page with --measured.
 """
 
 from __future__ import annotations
@@ -38,12 +39,14 @@ RESULTS = ("bench.json", "plan.json", "results.jsonl", "metrics.json")
 HOME = Path(cocodiff.__file__).parents[1]
 WRITTEN, LOG = "command.txt", "log.txt"
 MADE = {"measured": "measured on this host", "emulated": "on emulated links", "planned": "by the plan"}
+CAMPAIGN = "campaign"
 UNITS = {  # by which a number is multiplied, and how it is shown
     "": (1.0, "{:.2f}"),
     "%": (100.0, "{:.0f} %"),
     "ms": (1e3, "{:.4g} ms"),
     "us": (1.0, "{:.0f} us"),
     "MB": (1e-6, "{:.3g} MB"),
+    "GiB": (2.0**-30, "{:.1f} GiB"),
     "GB/s": (1.0, "{:.3g} GB/s"),
     "dB": (1.0, "{:.2f} dB"),
     "SSIM": (1.0, "{:.3f}"),
@@ -59,6 +62,7 @@ HEAD = "| figure | what | paper | ours | made by | why they differ |"
 OPTIONS = (
     Option("paper", "papers to make; default: all", None, many=True, choices=tuple(sorted(shipped_names("papers")))),
     Option("runs", "of these, commands alone whose name begins so", None, many=True),
+    Option("measured", "folder of launch/campaign.pbs, whose figures stand beside"),
     Option("out", "folder of papers.md, its pictures and what every command has written", "papers"),
     LOG_LEVEL,
 )
@@ -118,11 +122,12 @@ def start(words: Sequence[str], launch: Launch) -> int:
     wanted = [one for one in commands if one.name.startswith(tuple(values["runs"] or [""]))]
     if not wanted:
         raise UserError(f"--runs {' '.join(values['runs'])}: no command's name begins so; see configs/papers")
+    campaign = read_campaign(Path(values["measured"])) if values["measured"] else {}
+    results: dict[str, dict[str, Any]] = {name: {**campaign} for name in papers}
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out {values['out']}: {error.strerror}: choose another folder") from error
-    results: dict[str, dict[str, Any]] = {name: {} for name in papers}
     for number, command in enumerate(wanted, 1):
         say(f"{number} of {len(wanted)}: {command.shown}")
         try:
@@ -136,7 +141,8 @@ def start(words: Sequence[str], launch: Launch) -> int:
             results[command.paper][command.name] = read_result(command.folder(folder) / "out")
     about = ABOUT.format(version=f"cocodiff {__version__}", day=f"{date.today():%d %B %Y}", cores=os.cpu_count())
     top = f"{TITLE}\n{textwrap.fill(about.strip(), LINE)}"
-    page = "\n\n".join([top, *(section(paper, results[name], folder, name) for name, paper in papers.items())])
+    asked = [command.name for command in wanted]
+    page = "\n\n".join([top, *(section(paper, results[name], folder, name, asked) for name, paper in papers.items())])
     with storage_faults(f"{folder / 'papers.md'}"):
         replace_text(folder / "papers.md", page + "\n")
     say(f"{page}\n\nresults: {folder / 'papers.md'}")
@@ -185,8 +191,21 @@ def read_result(folder: Path) -> Any:
     path = next((folder / name for name in RESULTS if (folder / name).is_file()), None)
     if path is None:
         raise UserError(f"{folder} holds none of {', '.join(RESULTS)}: remove it and run that again")
-    text = path.read_text()
-    return {"rows": [json.loads(line) for line in text.splitlines()]} if path.suffix == ".jsonl" else json.loads(text)
+    text, lines = path.read_text(), path.suffix == ".jsonl"
+    try:
+        return {"rows": [json.loads(one) for one in text.splitlines()]} if lines else json.loads(text)
+    except ValueError as error:
+        raise UserError(f"{path} is no result: remove its folder and run that again") from error
+
+
+def read_campaign(folder: Path) -> dict[str, Any]:
+    """What launch/campaign.pbs has measured, by the names that rows have for it."""
+    found = {f"{CAMPAIGN} {path.parent.name}": read_result(path.parent) for path in sorted(folder.glob("*/bench.json"))}
+    if not found:
+        raise UserError(f"--measured {folder} holds no */bench.json: run launch/campaign.pbs into it")
+    if refused := sorted(path.parent.name for path in folder.glob("*/refused")):
+        say(f"did not fit into a tile's memory: {', '.join(refused)}")
+    return found
 
 
 # Figures --------------------------------------------------------------------------------------------------------------
@@ -256,17 +275,21 @@ def shown(value: float | None, unit: str) -> str:
 # Page -----------------------------------------------------------------------------------------------------------------
 
 
-def section(paper: Paper, results: Mapping[str, Any], folder: Path, name: str) -> str:
-    """A paper's part of the page."""
+def section(paper: Paper, results: Mapping[str, Any], folder: Path, name: str, asked: Sequence[str]) -> str:
+    """A paper's part of the page. asked: runs that were to be made; what was neither asked for nor made is left out."""
     lines = [f"## {paper.title}", textwrap.fill(f"{paper.source}. {paper.setting}", LINE), ""]
-    every = {one: run for name_of, run in paper.commands.items() for one, _ in run.named(name_of)}
+    every = {one: run.made for name_of, run in paper.commands.items() for one, _ in run.named(name_of)}
+    every |= {one: "measured" for one in results if one.startswith(CAMPAIGN)}
     lines += [HEAD, "| --- " * 6 + "|"]
     told = ""
     for row in (one for several in paper.rows for one in repeated(several)):
-        ours, name_of = shown(value_of(results, row), row.get("unit", "")), row["of"]["run"]
+        value, name_of = value_of(results, row), row["of"]["run"]
+        if value is None and not any(re.fullmatch(name_of, one) for one in asked):
+            continue
         why = "" if row.get("why") == told else row.get("why", "")  # once for rows that follow one another
         told = row.get("why", "")
-        how = next(run.made for one, run in every.items() if re.fullmatch(name_of, one))
+        how = next(made for one, made in every.items() if re.fullmatch(name_of, one))
+        ours = shown(value, row.get("unit", ""))
         cells = [row["figure"], row["what"], row.get("paper", ""), ours, f"{how}, `{name_of}`", why]
         lines.append("| " + " | ".join(cells) + " |")
     lines += ["", "```sh"]

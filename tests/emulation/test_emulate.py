@@ -219,6 +219,5 @@ def test_a_campaign_that_is_killed_goes_on_to_its_page(machine, tmp_path):
     assert {path: path.stat().st_mtime_ns for path in done_before} == done_before
     measured = {path.parent.name for path in out.glob("*/bench.json")}
     assert measured == {"alltoall-1", "alltoall-2", "step-1-toy-128-1", "step-1-toy-128-0", "step-2-toy-128-0"}
-    rows = json.loads((out / "paper/plan.json").read_text())["rows"]
-    assert sum(row["measured, over the library"] is not None for row in rows) >= 12
-    assert (out / "paper/paper.html").exists()
+    page = (out / "paper/papers.md").read_text()
+    assert page.count("mean of what was measured |  | ") == 12 and "planned, `plan`" in page
