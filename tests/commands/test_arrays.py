@@ -54,6 +54,8 @@ def test_a_volume_is_restored(volume: np.ndarray, mask: np.ndarray, temporary: P
     assert found.spread is not None and (found.spread[:, ~mask] == 0).all() and (found.spread[:, mask] > 0).any()
     samples = np.stack(found.samples).astype(float)
     assert np.abs(samples.mean(0) - found.mean).max() <= 1
+    assert found.low_90 is not None and found.high_90 is not None and (found.low_90 <= found.mean).all()
+    assert (found.low_90[:, mask] < found.high_90[:, mask]).any() and (found.high_90 >= found.mean).all()
     assert [*temporary.iterdir()] == []
 
 

@@ -48,12 +48,17 @@ def picture(slices: int = 0) -> np.ndarray:
 
 @pytest.mark.parametrize("slices", [0, 3])
 def test_results_stay_as_they_are_without_a_test_and_have_intervals_beside(run: Run, slices: int) -> None:
-    """On replicas, which share the samples of a slice, as well."""
+    """On replicas, which share the samples of a slice, as well, and where each sample is kept."""
     image = picture(slices)
     plain, without, said = run(image, "--no_hidden_test")
     assert not [name for name in without if "90" in name] and "in 90 %" not in said
-    for more in ((), ("--ranks", 2, "--replicas", 2)):
+    samples: list[np.ndarray] = []
+    for more in ((), ("--keep_samples",), ("--ranks", 2, "--replicas", 2, "--keep_samples")):
         metrics, images, said = run(image, *more)
+        kept = [images.pop(f"block_tapa_sample_{n}").astype(float) for n in range(4 if "--keep_samples" in more else 0)]
+        samples = samples or kept
+        assert all(np.array_equal(*pair) for pair in zip(samples, kept, strict=bool(kept)))
+        assert not kept or np.abs(np.mean(kept, 0) - images["block_tapa"]).max() <= 1
         assert {*images} == {*without} | {"block_tapa_low_90", "block_tapa_high_90"} and "in 90 %" in said
         assert all(np.array_equal(images[name], without[name]) for name in without)
         for row, before in zip(metrics["images"], plain["images"], strict=True):

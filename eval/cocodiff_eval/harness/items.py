@@ -100,9 +100,9 @@ class ItemSamples:
         moments, tested = parts[0].moments, [part.tested for part in parts if part.tested is not None]
         for part in parts[1:]:
             moments = moments.merged(part.moments)
-        psnr_db = tuple(one for part in parts for one in part.psnr_db)
+        psnr_db, kept = (tuple(one for of in parts for one in getattr(of, name)) for name in ("psnr_db", "kept"))
         cost = Cost.summed([part.cost for part in parts])
-        return cls(moments, cost, psnr_db, tested=reduce(Moments.merged, tested) if tested else None)
+        return cls(moments, cost, psnr_db, kept, reduce(Moments.merged, tested) if tested else None)
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,7 @@ class Parts:
                     alone = moments.count == 1
                     images[f"mean {name}"] = moments.mean_YX.astype(np.float32 if alone else np.float64)
                     images |= {} if alone else {f"squares {name}": moments.squares_YX}
+                images |= {f"kept {mode}": np.stack(one.kept)} if one.kept else {}
             np.savez(self._path(batch, index), facts=np.array(json.dumps(facts)), **images)
             flush(self._path(batch, index))
 
@@ -140,7 +141,8 @@ class Parts:
             drawn = {}
             for mode, (count, cost, psnr, tests) in json.loads(str(found["facts"])).items():
                 tested = read(tests, f"{mode} tested") if tests else None
-                drawn[mode] = ItemSamples(read(count, mode), Cost(**cost), tuple(psnr), tested=tested)
+                kept = tuple(found[f"kept {mode}"]) if f"kept {mode}" in found else ()
+                drawn[mode] = ItemSamples(read(count, mode), Cost(**cost), tuple(psnr), kept, tested)
             return drawn
 
     def holds(self, batch: Batch, modes: Collection[str]) -> bool:

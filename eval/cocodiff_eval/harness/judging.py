@@ -227,12 +227,15 @@ class SliceReview:
     def truth_YX(self) -> np.ndarray | None:
         return self.task.truth.read(self.index) if self.task.truth is not None else None
 
+    def native(self, run: ItemSamples) -> np.ndarray:
+        """What is restored, in the input's dtype."""
+        return compose_native(self.original_YX, run.restored01_YX, self.mask_YX, self.task.scale)
+
     def psnr_db(self, run: ItemSamples) -> float | None:
         """Against the truth, under the mask; of a sample as of a run with this sample alone."""
         if self.truth_YX is None:
             return None
-        native_YX = compose_native(self.original_YX, run.restored01_YX, self.mask_YX, self.task.scale)
-        return masked_psnr_db(self.task.scale, self.truth_YX, native_YX, self.mask_YX)
+        return masked_psnr_db(self.task.scale, self.truth_YX, self.native(run), self.mask_YX)
 
 
 def judge_slice(

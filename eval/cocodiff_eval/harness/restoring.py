@@ -130,12 +130,13 @@ class Restorer:
             for one_YX, share in zip(restored, cost.shares(len(restored)), strict=True)
         ]
 
-    def draw(self, batch: Batch, seen: Sequence[SliceReview], mode: str, leads: bool) -> list[ItemSamples]:
-        """The batch's samples of each slice in one mode, of which no more are in memory than share calls. leads: on
-        ranks that judge none the result is empty."""
+    def draw(self, batch: Batch, seen: Sequence[SliceReview], mode: str, leads: bool, keeps: bool) -> list[ItemSamples]:
+        """The batch's samples of each slice in one mode, of which no more are in memory than share calls, unless each
+        is kept. leads: on ranks that judge none the result is empty."""
         moments: dict[tuple[int, bool], Moments] = {}
         costs: list[list[Cost]] = [[] for _ in seen]
         psnr_db: list[list[float | None]] = [[] for _ in seen]
+        kept: list[list[np.ndarray]] = [[] for _ in seen]
         limits = seen[0].task.scale.limits01
         for pairs in batch.calls:
             made = [(place, sample, sample >= batch.drawn) for place, sample in pairs]
@@ -150,10 +151,12 @@ class Restorer:
                 costs[place].append(run.cost)
                 if batch.drawn > 1 and not test:
                     psnr_db[place].append(seen[place].psnr_db(run))
+                if keeps and not test:
+                    kept[place].append(seen[place].native(run))
 
         def of_slice(place: int) -> ItemSamples:
             drawn = moments.get((place, False)) or Moments.none(seen[place].mask_YX.shape)
             cost, tested = Cost.summed(costs[place] or [Cost()]), moments.get((place, True))
-            return ItemSamples(drawn, cost, tuple(psnr_db[place]), tested=tested)
+            return ItemSamples(drawn, cost, tuple(psnr_db[place]), tuple(kept[place]), tested)
 
         return [*map(of_slice, range(len(seen)))] if leads else []

@@ -31,7 +31,16 @@ from cocodiff_eval.harness.judging import (
 from cocodiff_eval.harness.quality import Group, Quality
 from cocodiff_eval.harness.restoring import TOGETHER, Restorer
 from cocodiff_eval.harness.session import Session
-from cocodiff_eval.harness.tasks import BOUNDS, Task, WorkingFile, checksums, export, result_files, slice_name
+from cocodiff_eval.harness.tasks import (
+    BOUNDS,
+    Task,
+    WorkingFile,
+    checksums,
+    export,
+    kept_samples,
+    result_files,
+    slice_name,
+)
 from cocodiff_eval.harness.volumes import Volumes
 from cocodiff_eval.quality.fusing import Moments
 from cocodiff_eval.quality.hidden import Hidden, hide_beside
@@ -131,7 +140,8 @@ class SliceJob(Job[Batch]):
             )
 
     def _files(self, task: int) -> dict[str, WorkingFile]:
-        further = BOUNDS if self._calibrates(task) else self.volumes.further(task)
+        bounds = BOUNDS if self._calibrates(task) or self.volumes.tested(task) else ()
+        further = [*bounds, *(kept_samples(self.samples) if self.volumes.keeps else ())]
         return result_files(self.tasks[task], self.presets, self._store, self.samples, further)
 
     def _provenance(self, task: int) -> dict[str, dict[str, Any]]:
@@ -195,10 +205,15 @@ class SliceJob(Job[Batch]):
             return {one: self.volumes.fused(batch, one) if leads else [] for one in settings}
         seen, leads = self._seen(batch), self.session.replica.leads
         if batch.copied:  # a slice without masked voxels is its own restoration
-            copies = [ItemSamples(Moments.of(one.given(False)[0]), Cost()) for one in seen if leads]
+            kept = self.samples if self.volumes.keeps else 0
+            copies = [
+                ItemSamples(Moments.of(one.given(False)[0]), Cost(), kept=(one.original_YX,) * kept)
+                for one in seen
+                if leads
+            ]
             return dict.fromkeys(settings, copies)
         restorer = self.restorers[self.tasks[batch.task].steps]
-        return {one: restorer.draw(batch, seen, one, leads) for one in settings}
+        return {one: restorer.draw(batch, seen, one, leads, self.volumes.keeps) for one in settings}
 
     def judge(self, batch: Batch, place: int, drawn: Mapping[str, ItemSamples], exact: str | None) -> ItemResult:
         of_volume, seen = self.volumes.intervals(batch.task, batch.indices[place]), self._seen(batch)[place]
@@ -280,7 +295,8 @@ def describe_inputs(tasks: Sequence[Task], values: Mapping[str, Any]) -> dict[st
         "exact_slices": values["exact_slices"],
         "inputs": described_inputs(tasks),
     }
-    if any(task.volume is not None for task in tasks) or (values["samples"] > 1 and "hidden_test" in values):
+    calibrates = values["samples"] > 1 and "hidden_test" in values
+    if calibrates or values.get("keep_samples") or any(task.volume is not None for task in tasks):
         described |= {name: values[name] for name in VOLUME_OPTIONS}
     others = [task.format for task in tasks]
     return described if set(others) == {"tiff"} else described | {"formats": others}

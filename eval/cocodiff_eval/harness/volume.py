@@ -193,7 +193,7 @@ def volume_of(values: Mapping[str, Any], stack: Stack, mask: Mask) -> tuple[Volu
         raise UserError(f"--samples {values['samples']}: {len(axes)} axes need a sample each at least")
     if values["samples"] * len(AXES) > 1023 and (tested or axes != ("z",)):
         raise UserError(f"--samples {values['samples']}: at most {1023 // len(AXES)} are possible on several axes")
-    if axes == ("z",) and not tested and not values["keep_samples"]:
+    if axes == ("z",) and not tested:
         return None, mask
     if values["quality"]:
         raise UserError(

@@ -24,7 +24,7 @@ from cocodiff_eval.data.reoriented import AXES, reoriented_shape, turn
 from cocodiff_eval.harness.hidden_test import METHODS, Tested, judge_test, made_along
 from cocodiff_eval.harness.items import Batch, Cost, ItemSamples, evenly
 from cocodiff_eval.harness.restoring import Restorer
-from cocodiff_eval.harness.tasks import BOUNDS, Task, kept_samples
+from cocodiff_eval.harness.tasks import Task
 from cocodiff_eval.harness.volume import OWN, HiddenRegionReport, Volume
 from cocodiff_eval.harness.volume_work import (
     ByModel,
@@ -107,12 +107,6 @@ class Volumes:
         """The axes along which slices are read: of a test also y, in which lines along z are seen."""
         wanted = {*self.of[task].axes} | ({"y", "z"} if self.tested(task) else set())
         return [axis for axis in AXES if axis in wanted]
-
-    def further(self, task: int) -> list[str]:
-        """What is added to presets' names for further files of results."""
-        if task not in self.of:
-            return []
-        return [*(BOUNDS if self.tested(task) else ()), *(kept_samples(self.samples) if self.keeps else ())]
 
     def intervals(self, task: int, index: int) -> Intervals | None:
         """Those of a slice along z, of a volume that was tested."""
