@@ -88,7 +88,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Paper:
-    """A file of configs/papers. setting: theirs, and what stands in its place here; notes: Markdown."""
+    """A file of configs/papers. setting: theirs, and what stands in its place here; notes: Markdown. A row's `paper` is
+    what the paper says; `said`, of rows that are repeated, by their `what`."""
 
     title: str
     source: str
@@ -140,6 +141,8 @@ def start(words: Sequence[str], launch: Launch) -> int:
         if command.is_made(folder):
             results[command.paper][command.name] = read_result(command.folder(folder) / "out")
     about = ABOUT.format(version=f"cocodiff {__version__}", day=f"{date.today():%d %B %Y}", cores=os.cpu_count())
+    if refused := sorted(path.parent.name for path in Path(values["measured"] or folder).glob("*/refused")):
+        about += f" Did not fit into a tile's memory: {', '.join(refused)}."
     top = f"{TITLE}\n{textwrap.fill(about.strip(), LINE)}"
     asked = [command.name for command in wanted]
     page = "\n\n".join([top, *(section(paper, results[name], folder, name, asked) for name, paper in papers.items())])
@@ -200,12 +203,14 @@ def read_result(folder: Path) -> Any:
 
 def read_campaign(folder: Path) -> dict[str, Any]:
     """What launch/campaign.pbs has measured, by the names that rows have for it."""
-    found = {f"{CAMPAIGN} {path.parent.name}": read_result(path.parent) for path in sorted(folder.glob("*/bench.json"))}
+    found = {path: read_result(path.parent) for path in sorted(folder.glob("*/bench.json"))}
     if not found:
         raise UserError(f"--measured {folder} holds no */bench.json: run launch/campaign.pbs into it")
-    if refused := sorted(path.parent.name for path in folder.glob("*/refused")):
-        say(f"did not fit into a tile's memory: {', '.join(refused)}")
-    return found
+    for path, document in found.items():
+        rows = at(document, "rows")
+        if not rows or not all(at(row, name) is not None for row in rows for name in ("variant", "median_s", "nodes")):
+            raise UserError(f"{path} is no bench.json of launch/campaign.pbs: remove its folder and run that again")
+    return {f"{CAMPAIGN} {path.parent.name}": document for path, document in found.items()}
 
 
 # Figures --------------------------------------------------------------------------------------------------------------
@@ -289,8 +294,8 @@ def section(paper: Paper, results: Mapping[str, Any], folder: Path, name: str, a
         why = "" if row.get("why") == told else row.get("why", "")  # once for rows that follow one another
         told = row.get("why", "")
         how = next(made for one, made in every.items() if re.fullmatch(name_of, one))
-        ours = shown(value, row.get("unit", ""))
-        cells = [row["figure"], row["what"], row.get("paper", ""), ours, f"{how}, `{name_of}`", why]
+        said = row.get("said", {}).get(row["what"], row.get("paper", ""))
+        cells = [row["figure"], row["what"], said, shown(value, row.get("unit", "")), f"{how}, `{name_of}`", why]
         lines.append("| " + " | ".join(cells) + " |")
     lines += ["", "```sh"]
     for one, run in paper.commands.items():
