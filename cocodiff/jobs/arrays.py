@@ -76,8 +76,7 @@ def restore(
     for every slice. samples: restorations whose mean is taken. axes: of "z", "y" and "x", along which slices are
     restored; None chooses. model: as of `cocodiff inpaint --model`. steps: denoising steps; of the embedded model 20
     are as good as the command's 50 (docs/inpainting.md). ranks: of this host, each of which restores slices of its own
-    as far as there are enough. progress: shows a bar. options: further ones of `cocodiff inpaint`, as seed=1,
-    method="best".
+    as far as there are enough. progress: shows a bar. options: further ones of `cocodiff inpaint`, as seed=1.
 
     Raises UserError for what cannot be restored, in a line; PeerLost where a rank dies; RuntimeError where a job fails
     otherwise. Nothing is left in any case, a KeyboardInterrupt included.

@@ -33,7 +33,7 @@ from cocodiff_eval.harness.session import DTYPES, Prepared, open_session, start_
 ABOUT = "Restore masked regions of slices with a diffusion transformer."
 SHOWN = {
     "data": "input mask slices roi range truth",
-    "restoring": "model prompt guidance steps strength seed samples axes hidden_test method",
+    "restoring": "model prompt guidance steps strength seed samples axes hidden_test",
 }
 OPTIONS = (
     Option(
@@ -74,12 +74,6 @@ OPTIONS = (
         "intervals alone; --no_hidden_test: neither)",
         type=bool,
     ),
-    Option(
-        "method",
-        "what is written: cocodiff, or the best on hidden regions, which may be a method without a model",
-        "cocodiff",
-        choices=("cocodiff", "best"),
-    ),
     Option("keep_samples", "write each sample as well", False, type=bool),
     Option("prompt", "what the slices show (for models with text encoders)", ""),
     Option("guidance", "scale of classifier-free guidance; by default the model's own", type=float),
@@ -106,14 +100,7 @@ OPTIONS = (
     *RUN_OPTIONS,
 )
 # What the options of volumes are where each slice is restored, or cut from, by itself.
-SLICE_BY_SLICE = {
-    "samples": 1,
-    "axes": ["z"],
-    "hidden_test": False,
-    "method": "cocodiff",
-    "keep_samples": False,
-    "quality": None,
-}
+SLICE_BY_SLICE = {"samples": 1, "axes": ["z"], "hidden_test": False, "keep_samples": False, "quality": None}
 
 
 def start(words: Sequence[str], launch: Launch) -> int:

@@ -124,9 +124,9 @@ def slice_figures(axis: str, prepared: Sequence[np.ndarray], masks: Sequence[np.
     return found
 
 
-def judge_test(rounds: Sequence[Tested], volume: Volume, samples: int, best: bool) -> HiddenRegionReport:
+def judge_test(rounds: Sequence[Tested], volume: Volume, samples: int) -> HiddenRegionReport:
     """The members and their weights, figures of all methods at the voxels that they all restore, and the intervals of
-    what is written. best: whether that is the best method, of those that restore every hidden voxel."""
+    the mean."""
     equal = HiddenRegionReport(dict.fromkeys(volume.axes, 1 / len(volume.axes)), of=volume.kind)
     truth_P = np.concatenate([one.truth[one.judged] for one in rounds])
     own = {axis: np.concatenate([one.own[axis][:, one.judged] for one in rounds], 1) for axis in volume.axes}
@@ -140,7 +140,6 @@ def judge_test(rounds: Sequence[Tested], volume: Volume, samples: int, best: boo
     common_P &= np.isfinite(truth_P)
     if not common_P.any():
         return equal
-    whole = {OWN, *(name for name, values in others.items() if seen(values) == 1)}
     own_SP = {axis: values[:, common_P] for axis, values in own.items()}
     firsts = np.cumsum([0, *(len(one.hidden.pieces) for one in rounds[:-1])])
     region_P = np.concatenate([one.hidden.numbers[one.judged] + n for one, n in zip(rounds, firsts, strict=True)])
@@ -171,19 +170,15 @@ def judge_test(rounds: Sequence[Tested], volume: Volume, samples: int, best: boo
         found[ALONE] = weights_of(errors_AP @ errors_AP.T / errors_AP.shape[1]) @ errors_AP
     figures = {name: psnr_db(float(np.square(error_P).mean())) for name, error_P in found.items()}
     figures = dict(sorted(figures.items(), key=lambda one: -one[1]))
-    method = next(name for name in figures if name in whole) if best else OWN
     deep_P = np.concatenate([one.deep[one.judged] for one in rounds])[common_P]
-    spread_P = spread_P if method == OWN else np.zeros_like(spread_P)
-    intervals = Intervals.calibrated(found[method], spread_P, deep_P)
+    intervals = Intervals.calibrated(error_P, spread_P, deep_P)
     rival = next((name for name in figures if name in METHODS), None)
     sources = {(piece.source, piece.shape) for one in rounds for piece in one.hidden.pieces}
     lead = None if rival is None else Lead.found(found[OWN], found[rival], region_P, len(sources))
     weights = dict(zip(mixture.names, weights_AP.mean(axis=1).tolist(), strict=True))
     weights = {axis: weights.get(axis, 0.0) for axis in (axes if volume.chosen else volume.axes)} | weights
     cut = any(one.hidden.cut for one in rounds)
-    return HiddenRegionReport(
-        weights, method, regions, truth_P.size, figures, intervals, mixture, lead, cut, volume.kind
-    )
+    return HiddenRegionReport(weights, regions, truth_P.size, figures, intervals, mixture, lead, cut, volume.kind)
 
 
 def _all_of(wanted: Mapping[str, Any], axes: Sequence[str]) -> bool:

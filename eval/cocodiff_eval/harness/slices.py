@@ -50,7 +50,7 @@ from cocodiff_eval.report import plan_pictures, shown_slices
 if TYPE_CHECKING:
     from cocodiff.jobs.replicas import Queue
 
-VOLUME_OPTIONS = ("axes", "hidden_test", "method", "keep_samples")
+VOLUME_OPTIONS = ("axes", "hidden_test", "keep_samples")
 TESTED, MOST_TESTS = 4, 4  # samples of a slice for each one in which more is hidden, and these at most
 TILES = 1.25  # times as many has such a sample at most, but one more in any case
 

@@ -1,4 +1,4 @@
-"""What `--axes`, `--hidden_test` and `--method` ask of a volume, and what is learnt of it before it is restored."""
+"""What `--axes` and `--hidden_test` ask of a volume, and what is learnt of it before it is restored."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cocodiff_eval.quality.fusing import Intervals, Lead, Mixture
 from cocodiff_eval.quality.hidden import Hidden, Survey, hide
 
 AUTO = "auto"
-OWN = "cocodiff"  # what is written, beside methods without a model
+OWN = "cocodiff"  # the mean, beside methods without a model
 ALONE = "the model alone"  # its axes without the methods that have none
 CUT = "; parts of the mask find too few places whole, so these regions are smaller: errors under it may be larger"
 THROUGH = 0.9  # of the masked voxels see nothing known along z: other axes are not worth their time
@@ -65,12 +65,11 @@ class Volume:
 @dataclass(frozen=True)
 class HiddenRegionReport:
     """What the test has shown of a volume. weights: of the axes that are taken and of the methods without a model, in
-    the mean; method: that is written; regions, voxels: that were tested; psnr_db: of each method on the same voxels,
-    from the best to the worst; intervals: of what is written; mixture: weights voxel by voxel; lead: of the mean over
+    the mean; regions, voxels: that were tested; psnr_db: of each method on the same voxels, from the best to the worst;
+    intervals: of the mean; mixture: weights voxel by voxel; lead: of the mean over
     the best method without a model; cut: see `Hidden`; of: what was tested. Without a test weights alone."""
 
     weights: Mapping[str, float]
-    method: str = OWN
     regions: int = 0
     voxels: int = 0
     psnr_db: Mapping[str, float] | None = None
@@ -89,8 +88,8 @@ class HiddenRegionReport:
 
     @property
     def others(self) -> list[str]:
-        """The methods without a model of which results are made."""
-        return [self.method] if self.method != OWN else [name for name in self.weights if name not in AXES]
+        """The methods without a model that the mean takes in."""
+        return [name for name in self.weights if name not in AXES]
 
     def line(self, where: str) -> str:
         """What the user is told first."""
@@ -106,8 +105,6 @@ class HiddenRegionReport:
             return f"{where}: {found}{kind}"
         ahead, behind, low, high, wins = OWN, others[0], lead.low, lead.high, lead.wins
         if lead.db < 0:
-            remedy = f"{self.method} is written" if self.method != OWN else "--method best writes it"
-            where = f"{where}: {others[0]} is better here than {OWN}, {remedy}"
             ahead, behind, low, high, wins = behind, ahead, -high, -low, lead.of - wins
         told = f"{found}; {ahead} is ahead of {behind} by {abs(lead.db):.1f} dB, in {wins} of {lead.of} regions"
         expected = "too few to tell what is so under the mask"
@@ -126,7 +123,6 @@ class HiddenRegionReport:
         return {
             "name": name,
             "mask": mask,
-            "method": self.method,
             "axes": {axis: round(weight, 4) for axis, weight in self.axes.items()},
             "weights": {one: round(weight, 4) for one, weight in self.weights.items()},
             "hidden_regions": self.regions,
@@ -187,8 +183,6 @@ def volume_of(values: Mapping[str, Any], stack: Stack, mask: Mask) -> tuple[Volu
     tested = deep and (chosen or (values["samples"] > 1 and not values["quality"])) if asked is None else asked
     if chosen and not tested:
         raise UserError(f"--axes {AUTO} chooses by hidden regions: leave --hidden_test away, or name the axes")
-    if values["method"] != OWN and not tested:
-        raise UserError(f"--method {values['method']} is found on hidden regions: it needs --hidden_test")
     if values["samples"] < len(axes) and not chosen:
         raise UserError(f"--samples {values['samples']}: {len(axes)} axes need a sample each at least")
     if values["samples"] * len(AXES) > 1023 and (tested or axes != ("z",)):

@@ -105,9 +105,6 @@ class VolumeFiles:
         def without_model(name: str) -> np.ndarray:
             return self.without_model(task, name).read_along_z(index, mask_YX).astype(np.float64)
 
-        if verdict.method != OWN:
-            ones = np.ones((1, count))
-            return without_model(verdict.method)[None], ones, ones
         values, shares, drawn = [], [], []
         places = dict(zip(AXES, (np.full(count, index), *mask_YX.nonzero()), strict=True))
         counts, trace = samples_along(self.samples, verdict.axes), TRACE if verdict.mixture is not None else 0.0
@@ -215,7 +212,7 @@ class ByModel(Restoring):
         return {mode: files.restored(self.task, mode, self.axis, self.sample) for mode in files.modes}
 
     def is_wanted(self, verdict: HiddenRegionReport, samples: int) -> bool:
-        return verdict.method == OWN and self.sample < samples_along(samples, verdict.axes).get(self.axis, 0)
+        return self.sample < samples_along(samples, verdict.axes).get(self.axis, 0)
 
     def run(self, making: Making, queue: Queue) -> dict[str, Any] | None:
         prepared, masks = making.files.prepared(self.task, self.axis, self.indices)

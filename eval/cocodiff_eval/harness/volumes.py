@@ -21,11 +21,11 @@ import numpy as np
 from cocodiff.jobs.terminal import reading_bar
 from cocodiff_eval.data.intensity import compose_native
 from cocodiff_eval.data.reoriented import AXES, reoriented_shape, turn
-from cocodiff_eval.harness.hidden_test import METHODS, Tested, judge_test, made_along
+from cocodiff_eval.harness.hidden_test import MEMBERS, Tested, judge_test, made_along
 from cocodiff_eval.harness.items import Batch, Cost, ItemSamples, evenly
 from cocodiff_eval.harness.restoring import Restorer
 from cocodiff_eval.harness.tasks import Task
-from cocodiff_eval.harness.volume import OWN, HiddenRegionReport, Volume
+from cocodiff_eval.harness.volume import HiddenRegionReport, Volume
 from cocodiff_eval.harness.volume_work import (
     ByModel,
     Making,
@@ -87,7 +87,7 @@ class Volumes:
         for axis in volume.axes:
             groups = evenly(volume.statistics.restorable(axis), self._together(number, axis))
             works += [ByModel(number, axis, group, n) for n in range(self.samples) for group in groups]
-        for method in METHODS if tested else ():
+        for method in MEMBERS if tested else ():
             axis = made_along(method)
             if method in SOLVERS:  # also where a slice along z is masked wholly
                 masked = (volume.statistics.counts("z") > 0).nonzero()[0].tolist()
@@ -207,7 +207,7 @@ class Volumes:
                 with np.load(self._path(number)) as found:
                     made = {name: found[name] for name in found.files}
                 rounds[work.round].add(work.axis, work.indices, work.sample, made)
-        return judge_test(rounds, volume, self.samples, self.session.prepared.values["method"] != OWN)
+        return judge_test(rounds, volume, self.samples)
 
     # Fusing -----------------------------------------------------------------------------------------------------------
 
@@ -252,7 +252,6 @@ class Volumes:
             if truth_YX is not None:
                 psnr_db.append(masked_psnr_db(one.scale, truth_YX, native_YX, mask_YX))
             kept += [native_YX] if self.keeps else []
-        kept = (kept * self.samples)[: self.samples]  # a method without a model makes one
         return ItemSamples(drawn.moments, drawn.cost, tuple(psnr_db), tuple(kept))
 
     # What is told -----------------------------------------------------------------------------------------------------
@@ -265,18 +264,13 @@ class Volumes:
         for task, verdict in self.verdicts.items():
             if self.of[task].tested:
                 found.append(verdict.line(self._where(task)))
-            if verdict.method == OWN:
-                found.append(verdict.weights_line(self._where(task)))
+            found.append(verdict.weights_line(self._where(task)))
         return found
 
     def provenance(self, task: int) -> dict[str, Any]:
         """For the results' own metadata."""
         verdict = self.verdicts.get(task)
-        return (
-            {}
-            if verdict is None
-            else {"axes": verdict.axes, "weights": dict(verdict.weights), "method": verdict.method}
-        )
+        return {} if verdict is None else {"axes": verdict.axes, "weights": dict(verdict.weights)}
 
     def records(self) -> list[dict[str, Any]]:
         """For metrics.json."""
