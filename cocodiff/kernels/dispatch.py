@@ -1,12 +1,12 @@
 """One door to the operations: which of SYCL and torch runs one is decided here, once for each call, and told.
 
-`auto` goes by the sizes from which on an operation is SYCL's, as `cocodiff bench kernels` measured them per device. It
-opens SYCL when the first operation is due that the table gives to it, so a run that has none pays nothing. Where SYCL
-kernels cannot be built, torch runs and one log line says why; with `sycl` asked for by name that is an error.
+`auto` goes by the sizes from which on an operation is SYCL's. It opens SYCL when the first operation is due that the
+table gives to it, so a run that has none pays nothing. Where SYCL kernels cannot be built, torch runs and one log line
+says why; with `sycl` asked for by name that is an error.
 
-CPU figures are of a 2-core AMD EPYC (docs/benchmarks.md). SYCL is the faster one for smaller tensors too, but a run of
-those gains less than the half second that opening it takes. No Intel GPU was measured: there all operations that save
-passes over memory go to SYCL, on the evidence of the table of bytes in docs/design.md.
+CPU figures are of a 2-core AMD EPYC (docs/measurements/kernels-1-every-case.csv). SYCL is the faster one for smaller
+tensors too, but a run of those gains less than the half second that opening it takes. No Intel GPU was measured: there
+all operations that save passes over memory go to SYCL, on the evidence of the table of bytes in docs/design.md.
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ KINDS = {
     "step": "a whole denoising step of a pipeline; with --model qwen-image and the like, of its shape alone",
     "attention": "one attention call alone, in one process or shared by ranks",
     "latte": "one step of a random Latte, transposed in slices or not, beside Ulysses",
-    "kernels": "one rank's data movement and arithmetic, by SYCL and by torch",
     "peers": "one step of a random FLUX model, beside the Ulysses attention of other libraries",
 }
 

@@ -124,21 +124,17 @@ def interleave(
     units: int,
     meet: Callable[[], Any],
     tick: Callable[[], Any],
-    warm: bool = False,
     prepare: Callable[[str], Any] = str,
 ) -> dict[str, list[float]]:
     """Seconds per unit of each variant; a variant's call is so many units. Every round runs all variants, each
     in another order (the same on all ranks), so that drift of the machine and what a variant leaves behind fall on all
     alike. Warm up with a round of its own.
 
-    warm: each measured call follows an unmeasured one of the same variant, so that it finds its own data in the cache.
     prepare: called with the variant's name before each call, unmeasured.
     """
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(rounds):
         for name in random.Random(number).sample(list(variants), len(variants)):
-            if warm:
-                variants[name]()
             prepare(name)
             meet()
             started = time.perf_counter()

@@ -19,7 +19,6 @@ from cocodiff_sycl.library import Library
 from kernel_helpers import random_BLHD
 from worlds import back, forward, topology_of
 
-from cocodiff.cli.main import main
 from cocodiff.comm.loopback import LoopbackTransport, run_ranks
 from cocodiff.comm.trace import Trace
 from cocodiff.config.errors import UserError
@@ -222,21 +221,3 @@ def test_kernels_are_not_taken_from_a_folder_that_others_may_write(which, sycl_o
     finally:
         dispatch._open.cache_clear()
     assert len(caplog.messages) == 1 and "torch's operations are" in caplog.messages[0]
-
-
-@pytest.mark.processes
-def test_a_benchmark_without_kernels_is_a_mistake_in_words(sycl_on_cpu, monkeypatch, tmp_path, capfd):
-    tmp_path.chmod(0o777)
-    monkeypatch.setenv("COCODIFF_CACHE", str(tmp_path))
-    monkeypatch.setenv("DPCPP_CPU_NUM_CUS", "1")  # the command sets it, and leaves it so
-    monkeypatch.setattr("cocodiff_sycl.ops.open_cpu", lambda: SyclOps(Library(None), sycl_on_cpu.device, lambda: None))
-    dispatch._open.cache_clear()
-    words = ["--op", "pack", "--sizes_mb", "1", "--repeats", "1", "--threads", "1", "--out", str(tmp_path / "out")]
-    try:
-        assert main(["bench", "kernels", *words]) == 2
-    finally:
-        dispatch._open.cache_clear()
-    said = capfd.readouterr().err
-    assert f"{tmp_path} has mode 0777" in said and "Traceback" not in said
-    assert "bench kernels, 1 thread(s): SYCL kernels are compiled now" in said
-    assert said.splitlines()[-1].startswith("cocodiff: no SYCL kernels on cpu: ")
