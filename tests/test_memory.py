@@ -55,8 +55,8 @@ KEPT = {  # settings that keep something between calls
     "source": {"selection": "v_major", "scoring": "source"},
     "card": {"selection": "v_major", "scoring": "card"},
     "last": {"codec": "int4", "predictor": "last"},
-    "auto": {"codec": "int2", "predictor": "auto"},
-    "one layer": {"codec": "int4", "predictor": "auto", "state_layers": 1},
+    "taylor": {"codec": "int2", "predictor": "taylor"},
+    "one layer": {"codec": "int4", "predictor": "taylor", "state_layers": 1},
     "late": {"arrival": "displaced"},
     "late int2": {"arrival": "displaced", "codec": "int2"},
     "adaptive": {"arrival": "adaptive", "tau": 1e9},  # any error is below

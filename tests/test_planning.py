@@ -383,7 +383,7 @@ def test_the_codecs_passes_read_both_reconstructions_where_they_need_them():
     x = torch.empty(1, 10, 2, 64, device="meta", dtype=torch.bfloat16)
     code, notes, N = x.new_empty(1, 10, 2, 18, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64), x.nbytes
     one, two = Reconstructions(x), Reconstructions(x, x)
-    hows = Prediction(), Prediction(1.0, linear=True), Prediction(1.0, compare=True), Prediction(1.0, True, True, True)
+    hows = Prediction(), Prediction(1.0, linear=True), Prediction(1.0, True, True)
 
     def encoded(known, how):
         return cost_of("encode_residual", [x], (x, known, how, 2, code, notes))[0] - code.nbytes - notes.nbytes
@@ -392,7 +392,7 @@ def test_the_codecs_passes_read_both_reconstructions_where_they_need_them():
         return cost_of("decode_residual", [x], (code, known, factor, 2))[0] - code.nbytes
 
     assert encoded(one, Prediction()) == encoded(two, Prediction()) == 3 * N
-    assert encoded(two, Prediction(1.0, linear=True)) == encoded(two, Prediction(1.0, compare=True)) == 4 * N
+    assert encoded(two, Prediction(1.0, linear=True)) == 4 * N
     assert decoded(one, None) == decoded(two, None) == 2 * N and decoded(two, 1.0) == 3 * N
     rows = [[cost_of("encode_residual", [x], (x, two, how, bits, code, notes))[1] for how in hows] for bits in (4, 2)]
     assert all(row == sorted(set(row)) for row in (*rows, *map(list, zip(*rows, strict=True)))), "each takes more"

@@ -33,7 +33,7 @@ SELECTIONS: dict[str, dict[str, Any]] = {
     "by card": {"selection": "v_major", "scoring": "card", "reference": "prev", **HALF},
     "int8": {"codec": "int8", "predictor": "last"},
     "int4": {"codec": "int4", "predictor": "taylor"},
-    "int2": {"codec": "int2", "predictor": "auto"},
+    "int2": {"codec": "int2", "predictor": "taylor"},
     "lossless": {"codec": "lossless", "predictor": "taylor"},  # of a model in 16 bits
     "cached": {"step_cache": "first_block", "step_cache_threshold": 0.5},
     "split": {"weights": "card"},

@@ -37,7 +37,7 @@ from cocodiff.topology.layout import Layout
 
 FIRST_ROOMS = (0.68, 0.4)  # of a whole tensor: of the first part in a layer's first and second call, which none tells
 MARGIN = 0.125  # bits for a number that the first part has room for beyond what the last call needed
-CONTINUED = {"last": 0.0, "auto": 0.5, "taylor": 0.5}  # by the setting `predictor`: times the continuation's factor
+CONTINUED = {"last": 0.0, "taylor": 0.5}  # by the setting `predictor`: times the continuation's factor
 NEEDED = 1  # the number of the note that tells how much room streams need; the first one, of what fits no scale, is 0
 OVERFLOW = "overflow"  # what the bytes of rests are counted for besides
 

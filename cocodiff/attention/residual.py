@@ -8,7 +8,7 @@ the number of ranks. `cocodiff.kernels.residual` defines the arithmetic, docs/ex
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -42,22 +42,15 @@ class ResidualKind(NamedTuple):
 
 @dataclass
 class SiteState(LayerEnds):
-    """linear: with predictor auto, the tensors that the linear continuation predicted better at the last call.
-    plain: whether tensors travel as they are in a call that follows no other, as a code has failed before it.
+    """plain: whether tensors travel as they are in a call that follows no other, as a code has failed before it.
     wanted: by name, the continuations that are to be written while the last call's tensors are decoded."""
 
-    linear: frozenset[str] = frozenset()
     plain: bool = False
     wanted: dict[str, Onward] = field(default_factory=dict)
 
     def begin_anew(self) -> None:
         super().begin_anew()
-        self.plain, self.linear = not self.fits, frozenset()
-
-    def take_notes(self, notes: Sequence[Sequence[int]]) -> None:
-        super().take_notes(notes)
-        compared = dict(zip(TENSORS, (of_tensor[1] for of_tensor in notes), strict=True))
-        self.linear = frozenset(name for name, better in compared.items() if better < 0)
+        self.plain = not self.fits
 
 
 class Residual(StatefulCodec[SiteState, CodedStep]):
@@ -112,12 +105,10 @@ class Residual(StatefulCodec[SiteState, CodedStep]):
     def predictions(self, state: SiteState) -> Mapping[str, Prediction]:
         """How the call's tensors are predicted: by name, none where they travel as they are. In a first call what they
         are predicted by is zero."""
-        return {name: self._prediction(state, name) for name in TENSORS} if self.bits(state) is not None else {}
-
-    def _prediction(self, state: SiteState, name: str) -> Prediction:
-        factor, predictor = state.factor, self._settings.predictor
-        linear = factor > 0 and (predictor == "taylor" or name in state.linear)
-        return Prediction(factor, linear, factor > 0 and predictor == "auto", self.measures and state.follows > 0)
+        if self.bits(state) is None:
+            return {}
+        linear = state.factor > 0 and self._settings.predictor == "taylor"
+        return dict.fromkeys(TENSORS, Prediction(state.factor, linear, self.measures and state.follows > 0))
 
 
 class ResidualCall(StatefulCall[SiteState]):

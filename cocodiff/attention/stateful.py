@@ -64,7 +64,7 @@ class LayerState:
 
     def take_notes(self, notes: Sequence[Sequence[int]]) -> None:
         """Takes what was noted in the last call, summed over all ranks, of each of TENSORS: how many groups had no
-        scale; how the two predictions compared; and, in eighths of an octave, the sizes of changes less those of the
+        scale; the lossless codec's need of room; and, in eighths of an octave, the sizes of changes less those of the
         values, and over how many groups."""
         self.fits = not any(unfit for unfit, *_ in notes)
 

@@ -110,9 +110,9 @@ class Config:
     )
     predictor: str = setting(
         "taylor",
-        "the prediction: last (what they were at the call before), taylor (that, continued linearly in the noise "
-        "level; lossless at first half as far) or auto (the better one at the call before, of each layer and tensor)",
-        choices=("last", "taylor", "auto"),
+        "the prediction: last (what they were at the call before) or taylor (that, continued linearly in the noise "
+        "level; lossless at first half as far)",
+        choices=("last", "taylor"),
         only_with=("codec", *CODECS),
     )
     fine_steps: int = setting(

@@ -62,12 +62,10 @@ FIRST_STEP = 13 / 32  # of 2 bits, of the largest |d|: nearly the best for resid
 
 class Prediction(NamedTuple):
     """How x is predicted. factor: of the linear continuation. linear: whether it is used, or the newest reconstruction
-    as it is. compare: whether encoding tells how the two predictions compare. measure: whether it tells how large x's
-    difference to the newest reconstruction is beside x."""
+    as it is. measure: whether encoding tells how large x's difference to the newest reconstruction is beside x."""
 
     factor: float = 0.0
     linear: bool = False
-    compare: bool = False
     measure: bool = False
 
 
@@ -107,8 +105,7 @@ def encode_residual(
 
     notes_N: int64 [NOTES], to which is added
         [0]  the number of groups that no scale fits (not finite, or larger than the largest step)
-        [1]  with `how.compare` the sum over groups of the size byte of the residual to the linear continuation, less
-             that to the newest reconstruction: below 0 where the continuation predicts better
+        [1]  nothing: the lossless codec's
         [2]  with `how.measure` the sum over groups of the size byte of x's difference to the newest reconstruction,
              whatever predicts x, less that of x
         [3]  with `how.measure` the number of groups
@@ -120,10 +117,6 @@ def encode_residual(
     D = x.shape[-1]
     scale_G, too_large = _scale_bytes(residual_GC, D, bits)
     notes_N[0] += too_large
-    if how.compare:
-        other_GC = _in_groups(x - _predicted(known, None if how.linear else how.factor))
-        difference = (_size_byte(residual_GC) - _size_byte(other_GC)).sum()
-        notes_N[1] += difference if how.linear else -difference
     if how.measure:
         _note_sizes(_in_groups(x - known.last.float()), x, notes_N)
     half, step_G = 2 ** (bits - 1), _steps(scale_G)

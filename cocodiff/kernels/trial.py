@@ -110,7 +110,7 @@ def _coded(op: str, ops: SyclOps | TorchOps, x_BLHD: Tensor, known: Reconstructi
         notes_N = torch.zeros(NOTES, dtype=torch.int64, device=x_BLHD.device)
         ends = [Reconstructions(known.last, known.before.clone()) for _ in range(2)]
         encoder = ops if op == "encode_residual" else TorchOps()
-        how = Prediction(0.75, linear=True, compare=True, measure=True)
+        how = Prediction(0.75, linear=True, measure=True)
         encoder.encode_residual(x_BLHD, ends[0], how, bits, code_BLHW, notes_N)
         operand_BLHD = torch.zeros_like(x_BLHD)
         if op == "decode_residual":

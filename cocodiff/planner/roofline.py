@@ -46,7 +46,7 @@ INSTRUCTIONS = {
 LAUNCHES = {"encode_lossless": 2, "stream_lengths": 2}
 # The codec's are of 4 or 8 bits and the newest reconstruction; these take so many more.
 MORE = {
-    "encode_residual": {"int2": 41.6, "taylor": 8.2, "compare": 7.6, "measure": 7.2},
+    "encode_residual": {"int2": 41.6, "taylor": 8.2, "measure": 7.2},
     "decode_residual": {"int2": 1.5, "taylor": 9.2, "onward": 12.9},
 }
 
@@ -159,8 +159,8 @@ def cost_of(op: str, moved: Sequence[Tensor], arguments: Sequence[Any]) -> tuple
     parts: dict[str, bool] = {}
     if op == "encode_residual":
         x_BLHD, known, how, bits, code_BLHW, notes_N = arguments
-        both = (how.linear or how.compare) and known.before is not None
-        parts = {"int2": bits == 2, "taylor": both, "compare": both and how.compare, "measure": how.measure}
+        both = how.linear and known.before is not None
+        parts = {"int2": bits == 2, "taylor": both, "measure": how.measure}
         traffic = bytes_of((x_BLHD, code_BLHW, notes_N)) + bytes_of_state(known, both)
     elif op == "decode_residual":
         code_BLHW, known, factor, bits, *onward = arguments
@@ -188,13 +188,6 @@ def cost_of(op: str, moved: Sequence[Tensor], arguments: Sequence[Any]) -> tuple
 def bytes_of_state(known: Reconstructions, both: bool) -> int:
     """Reading the newest reconstruction, with `both` the one before as well, and writing the next."""
     return (3 if both and known.before is not None else 2) * known.last.nbytes
-
-
-def prefer_linear(how: Prediction, notes_N: Tensor) -> None:
-    """The notes of an encoding that looked at no numbers: where it compares predictions, the linear one, which costs
-    more, is said to be the better."""
-    if how.compare:
-        notes_N[1] -= 1
 
 
 def bytes_of(value: Any) -> int:

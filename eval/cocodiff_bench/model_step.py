@@ -119,7 +119,7 @@ OPTIONS = common.with_common_options(
     Option("placement", "of those rings in a mesh with Ulysses", "usp", choices=PLACEMENTS),
     Option("decisions", "for ahead: as of cocodiff plan; default: recorded runs of the embedded model", [], many=True),
     Option("tau", "for ahead: which of the recorded runs; default: that of the settings", type=float),
-    Option("predictor", "of the residual codec", "taylor", choices=("last", "taylor", "auto")),
+    Option("predictor", "of the residual codec", "taylor", choices=("last", "taylor")),
     Option("repeats", "measurements of each variant", 3, type=int),
     Option("transport", "how ranks talk", "gloo", choices=("gloo", "host", "mpi", "mpi-rma", "xccl", "ccl", "nccl")),
 )

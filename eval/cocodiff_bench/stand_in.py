@@ -25,7 +25,7 @@ from cocodiff.kernels import Kernels, moved_by
 from cocodiff.planner.costs import CallKind
 from cocodiff.planner.layers import SITES, Case, ModelCalls, SerialTransport
 from cocodiff.planner.memory import block_parameters
-from cocodiff.planner.roofline import LAUNCHES, bytes_of, cost_of, prefer_linear, seconds
+from cocodiff.planner.roofline import LAUNCHES, bytes_of, cost_of, seconds
 from cocodiff.topology.layout import Layout
 
 PASSES = (  # operations that are waits: scoring and both codecs'. All others are done
@@ -66,7 +66,7 @@ class Clock:
 
 class WaitingKernels(Kernels):
     """Scores and codes are waits, by the same roofline as in plans, a launch each. All scores are zero, for which
-    tokens stay plays no part; nothing is coded, and a comparison of predictions ends in favour of the dearer one."""
+    tokens stay plays no part; nothing is coded."""
 
     def __init__(self, clock: Clock, path: str, note: Callable[[str, str], None]) -> None:
         super().__init__(path, note)
@@ -81,9 +81,7 @@ class WaitingKernels(Kernels):
         if op == "l1_score":
             shape = arguments[0].shape[:2]
             return torch.zeros(shape), torch.ones(shape)
-        if op == "encode_residual":
-            prefer_linear(arguments[2], arguments[5])
-        elif op in LENGTHS:
+        if op in LENGTHS:
             arguments[LENGTHS[op]].zero_()
         return None
 

@@ -165,7 +165,7 @@ class SyclOps:
         self,
         x_BLHD: Tensor,
         known: tuple[Tensor, Tensor | None],
-        how: tuple[float, bool, bool, bool],
+        how: tuple[float, bool, bool],
         bits: int,
         code_BLHW: Tensor,
         notes_N: Tensor,
@@ -174,7 +174,7 @@ class SyclOps:
         self._residual("encode_residual", (x_BLHD, *known, code_BLHW, None, notes_N), (bits, *words), factor)
 
     def note_change(self, x_BLHD: Tensor, last_BLHD: Tensor, notes_N: Tensor) -> None:
-        self._residual("note_change", (x_BLHD, last_BLHD, None, None, None, notes_N), (8, False, False, True))
+        self._residual("note_change", (x_BLHD, last_BLHD, None, None, None, notes_N), (8, False, True))
 
     def decode_residual(
         self,

@@ -181,7 +181,6 @@ class Plans:
         op: str,
         bits: int,
         linear: bool = False,
-        compare: bool = False,
         measure: bool = False,
     ) -> Plan:
         """Of any of the residual codec's operations, as they have one struct; where there is no code, 8 bits stand for
@@ -212,7 +211,7 @@ class Plans:
             for number in ((0, 0, 0) if tensor is None else tensor.stride()[:3])
         ]
         two = before_BLHD is not None
-        values = rows, each, L, H, D, *strides, bits, int(linear and two), int(compare and two), int(measure)
+        values = rows, each, L, H, D, *strides, bits, int(linear and two), int(measure)
         return self._of_rows(f"{op}_{DTYPES[like_BLHD.dtype]}", 8, rows, each, values)
 
     def _check_code(self, op: str, code_BLHW: Tensor, shape: tuple[int, ...]) -> None:

@@ -64,22 +64,21 @@ def fitted(group: Tensor, largest: Tensor) -> Tensor:
     return torch.where(largest.isfinite(), step, math.inf)
 
 
-def recoded(x: Tensor, prediction: Tensor, bits: int) -> tuple[Tensor, int, int]:
-    """What both ends have of x afterwards; how many groups no scale fits; the residual's size, as a sum of bytes."""
-    parts, unfit, total, prediction = [], 0, 0, limited(prediction)
+def recoded(x: Tensor, prediction: Tensor, bits: int) -> tuple[Tensor, int]:
+    """What both ends have of x afterwards; how many groups no scale fits."""
+    parts, unfit, prediction = [], 0, limited(prediction)
     residual = x.float() - prediction
     for group, largest in zip(residual.split(32, -1), sizes(residual), strict=True):
         step = fitted(group, largest) if bits == 2 else largest / 2 ** (bits - 1)
         byte = byte_of(step, round_up=bits != 2).clamp(min=0)
         unfit += int((byte >= 255).sum())
-        total += int(byte_of(largest, True).clamp(0, 254).sum())
         sent = torch.where(largest.isfinite(), torch.where(byte > 254, 0.0, byte), 255.0)
         step = ((1 + (sent - 1) % 8 / 8) * 2.0 ** ((sent - 1) // 8 - 20)).float()[..., None]
         magnitude = (group.abs() * (1 / step)).nan_to_num(0, 1e9, 0).trunc().clamp(max=2 ** (bits - 1) - 1)
         value = torch.where(group < 0, -magnitude - 0.5, magnitude + 0.5) * step
         value = torch.where(sent[..., None] == 0, 0.0, value)
         parts.append(torch.where(sent[..., None] == 255, math.nan, value))
-    return rounded(prediction + torch.cat(parts, -1), x.dtype), unfit, total
+    return rounded(prediction + torch.cat(parts, -1), x.dtype), unfit
 
 
 def mean_error(x: Tensor, prediction: Tensor) -> float:
@@ -105,7 +104,6 @@ class Reference:
     last: Any = None
     unfit: bool = False
     plain: bool = False
-    better: set[str] = field(default_factory=set)
     follows: bool = False
     changes: dict[str, float] = field(default_factory=dict)
     calls: int = 0
@@ -124,61 +122,53 @@ class Reference:
         self.follows = last_form == form and last_step < step and not self.unfit
         self.last, self.plain, self.unfit = (form, step), self.unfit, False
         if not self.follows:
-            self.known, self.sigmas, self.better, self.changes = {}, [], set(), {}
+            self.known, self.sigmas, self.changes = {}, [], {}
             self.whole_calls.append(self.calls)
         self.calls += 1
         self.sigmas.append(sigma)
-        before, self.better = self.better, set()
-        late = self.not_awaited(before)
+        late = self.not_awaited()
         self.displaced.append("".join(late))
         self.changes = {}
-        q, k, v = (self.through(name, x, before, late, sampled) for name, x in zip("qkv", tensors, strict=True))
-        return self.through("o", attend(q, k, v), before, late, sampled)
+        q, k, v = (self.through(name, x, late, sampled) for name, x in zip("qkv", tensors, strict=True))
+        return self.through("o", attend(q, k, v), late, sampled)
 
-    def not_awaited(self, before: set[str]) -> list[str]:
+    def not_awaited(self) -> list[str]:
         if self.arrival == "now" or not self.follows or self.fine:
             return []
         pace = 1.0
         if len(self.sigmas) > 2:
             now, last = (abs(self.sigmas[at] - self.sigmas[at - 1]) for at in (-1, -2))
             pace = min(max(now / last, 0.25), 4.0) if now and last else 1.0
-        tau = {name: self.tau / pace / (1 if self.linear(name, before) else 1.5) for name in "qkvo"}
+        tau = {name: self.tau / pace / (1 if self.linear() else 1.5) for name in "qkvo"}
         return [name for name in "qkvo" if self.arrival == "displaced" or self.changes.get(name, math.inf) < tau[name]]
 
-    def through(self, name: str, x: Tensor, before: set[str], late: list[str], sampled: Sampled) -> Tensor:
+    def through(self, name: str, x: Tensor, late: list[str], sampled: Sampled) -> Tensor:
         """What the tensor's receiver has of it in this call."""
         known = self.known.setdefault(name, [])
-        known.append(self.reconstructed(name, x, known, before, sampled) if self.follows else self.first(x))
+        known.append(self.reconstructed(name, x, known, sampled) if self.follows else self.first(x))
         if name not in late:
             return known[-1]
-        return rounded(predicted(x, known[:-1], self.linear(name, before) / 2), x.dtype)
+        return rounded(predicted(x, known[:-1], self.linear() / 2), x.dtype)
 
     def first(self, x: Tensor) -> Tensor:
         """What is had of a tensor of which nothing was known: with 2 bits later, 8 of the whole tensor now."""
         if self.bits != 2 or self.plain:
             return x
-        new, unfit, _ = recoded(x, torch.zeros_like(x).float(), 8)
+        new, unfit = recoded(x, torch.zeros_like(x).float(), 8)
         self.unfit = self.unfit or unfit > 0
         return new
 
-    def linear(self, name: str, before: set[str]) -> float:
-        """The factor by which a tensor is continued, 0 where it is not."""
-        return self.factor() if self.bits and (self.predictor == "taylor" or name in before) else 0.0
+    def linear(self) -> float:
+        """The factor by which tensors are continued, 0 where they are not."""
+        return self.factor() if self.bits else 0.0
 
-    def reconstructed(self, name: str, x: Tensor, known: list[Tensor], before: set[str], sampled: Sampled) -> Tensor:
+    def reconstructed(self, name: str, x: Tensor, known: list[Tensor], sampled: Sampled) -> Tensor:
         if self.bits is None:
             if self.arrival == "adaptive":
                 rows = sampled(name)
                 self.changes[name] = mean_error(x[:, rows].float(), known[-1][:, rows].float())
             return x
-        factor = self.factor()
-        linear = self.linear(name, before)
-        prediction = predicted(x, known, linear)
-        new, unfit, size = recoded(x, prediction, self.bits)
-        if self.predictor == "auto" and factor:
-            other = recoded(x, predicted(x, known, 0.0 if linear else factor), self.bits)[2]
-            if (size < other) if linear else (other < size):
-                self.better.add(name)
+        new, unfit = recoded(x, predicted(x, known, self.linear()), self.bits)
         self.unfit = self.unfit or unfit > 0
         if self.arrival == "adaptive":
             self.changes[name] = mean_error(x.float(), known[-1].float())

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
     ("codec", "predictor", "arrival", "exchange", "order", "dtype"),
     covering(
         ("none", "int2", "int4"),
-        ("last", "taylor", "auto"),
+        ("last", "taylor"),
         ("displaced", "adaptive"),
         ("flat", "tapa", "split"),
         ("joint", "v_first"),

@@ -69,7 +69,7 @@ def placed(x_BLHD: Tensor, form: str) -> Tensor:
     form=forms,
     code_form=forms,
     two=st.booleans(),
-    how=st.builds(Prediction, st.floats(0, 2), st.booleans(), st.booleans(), st.booleans()),
+    how=st.builds(Prediction, st.floats(0, 2), st.booleans(), st.booleans()),
     exponent=st.integers(-30, 14),
     special=st.lists(st.sampled_from(SPECIAL), max_size=4),
 )

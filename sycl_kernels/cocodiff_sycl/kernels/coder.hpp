@@ -14,8 +14,8 @@ struct Residuals {
   i64 tokens, heads, numbers;
   Strides of_x, of_last, of_before, of_code, of_out;
   i64 bits;
-  i64 linear, compare; // whether the linear continuation predicts; whether the two predictions are compared
-  i64 measure;         // whether the differences to the newest values are compared with x
+  i64 linear;  // whether the linear continuation predicts
+  i64 measure; // whether the differences to the newest values are compared with x
 };
 
 // A tensor's rows one after the other: places are counted on, because 64-bit products take a GPU many instructions.
@@ -31,7 +31,7 @@ template <typename Type, bool WORDS> struct Coder {
   const Residuals &of;
   const Place place;
   const int bits = of.bits;
-  const bool linear = of.linear, compared = of.compare;
+  const bool linear = of.linear;
   const float factor = sycl::bit_cast<float>(uint32_t(of.factor_bits)), middle = (1 << (bits - 1)) - 0.5f;
   const float onward = sycl::bit_cast<float>(uint32_t(of.onward_bits));
   const i64 width = (of.numbers * bits + 7) / 8; // bytes of a row's codes; scales follow
@@ -41,7 +41,7 @@ template <typename Type, bool WORDS> struct Coder {
   Walk<Bits> before{reinterpret_cast<Bits *>(of.before), nullptr, of.of_before};
   Walk<uint8_t> code{of.code, nullptr, of.of_code};
   Walk<Bits> out{reinterpret_cast<Bits *>(of.out), nullptr, of.of_out};
-  int32_t unfit = 0, difference = 0, change = 0; // of this work-item's groups: what the notes are to be told
+  int32_t unfit = 0, change = 0; // of this work-item's groups: what the notes are to be told
 
   template <typename Work> void rows(Work work) {
     const i64 end = sycl::min((place.row + 1) * of.rows_each, of.rows);
@@ -136,10 +136,8 @@ template <typename Type, bool WORDS> struct Coder {
   void encode(Part<Bits> part) {
     const i64 left = part.count;
     const Floats own = load_first<Type, WORDS>(part.x, left), newest = load_first<Type, WORDS>(part.last, left);
-    const Floats same = limited(newest);
-    Floats forecast = same;
-    if (linear || compared) forecast = continuation(newest, part.before, left);
-    const Floats predicted = linear ? forecast : same, residual = own - predicted;
+    const Floats predicted = linear ? continuation(newest, part.before, left) : limited(newest);
+    const Floats residual = own - predicted;
     const int32_t most_bits = largest_in_group(magnitude_of(residual));
     const float most = sycl::bit_cast<float>(most_bits);
     int32_t byte = byte_above(most * (1.0f / (1 << (bits - 1))));
@@ -150,11 +148,6 @@ template <typename Type, bool WORDS> struct Coder {
     const Scale scale(byte, most_bits < 0x7f800000);
     const bool tells = this->tells(left);
     if (tells) *part.scale = uint8_t(scale.byte), unfit += !scale.fits;
-    if (compared) {
-      const Ints other = magnitude_of(own - (linear ? same : forecast));
-      const int32_t more = size_byte(most_bits) - size_byte(largest_in_group(other));
-      if (tells) difference += linear ? more : -more;
-    }
     if (of.measure) {
       const int32_t more = change_of(own, newest);
       if (tells) change += more;
@@ -218,18 +211,16 @@ template <typename Type, bool WORDS> struct Coder {
 
   // What there is to tell is added by one work-item.
   void tell() const {
-    i64 all_unfit = unfit, all_difference = difference, all_change = change;
+    i64 all_unfit = unfit, all_change = change;
     if (of.measure && place.row == 0 && place.lane == 0) add(of.notes[3], of.rows * ((of.numbers + GROUP - 1) / GROUP));
 #if LANES > 1
     auto lanes = place.item.get_sub_group();
-    if (!sycl::any_of_group(lanes, unfit || difference || change)) return;
+    if (!sycl::any_of_group(lanes, unfit || change)) return;
     all_unfit = sycl::reduce_over_group(lanes, unfit, sycl::plus<int32_t>());
-    all_difference = sycl::reduce_over_group(lanes, difference, sycl::plus<int32_t>());
     all_change = sycl::reduce_over_group(lanes, change, sycl::plus<int32_t>());
 #endif
     if (place.lane) return;
     if (all_unfit) add(of.notes[0], all_unfit);
-    if (all_difference) add(of.notes[1], all_difference);
     if (all_change) add(of.notes[2], all_change);
   }
   static void add(i64 &note, i64 number) {
