@@ -143,7 +143,7 @@ def test_caches_are_as_real_ones_on_every_rank(size, nodes, image, text, heads, 
 
 @pytest.mark.sample(8)
 @pytest.mark.parametrize(
-    ("kept", "size", "ring"), [("source", 5, 1), ("card", 5, 1), ("one layer", 5, 1), ("auto", 6, 2), ("card", 6, 3)]
+    ("kept", "size", "ring"), [("source", 5, 1), ("card", 5, 1), ("one layer", 5, 1), ("taylor", 6, 2), ("card", 6, 3)]
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_caches_are_as_those_of_whole_models(family, kept, size, ring):

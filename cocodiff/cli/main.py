@@ -26,7 +26,7 @@ COMMANDS = {
     "generate": "make images from text",
     "train": "make the embedded model one of your own volumes",
     "sweep": "a grid of settings over slices: quality against bytes and speed",
-    "bench": "measure, as in bench step: alltoall, step, attention, latte, kernels, peers",
+    "bench": "measure, as in bench step: alltoall, step, attention, latte, peers",
     "kernels": "the SYCL kernels: kernels build",
     "plan": "what a run would take: memory, bytes and time, without starting it",
     "papers": "figures of the papers: theirs, ours, and the commands that make them",
