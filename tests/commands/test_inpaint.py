@@ -185,6 +185,20 @@ def test_a_store_is_restored_in_a_region_under_its_own_labels(
         assert main(["inpaint", "--input", str(out / inside), "--overwrite", "--out", str(out)]) == 2
 
 
+def test_a_constant_slice_is_told_and_comes_back(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slice_YX, hole_YX = np.full((48, 48), 777, np.uint16), np.zeros((48, 48), np.uint8)
+    hole_YX[10:20, 10:20] = 1
+    for name, array in (("flat", slice_YX), ("hole", hole_YX)):
+        tifffile.imwrite(tmp_path / f"{name}.tif", array)
+    words = ("--input", tmp_path / "flat.tif", "--mask", tmp_path / "hole.tif", "--model", model, "--steps", 2)
+    assert main(["inpaint", *map(str, words), "--out", str(tmp_path / "out")]) == 0
+    said = "flat, mask hole: all voxels outside the mask are 777: so is the result, without a PSNR"
+    assert said in capsys.readouterr().out
+    assert np.array_equal(tifffile.imread(tmp_path / "out" / "images" / "flat_hole_tapa.tif"), slice_YX)
+
+
 def test_a_part_is_called_by_the_numbers_of_the_input_and_slices_masked_wholly_are_left(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -148,11 +148,13 @@ def test_slices_that_are_masked_wholly_are_restored_along_other_axes(folder: Pat
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("name", "mask", "method"), [("lines", "holes", "linear across z"), ("noise", "slab", "total variation in 3-D")]
+    ("name", "mask", "method", "least_db"),
+    [("lines", "holes", "linear across z", 90.0), ("noise", "slab", "total variation in 3-D", 16.5)],
 )
 def test_the_mean_leans_on_a_method_without_a_model_that_is_better(
-    folder: Path, tmp_path: Path, name: str, mask: str, method: str
+    folder: Path, tmp_path: Path, name: str, mask: str, method: str, least_db: float
 ) -> None:
+    """Also where it hardly errs: then it is the mean."""
     more = ("--samples", 2, "--axes", "y", "x")
     assert main(words(folder, tmp_path / "out", *more, mask=mask, name=name)) == 0
     (volume,) = json.loads((tmp_path / "out" / "metrics.json").read_text())["volumes"]
@@ -161,7 +163,7 @@ def test_the_mean_leans_on_a_method_without_a_model_that_is_better(
     restored, original = image(tmp_path / "out", "", mask, name), tifffile.imread(folder / f"{name}.tif")
     hidden = tifffile.imread(folder / f"{mask}.tif") > 0
     error = (restored.astype(float) - original)[hidden] / np.ptp(original[~hidden].astype(float))
-    assert -10 * np.log10(np.mean(error**2)) > figures["the model alone"]
+    assert -10 * np.log10(np.mean(error**2) + 1e-20) > max(least_db, figures["the model alone"])
     assert restored[~hidden].tobytes() == original[~hidden].tobytes()
 
 

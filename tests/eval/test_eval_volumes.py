@@ -94,6 +94,8 @@ def test_weights_follow_errors_and_what_they_have_in_common() -> None:
     assert weights_A[1] < weights_A[0] / 2.5
     alike = np.stack([own[0], own[0] * 3 + own[1], own[2]])
     assert weights_of(alike @ alike.T)[1] == 0  # it knows nothing that the first does not know better
+    sure_A = weights_of((own * [[0.01], [1.0], [1.0]]) @ (own * [[0.01], [1.0], [1.0]]).T / 20000)
+    assert sure_A[0] > 0.99 and sure_A.sum() == pytest.approx(1)
     errors = dict(zip("zyx", alike, strict=True))
     assert choose_axes(errors, 3).names == ("z", "x") and choose_axes(errors, 1).names in (("z",), ("x",))
     assert "y" in choose_axes(errors, 3, lambda axes: "y" in axes).names

@@ -98,6 +98,8 @@ class Task:
                 f"{where}: voxels of {sides} {kept.unit}: slices along each axis are restored as they "
                 f"are stored, with unequal sides of voxels"
             )
+        if scale.low == scale.high:
+            found.append(f"{where}: all voxels outside the mask are {scale.low:.9g}: so is the result, without a PSNR")
         if scale.extremes is not None:
             low, high = scale.extremes
             found.append(

@@ -16,7 +16,7 @@ import numpy as np
 
 from cocodiff_eval.data.intensity import IntensityRange
 
-RIDGE = 0.1  # of the mean error: with few hidden voxels weights stay nearer to equal ones
+RIDGE = 0.1  # of the harmonic mean of errors: with few hidden voxels weights of good members stay nearer to equal ones
 ALIKE = 0.5  # how much correlations of errors are drawn to their mean, for few regions show more than there is
 LEAST_WEIGHT = 0.02  # of an axis on average, below which it is not worth its samples
 LEAST_OTHER = 0.05  # of a method without a model, below which it is not worth its time
@@ -51,14 +51,15 @@ def weights_of(products_AA: np.ndarray) -> np.ndarray:
     """The weights [A], none negative and 1 together, with which the mean of A estimates is expected to err least.
 
     products_AA: the mean products of their errors, C. The sum of w_i w_j C_ij is smallest, with correlations half way
-    to their mean (as Ledoit and Wolf 2004 shrink covariances), and a tenth of C's mean diagonal added to the diagonal.
+    to their mean (as Ledoit and Wolf 2004 shrink covariances), and a tenth of the harmonic mean of C's diagonal added
+    to the diagonal: in proportion to the best members, so that one that hardly errs has nearly all the weight.
     """
     count = len(products_AA)
     sizes_A = np.sqrt(np.maximum(np.diag(products_AA), 1e-20))
     alike_AA = products_AA / np.outer(sizes_A, sizes_A)
     mean = (alike_AA.sum() - count) / max(1, count * (count - 1))
     alike_AA = (1 - ALIKE) * alike_AA + ALIKE * (mean + (1 - mean) * np.eye(count))
-    ridge = max(RIDGE * float(np.trace(products_AA)) / count, 1e-20)
+    ridge = RIDGE * count / float(np.square(1 / sizes_A).sum())
     ridged_AA = alike_AA * np.outer(sizes_A, sizes_A) + np.eye(count) * ridge
     kept = [*range(count)]
     while True:
