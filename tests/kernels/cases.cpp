@@ -32,16 +32,14 @@ KERNEL(case_merge_f32_bf16)(Partials of) { merge_rows<F32, BF16, true>(usual(of)
 KERNEL(case_merge_f32_f16)(Partials of) { merge_rows<F32, F16, true>(usual(of)); }
 
 // Of the codec: 4 bits, from the newest reconstruction, which is written over; and in bf16 what takes more.
-enum Continuation { NOTHING, PREDICTS, COMPARED };
-template <Way WAY, typename Type, int BITS = 4, int WHAT = NOTHING, bool MEASURE = false, bool ONWARD = false>
+template <Way WAY, typename Type, int BITS = 4, bool LINEAR = false, bool MEASURE = false, bool ONWARD = false>
 inline void usual_residual(Residuals of) {
   const Place place;
-  of.numbers = 128, of.bits = BITS, of.linear = WHAT != NOTHING, of.compare = WHAT == COMPARED, of.measure = MEASURE;
-  if (WHAT == NOTHING && WAY != CONTINUE) of.before = nullptr;
+  of.numbers = 128, of.bits = BITS, of.linear = LINEAR, of.measure = MEASURE;
+  if (!LINEAR && WAY != CONTINUE) of.before = nullptr;
   if (!ONWARD) of.out = nullptr;
   const i64 places = i64(of.code) | of.of_code.batch | of.of_code.token | of.of_code.head;
-  if ((places & 3) || place.lane < 0 || place.lane >= LANES || (WHAT != NOTHING && !of.before) ||
-      (ONWARD && !of.out))
+  if ((places & 3) || place.lane < 0 || place.lane >= LANES || (LINEAR && !of.before) || (ONWARD && !of.out))
     __builtin_unreachable();
   residual_rows<WAY, Type, sizeof(typename Type::Bits) == 2>(of);
 }
@@ -49,21 +47,20 @@ KERNEL(case_encode_residual_f32)(Residuals of) { usual_residual<ENCODE, F32>(of)
 KERNEL(case_encode_residual_bf16)(Residuals of) { usual_residual<ENCODE, BF16>(of); }
 KERNEL(case_encode_residual_f16)(Residuals of) { usual_residual<ENCODE, F16>(of); }
 KERNEL(case_encode_residual_bf16_int2)(Residuals of) { usual_residual<ENCODE, BF16, 2>(of); }
-KERNEL(case_encode_residual_bf16_taylor)(Residuals of) { usual_residual<ENCODE, BF16, 4, PREDICTS>(of); }
-KERNEL(case_encode_residual_bf16_compare)(Residuals of) { usual_residual<ENCODE, BF16, 4, COMPARED>(of); }
-KERNEL(case_encode_residual_bf16_measure)(Residuals of) { usual_residual<ENCODE, BF16, 4, PREDICTS, true>(of); }
-KERNEL(case_note_change_f32)(Residuals of) { usual_residual<NOTE, F32, 8, NOTHING, true>(of); }
-KERNEL(case_note_change_bf16)(Residuals of) { usual_residual<NOTE, BF16, 8, NOTHING, true>(of); }
-KERNEL(case_note_change_f16)(Residuals of) { usual_residual<NOTE, F16, 8, NOTHING, true>(of); }
+KERNEL(case_encode_residual_bf16_taylor)(Residuals of) { usual_residual<ENCODE, BF16, 4, true>(of); }
+KERNEL(case_encode_residual_bf16_measure)(Residuals of) { usual_residual<ENCODE, BF16, 4, true, true>(of); }
+KERNEL(case_note_change_f32)(Residuals of) { usual_residual<NOTE, F32, 8, false, true>(of); }
+KERNEL(case_note_change_bf16)(Residuals of) { usual_residual<NOTE, BF16, 8, false, true>(of); }
+KERNEL(case_note_change_f16)(Residuals of) { usual_residual<NOTE, F16, 8, false, true>(of); }
 KERNEL(case_decode_residual_f32)(Residuals of) { usual_residual<DECODE, F32>(of); }
 KERNEL(case_decode_residual_bf16)(Residuals of) { usual_residual<DECODE, BF16>(of); }
 KERNEL(case_decode_residual_f16)(Residuals of) { usual_residual<DECODE, F16>(of); }
 KERNEL(case_decode_residual_bf16_int2)(Residuals of) { usual_residual<DECODE, BF16, 2>(of); }
-KERNEL(case_decode_residual_bf16_taylor)(Residuals of) { usual_residual<DECODE, BF16, 4, PREDICTS>(of); }
-KERNEL(case_decode_residual_bf16_onward)(Residuals of) { usual_residual<DECODE, BF16, 4, NOTHING, false, true>(of); }
-KERNEL(case_continue_linearly_f32)(Residuals of) { usual_residual<CONTINUE, F32, 8, NOTHING, false, true>(of); }
-KERNEL(case_continue_linearly_bf16)(Residuals of) { usual_residual<CONTINUE, BF16, 8, NOTHING, false, true>(of); }
-KERNEL(case_continue_linearly_f16)(Residuals of) { usual_residual<CONTINUE, F16, 8, NOTHING, false, true>(of); }
+KERNEL(case_decode_residual_bf16_taylor)(Residuals of) { usual_residual<DECODE, BF16, 4, true>(of); }
+KERNEL(case_decode_residual_bf16_onward)(Residuals of) { usual_residual<DECODE, BF16, 4, false, false, true>(of); }
+KERNEL(case_continue_linearly_f32)(Residuals of) { usual_residual<CONTINUE, F32, 8, false, false, true>(of); }
+KERNEL(case_continue_linearly_bf16)(Residuals of) { usual_residual<CONTINUE, BF16, 8, false, false, true>(of); }
+KERNEL(case_continue_linearly_f16)(Residuals of) { usual_residual<CONTINUE, F16, 8, false, false, true>(of); }
 
 // Of the lossless codec, by a continuation, from streams at even bytes.
 inline lossless::StreamsOf usual(lossless::StreamsOf of) {

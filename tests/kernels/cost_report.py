@@ -149,9 +149,7 @@ def row_of(usage: Usage, path: str) -> Row:
         loop = max(loops(path), key=lambda one: one.cycles)
         return Row(usage, loop, NUMBERS, NUMBERS * STREAM_BYTES[usage.name.rpartition("_")[0]])
     if "residual" in usage.name:  # x and one or two reconstructions read, one written; and the code
-        tensors = (
-            2 + usage.name.startswith("encode") + usage.name.endswith(("_taylor", "_compare", "_measure", "_onward"))
-        )
+        tensors = 2 + usage.name.startswith("encode") + usage.name.endswith(("_taylor", "_measure", "_onward"))
         code_bytes = NUMBERS * (2 if usage.name.endswith("_int2") else 4) // 8 + SCALE_BYTES
         return Row(usage, loop, NUMBERS, tensors * sizes[0] * NUMBERS + code_bytes, sizes[0])
     # x read, the last values read and written; two reconstructions read, what continues them written
