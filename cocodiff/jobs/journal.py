@@ -68,16 +68,11 @@ class Journal:
         self._file = path.open("ab", buffering=0)
 
     def add(self, entry: Entry) -> None:
-        """Returns when the line is on the disk."""
-        append(self._file, entry.line())
-
-
-def append(file: Any, data: bytes) -> None:
-    """Returns when it is on the disk. file: without a buffer. A line of which a part was written is dropped by the next
-    start."""
-    if file.write(data) != len(data):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    os.fsync(file.fileno())
+        """Returns when the line is on the disk. One of which a part was written is dropped by the next start."""
+        line = entry.line()
+        if self._file.write(line) != len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.fsync(self._file.fileno())
 
 
 class Reader:

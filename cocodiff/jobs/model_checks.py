@@ -23,16 +23,8 @@ REQUIRED = ("transformer", "vae", "scheduler")
 LIBRARIES = ("diffusers", "transformers")  # whose classes an index may name
 # Of transformers: whole numbers from 1 on, wherever they are given.
 SIZES = (
-    "sample_size",
-    "patch_size",
-    "in_channels",
-    "out_channels",
-    "attention_head_dim",
-    "num_attention_heads",
-    "joint_attention_dim",
-    "pooled_projection_dim",
-    "caption_projection_dim",
-    "pos_embed_max_size",
+    *("sample_size", "patch_size", "in_channels", "out_channels", "attention_head_dim", "num_attention_heads"),
+    *("joint_attention_dim", "pooled_projection_dim", "caption_projection_dim", "pos_embed_max_size"),
 )
 # Of autoencoders: what there is one of for each level.
 VAE_BLOCKS = ("block_out_channels", "down_block_types", "up_block_types")
@@ -119,12 +111,12 @@ def check_folder(folder: Path, index: Mapping[str, Any], parts: Sequence[str]) -
     for part in ("transformer", "vae", *weighty):
         path = folder / part / "config.json"
         _check_layers(read_json(path), path)
-        headers = read_headers(folder / part)
-        if part in REQUIRED:
-            check_header(headers, folder / part)
-        values = sum(count_values(headers).values())
-        if part == "transformer" and values and shape.get("pos_embed_max_size", 0) ** 2 > values:
-            raise UserError(f"{path}: pos_embed_max_size is larger than the {values} values of the weights allow")
+        values = stored_values(folder / part)
+        most, total = max(values, key=lambda dtype: values[dtype], default=""), values.total()
+        if part in REQUIRED and total and not most.startswith(("F", "BF")):  # loading would convert them silently
+            raise UserError(f"{folder / part}: weights of type {most}; save the pipeline in fp32, bf16 or fp16")
+        if part == "transformer" and total and shape.get("pos_embed_max_size", 0) ** 2 > total:
+            raise UserError(f"{path}: pos_embed_max_size is larger than the {total} values of the weights allow")
     path = folder / "scheduler" / "scheduler_config.json"
     timesteps = read_json(path).get("num_train_timesteps", 1000)
     if not _is_count(timesteps, MOST_TIMESTEPS):
@@ -299,22 +291,10 @@ def read_headers(folder: Path) -> dict[str, tuple[str, int]]:
     return tensors
 
 
-def check_header(tensors: Mapping[str, tuple[str, int]], folder: Path) -> None:
-    """Raises UserError for weights most of which are no floating point numbers: loading would convert them silently."""
-    values = count_values(tensors)
-    most, _ = values.most_common(1)[0] if values else ("", 0)
-    if values and not most.startswith(("F", "BF")):
-        raise UserError(f"{folder}: weights of type {most}; save the pipeline in fp32, bf16 or fp16")
-
-
 def stored_values(folder: Path) -> Counter[str]:
     """How many values of each dtype (safetensors' name) the safetensors files of a folder hold; reads headers only."""
-    return count_values(read_headers(folder))
-
-
-def count_values(tensors: Mapping[str, tuple[str, int]]) -> Counter[str]:
     values: Counter[str] = Counter()
-    for dtype, number in tensors.values():
+    for dtype, number in read_headers(folder).values():
         values[dtype] += number
     return values
 
@@ -322,12 +302,10 @@ def count_values(tensors: Mapping[str, tuple[str, int]]) -> Counter[str]:
 def conversion(model: str, folder: Path, dtype: str) -> str:
     """A line that says what it costs on a CPU that `dtype` is not the stored one; "" where it is."""
     values = stored_values(folder)
-    if not values:
+    stored = DTYPES.get(max(values, key=lambda kind: values[kind], default=""))
+    if stored in (None, dtype):
         return ""
-    stored = DTYPES.get(values.most_common(1)[0][0])
-    if stored is None or stored == dtype:
-        return ""
-    size = sum(values.values()) * (4 if dtype == "fp32" else 2) / 2**30
+    size = values.total() * (4 if dtype == "fp32" else 2) / 2**30
     return (
         f"model {model} is stored in {stored}: every rank converts its own copy to {dtype} ({size:.2f} GiB); "
         f"--dtype {stored} shares the file's pages instead"

@@ -14,12 +14,12 @@ from cocodiff.config.errors import UserError
 from cocodiff.config.files import read_json
 from cocodiff.config.machine import Topology
 from cocodiff.demo_model import PROMPT_TOKENS
-from cocodiff.jobs.pipelines import Request, has_encoders, import_pipeline, model_file, own_weights, transformer_config
+from cocodiff.jobs.pipelines import Request, encoders_of, import_pipeline, model_file, own_weights, transformer_config
+from cocodiff.jobs.replicas import axes_of
 from cocodiff.jobs.terminal import say
 from cocodiff.models import families
 from cocodiff.models.family import INPAINT, VAE_FACTOR
 from cocodiff.planner.partitions import Partition, partitions_of
-from cocodiff.topology.axes import Axes
 
 if TYPE_CHECKING:
     from cocodiff.engine.assemble import AttentionWork
@@ -138,13 +138,12 @@ def sequence_of(
     """Where the first ranks sit that share a sequence, and what heads they share."""
     from cocodiff.engine.assemble import AttentionWork
 
-    topology = Topology.build(load_machine(values["machine"]), ranks, detect().local_size)
-    axes = Axes.build(topology, replica=partition.replicas, guidance=partition.guidance)
+    axes = axes_of(values["machine"], ranks, partition.replicas, partition.guidance)
     config = read_json(transformer_config(request.model))
     heads, width = (config.get(name) for name in ("num_attention_heads", "attention_head_dim"))
     if heads is None or width is None:
         raise UserError(f"--quality: the config of {request.model} does not say its heads: name a preset instead")
-    return topology.part(axes.branch(0)), AttentionWork(heads, width)
+    return axes.topology.part(axes.branch(0)), AttentionWork(heads, width)
 
 
 def is_planned(request: Request) -> bool:
@@ -164,15 +163,14 @@ def pinned(values: dict[str, Any], presets: Sequence[Config]) -> tuple[int | Non
 
 def guides(request: Request) -> bool:
     """Whether the run has two branches of classifier-free guidance, by the model's pipeline and the scale."""
-    if request.own is not None:
+    if request.own is not None or request.index.get("is_distilled"):
         return False
-    index, pipelines = request.index, request.pipelines
+    pipelines = request.pipelines
     family = next((one for one in families() if pipelines in one.pipelines), None)
     if family is None or (family.rows_per_image == 1 and pipelines.negative is None):
         return False
-    if request.guidance is None:  # a pipeline without encoders is called with a scale of 1
-        return has_encoders(index) and not index.get("is_distilled")
-    return request.guidance > 1 and not index.get("is_distilled")
+    # a pipeline without encoders is called with a scale of 1
+    return bool(encoders_of(request.index)) if request.guidance is None else request.guidance > 1
 
 
 def workloads(
@@ -259,12 +257,8 @@ def dry_lines(choice: Choice) -> list[str]:
     taken, machine = choice.taken, choice.topology.machine.name
     need = f"memory of the fullest rank: {mib(taken.need.total)} MiB (weights {mib(taken.need.weights)}, activations "
     need += f"{mib(taken.need.activations)}, cache {mib(taken.need.cache)})"
-    if taken.tile is None:
-        lines = [f"{need}; machine {machine} does not say how much memory a rank has"]
-    else:
-        lines = [f"{need} of {mib(taken.tile)} MiB"]
-    if choice.reason:
-        lines.append(choice.reason)
+    unknown = f"; machine {machine} does not say how much memory a rank has"
+    lines = [need + (unknown if taken.tile is None else f" of {mib(taken.tile)} MiB"), *filter(None, [choice.reason])]
     if taken.batch_s is not None:
         lines.append(
             f"predicted, denoising alone: {span(taken.batch_s)} for each of {taken.batches} call(s) of the "

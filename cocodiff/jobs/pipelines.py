@@ -60,8 +60,10 @@ class Request:
 
     @cached_property
     def index(self) -> dict[str, Any]:
-        """Of a model with files of its own. Raises UserError as `read_index`."""
-        return read_index(self.model)
+        """The `model_index.json` of a model with files of its own. Raises UserError where there is none, and where it
+        is no JSON object."""
+        index = read_json(model_file(self.model, INDEX))
+        return index | {"_class_name": str(index.get("_class_name") or "")}
 
     @property
     def own(self) -> Path | None:
@@ -139,13 +141,13 @@ def check_model(request: Request, ranks: int, weights: bool = True) -> None:
     if own is not None:
         if request.task == GENERATE:
             raise UserError("the embedded model only restores: name a text-to-image model with --model")
-        encoders = False
+        encoders = []
     else:
         _ = request.pipeline  # there is one
-        encoders = has_encoders(request.index)
+        encoders = encoders_of(request.index)
         if weights and Path(name).is_dir():
             second = [part for part in EXPERTS[1:] if _is_named(request.index, part)]
-            for part in ("transformer", *second, "vae", *_encoders(request.index)):
+            for part in ("transformer", *second, "vae", *encoders):
                 check_weights(Path(name), part, name)
     if encoders and not request.prompts:
         raise UserError(f"--prompt is missing: say what model {name} shall show")
@@ -205,17 +207,8 @@ def read_image(path: str) -> Any:
         raise UserError(f"--image {path}: cannot be read ({_one_line(error)}): give a PNG, JPEG or TIFF") from error
 
 
-def read_index(name: str) -> dict[str, Any]:
-    """A model's `model_index.json`. Raises UserError where there is none, and where it is no JSON object."""
-    index = read_json(model_file(name, INDEX))
-    return index | {"_class_name": str(index.get("_class_name") or "")}
-
-
-def has_encoders(index: dict[str, Any]) -> bool:
-    return bool(_encoders(index))
-
-
-def _encoders(index: dict[str, Any]) -> list[str]:
+def encoders_of(index: dict[str, Any]) -> list[str]:
+    """The text encoders that a model's index names."""
     return [part for part in TEXT_PARTS if part.startswith("text_encoder") and _is_named(index, part)]
 
 
@@ -307,7 +300,7 @@ def _load_on_ranks(request: Request, dtype: str, transport: Any) -> tuple[Any, l
         if line:
             say(line)
     guidance = request.guidance
-    if has_encoders(request.index):
+    if encoders_of(request.index):
         prompts = transport.broadcast_object(_encode_prompts(request, pipe, wanted, transport) if first else None)
     else:
         guidance = 1.0 if guidance is None else guidance
@@ -322,7 +315,7 @@ def _load_denoiser(request: Request, dtype: Any) -> Any:
     """The pipeline without its text encoders. Raises UserError where its parts do not fit together."""
     parts: dict[str, Any] = dict.fromkeys((*TEXT_PARTS, *UNUSED_PARTS))
     if request.image is not None and _is_named(request.index, IMAGE_ENCODER):
-        parts[IMAGE_ENCODER] = _load_encoder(request, IMAGE_ENCODER, request.index[IMAGE_ENCODER][1], dtype)
+        parts[IMAGE_ENCODER] = _load_encoder(request, IMAGE_ENCODER, dtype)
     pipe = _from_pretrained(request, dtype, parts)
     check_loaded(pipe, request.model)
     return pipe
@@ -334,7 +327,7 @@ def _encode_prompts(request: Request, denoiser: Any, dtype: Any, transport: Any)
     known = {name: part for name, part in denoiser.components.items() if part is not None}
     absent = [part for part in TEXT_PARTS if not _is_named(index, part)]
     unused = dict.fromkeys(UNUSED_PARTS)
-    encoders = {part: _load_encoder(request, part, index[part][1], dtype) for part in _encoders(index)}
+    encoders = {part: _load_encoder(request, part, dtype) for part in encoders_of(index)}
     pipe = _from_pretrained(request, dtype, unused | known | encoders | dict.fromkeys(absent))
     for part in TEXT_PARTS:
         if part.startswith("tokenizer") and part not in absent:
@@ -358,24 +351,24 @@ def _from_pretrained(request: Request, dtype: Any, parts: dict[str, Any]) -> Any
     given |= {name: part for name, part in parts.items() if name in request.index}
     with _loading(request.model):
         return kind.from_pretrained(
-            request.model, torch_dtype=dtype, use_safetensors=True, local_files_only=_is_local(request), **given
+            request.model, torch_dtype=dtype, use_safetensors=True, local_files_only=folder.is_dir(), **given
         )
 
 
-def _load_encoder(request: Request, part: str, name: str, dtype: Any) -> Any:
+def _load_encoder(request: Request, part: str, dtype: Any) -> Any:
     """A text encoder. Raises UserError where it cannot be read, and for weights that lack tensors, which the pipeline's
     own loading would make up."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
     with _loading(f"{request.model}: {part}"):
-        encoder, found = getattr(transformers, name).from_pretrained(
+        encoder, found = getattr(transformers, request.index[part][1]).from_pretrained(
             request.model,
             subfolder=part,
             dtype=dtype,
             variant=variant_of(Path(request.model) / part),
             use_safetensors=True,
-            local_files_only=_is_local(request),
+            local_files_only=Path(request.model).is_dir(),
             output_loading_info=True,
         )
     # The head that predicts words plays no part in what an encoder says; some models are saved without it.
@@ -385,10 +378,6 @@ def _load_encoder(request: Request, part: str, name: str, dtype: Any) -> Any:
     return encoder
 
 
-def _is_local(request: Request) -> bool:
-    return Path(request.model).is_dir()
-
-
 @contextmanager
 def _loading(model: str) -> Iterator[None]:
     """Around the libraries' reading of a model's files: whatever they raise is the files' fault, in one line."""
@@ -396,10 +385,10 @@ def _loading(model: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (OSError, ValueError) as error:  # said for the user
-        raise UserError(f"model {model} cannot be loaded: {_one_line(error)}") from error
-    except Exception as error:  # said for programmers, so that the kind of error helps
-        raise UserError(f"model {model} cannot be loaded: {type(error).__name__}: {_one_line(error)}") from error
+    except Exception as error:
+        # What is said for programmers is clearer with its kind; the others are said for the user.
+        kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+        raise UserError(f"model {model} cannot be loaded: {kind}{_one_line(error)}") from error
 
 
 def _pipeline_class(request: Request) -> Any:
@@ -456,12 +445,13 @@ def _embeddings_of(pipelines: Pipelines, pipe: Any, prompt: str, device: Any) ->
     if "prompt_embeds_mask" in named and named["prompt_embeds_mask"] is None:
         # Qwen-Image's encode_prompt leaves out a mask that masks nothing; its call would warn that it is missing.
         named["prompt_embeds_mask"] = torch.ones(named["prompt_embeds"].shape[:2], dtype=torch.long)
+    named = {name: value for name, value in named.items() if name and value is not None}
     for name, value in named.items():
-        if name and value is not None and not all(bool(torch.isfinite(one).all()) for one in tree_leaves(value)):
+        if not all(bool(torch.isfinite(one).all()) for one in tree_leaves(value)):
             raise UserError(
                 f"the model's text encoders give NaN or Inf as {name}: use a wider --dtype, or copy their weights again"
             )
-    return {name: tree_map(Tensor.cpu, value) for name, value in named.items() if name and value is not None}
+    return tree_map(Tensor.cpu, named)
 
 
 def no_prompt(pipelines: Pipelines, transformer: Any, dtype: Any) -> Embeddings:

@@ -33,6 +33,7 @@ LAST_WORDS_S = 1.0  # launchers kill a job at its first bad exit; survivors must
 GRACE_S = 3.0  # what survivors get to notice a bad end and to clean up
 OWN_SIGNALS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)  # of a fault in a library
 Work = Callable[[Any], None]  # called with the rank's transport
+NoteLoss = Callable[[BaseException], None]  # told of a lost peer at once, from the watch's thread
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,9 @@ class End:
     @property
     def code(self) -> int:
         return {"done": 0, "mistake": 2, "interrupted": 130}.get(self.kind, 1)
+
+
+RunRank = Callable[[Launch, NoteLoss], tuple[End, Any]]  # `_run_rank` for one launch
 
 
 def run_ranks(
@@ -62,33 +66,28 @@ def run_ranks(
     settings: what all ranks must have been started with alike, beside `config`.
     left: says what a run that ended badly has left behind, in words.
     """
+    run = partial(_run_rank, config, settings, work)
     if launch.kind != "alone":
         if ranks is not None and launch.size is not None and ranks != launch.size:
             raise UserError(f"--ranks {ranks} in a job of {launch.size} ranks: leave --ranks away under a launcher")
-        return _run_launched(launch, config, settings, work)
+        return _run_launched(launch, run)
     if ranks is None or ranks == 1:
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) == signal.SIG_DFL:
                 signal.signal(number, _interrupt)
-        end, _ = _run_rank(launch, config, settings, work, None)
+        end, _ = run(launch)
         _say(end, "")
         return end.code
     _check_no_device(ranks, config)
-    return _fork(ranks, config, settings, work, left)
+    return _fork(ranks, run, left, config)
 
 
 def _run_rank(
-    launch: Launch,
-    config: Config,
-    settings: dict[str, str],
-    work: Work,
-    note_loss: Callable[[BaseException], None] | None,
+    config: Config, settings: dict[str, str], work: Work, launch: Launch, note_loss: NoteLoss | None = None
 ) -> tuple[End, Any]:
-    """The rank's end, and its transport if there was one. note_loss: told of a lost peer at once, from the watch's
-    thread; this rank may not live to its end."""
-    from cocodiff.engine.engine import (
-        open_transport,  # torch: after the fork's parent has imported it, or in this rank alone
-    )
+    """The rank's end, and its transport if there was one. It may not live to its end where it loses a peer."""
+    # torch: after the fork's parent has imported it, or in this rank alone
+    from cocodiff.engine.engine import open_transport
 
     transport = None
     try:
@@ -132,7 +131,7 @@ def _say(end: End, who: str) -> None:
         print(f"cocodiff: {who}{end.message}", file=sys.stderr, flush=True)
 
 
-def _run_launched(launch: Launch, config: Config, settings: dict[str, str], work: Work) -> int:
+def _run_launched(launch: Launch, run: RunRank) -> int:
     """This process is one rank of a launcher's job. A mistake is everybody's, so rank 0 alone says it."""
     told = threading.Event()
 
@@ -142,7 +141,7 @@ def _run_launched(launch: Launch, config: Config, settings: dict[str, str], work
             os.write(2, f"cocodiff: [rank {launch.rank}] {error}\n".encode())
         told.set()
 
-    end, transport = _run_rank(launch, config, settings, work, tell)
+    end, transport = run(launch, tell)
     # The watch tells of a loss, at the same moment, unless rank 0 was lost before there was one.
     unsaid = end.kind != "lost" or not told.wait(LAST_WORDS_S)
     if unsaid and (launch.speaks or end.kind != "mistake"):
@@ -207,7 +206,7 @@ class _Notes:
         return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
 
 
-def _fork(ranks: int, config: Config, settings: dict[str, str], work: Work, left: Callable[[], str]) -> int:
+def _fork(ranks: int, run: RunRank, left: Callable[[], str], config: Config) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     children: dict[int, int] = {}
@@ -218,7 +217,7 @@ def _fork(ranks: int, config: Config, settings: dict[str, str], work: Work, left
             meeting = Meeting(f"/proc/self/fd/{notes.store}", port, key, None if rank else listener)
             launch = Launch("forked", rank, ranks, rank, ranks, meeting)
             try:
-                pid = fork(partial(_child, launch, config, settings, work, notes, listener), _interrupt)
+                pid = fork(partial(_child, launch, run, notes, listener), _interrupt)
             except OSError as error:
                 signal_all(children, signal.SIGKILL)
                 raise UserError(
@@ -229,9 +228,7 @@ def _fork(ranks: int, config: Config, settings: dict[str, str], work: Work, left
         return _attend_children(children, notes, stop, left, config)
 
 
-def _child(
-    launch: Launch, config: Config, settings: dict[str, str], work: Work, notes: _Notes, listener: socket.socket
-) -> int:
+def _child(launch: Launch, run: RunRank, notes: _Notes, listener: socket.socket) -> int:
     """A forked rank, up to its exit code. Only rank 0 keeps the terminal, and the listener."""
     rank, log = launch.local_rank, notes.log_of(launch.local_rank)
     if rank:
@@ -242,7 +239,7 @@ def _child(
         keep_libraries_off_stderr(log)
     end = End("interrupted", "interrupted")  # where it is asked to stop while it ends
     try:
-        end, _ = _run_rank(launch, config, settings, work, lambda error: notes.note_end(rank, _end_of(error)))
+        end, _ = run(launch, lambda error: notes.note_end(rank, _end_of(error)))
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     except KeyboardInterrupt:  # once: what is asked of it again is ignored
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -323,8 +320,7 @@ def _report(ends: dict[int, End], ranks: int, left: str) -> int:
     if not bad:
         return 0
     order = ("mistake", "killed", "stopped", "failed", "interrupted", "lost", "stuck")
-    cause = min(bad, key=lambda rank: (order.index(bad[rank].kind), rank))
-    end = bad[cause]
+    cause, end = min(bad.items(), key=lambda one: (order.index(one[1].kind), one[0]))
     if end.kind == "mistake":
         print(f"cocodiff: {end.message}", file=sys.stderr)
         return 2
@@ -357,35 +353,31 @@ def run_holding(
     launch: Launch,
     config: Config,
     alike: dict[str, str],
-    work: Callable[[Any], None],
+    work: Work,
     import_before_fork: Callable[[], None],
 ) -> int:
     """`run_ranks` while no other run may write to the folder; a run that ends badly leaves nothing unfinished there.
 
     import_before_fork: called in the process that ranks are forked from, if they are forked from here.
     """
+    writing = output.writing()(work)
     if launch.kind != "alone":
         # Where rank 0 may not have the folder, the others must hear it: they are told once they have met.
-        return run_ranks(ranks, launch, config, alike, partial(_hold_on_first, output, work))
+        return run_ranks(ranks, launch, config, alike, partial(_hold_on_first, output, writing))
     with output.held():
         import_before_fork()
-        code = run_ranks(ranks, launch, config, alike, partial(_writing, output, work), output.left)
+        code = run_ranks(ranks, launch, config, alike, writing, output.left)
         # Forked ranks' one line tells it already, unless it tells of a mistake.
         if code and (ranks in (None, 1) or code == 2) and output.journals.kept():
             note(f"cocodiff: {output.left()}")
         return code
 
 
-def _hold_on_first(output: OutputFolder, work: Callable[[Any], None], transport: Any) -> None:
+def _hold_on_first(output: OutputFolder, work: Work, transport: Any) -> None:
     with output.held() if transport.rank == 0 else nullcontext():
         try:
-            _writing(output, work, transport)
+            work(transport)
         except BaseException:
             if transport.rank == 0 and output.journals.kept():
                 note(f"cocodiff: {output.left()}")
             raise
-
-
-def _writing(output: OutputFolder, work: Callable[[Any], None], transport: Any) -> None:
-    with output.writing():
-        work(transport)

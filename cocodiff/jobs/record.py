@@ -13,25 +13,8 @@ from cocodiff.config.config import Config
 
 # What a result depends on, beside presets, ranks and inputs. How a run is watched and where inputs lie is not in it.
 REMEMBERED = (
-    "strength",
-    "seed",
-    "prompt",
-    "guidance",
-    "guidance_2",
-    "frames",
-    "fps",
-    "range",
-    "model",
-    "dtype",
-    "batch",
-    "tile",
-    "fresh_noise",
-    "height",
-    "width",
-    "machine",
-    "vae",
-    "transport",
-    "device",
+    *("strength", "seed", "prompt", "guidance", "guidance_2", "frames", "fps", "range", "model", "dtype", "batch"),
+    *("tile", "fresh_noise", "height", "width", "machine", "vae", "transport", "device"),
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -12,19 +13,19 @@ from cocodiff.comm.launch import detect
 from cocodiff.config.config import load_machine
 from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Topology
-from cocodiff.jobs.folder import storage_faults
-from cocodiff.jobs.journal import Entry, Journals, Reader
+from cocodiff.jobs.folder import OutputFolder, storage_faults
+from cocodiff.jobs.journal import Entry, Journal, Journals, Reader
 from cocodiff.jobs.record import as_read, first_difference
 from cocodiff.jobs.terminal import JobBar, reading_bar, say
 from cocodiff.topology.axes import Axes
 
-IsWhole = Callable[[Entry], bool]  # whether the results of a finished batch are still there as they were written
 VISIBLE_S = 10.0  # what a shared file system may take to show a new file on another host
 
 
-def axes_of(machine: str, ranks: int, replicas: int) -> Axes:
+def axes_of(machine: str, ranks: int, replicas: int, guidance: int = 1) -> Axes:
     """Raises UserError for replicas that do not divide the ranks."""
-    return Axes.build(Topology.build(load_machine(machine), ranks, detect().local_size), replica=replicas)
+    topology = Topology.build(load_machine(machine), ranks, detect().local_size)
+    return Axes.build(topology, replica=replicas, guidance=guidance)
 
 
 def topology_of_replica(values: dict[str, Any], ranks: int, replicas: int) -> Topology:
@@ -110,18 +111,18 @@ class Queue:
     def __init__(self, replica: Replica, record: JobRecord, expected: int | None = None) -> None:
         """expected: so many of the batches, the first, are to be done by now; `expect` tells of others. Raises
         UserError where another start's settings were others."""
-        self._replica, self._record, self._counts = replica, record, record.counts
+        self._replica, self._counts, self._journals = replica, record.counts, record.output.journals
         total, whole = sum(self._counts[:expected]), replica.whole
         if whole.rank == 0:
             record.begin(total)
-            record.journals.open_claims()
-        self._done = set(whole.broadcast_object(set(record.journals.finished()) if whole.rank == 0 else None))
-        replica.check_shared(record.journals, record.out)
+            self._journals.open_claims()
+        self._done = set(whole.broadcast_object(set(self._journals.finished()) if whole.rank == 0 else None))
+        replica.check_shared(self._journals, record.output.out)
         self.bar = JobBar(total, record.unit, record.counter(), record.shows_bar)
 
     @cached_property
-    def _journal(self) -> Any:
-        return self._record.journals.open_journal(f"{time.time_ns()}-{self._replica.whole.rank}")
+    def _journal(self) -> Journal:
+        return self._journals.open_journal(f"{time.time_ns()}-{self._replica.whole.rank}")
 
     def __enter__(self) -> Queue:
         self.bar.__enter__()
@@ -133,7 +134,7 @@ class Queue:
     def take(self, numbers: Sequence[int]) -> Iterator[int]:
         """Those of some batches that this replica is to do; it ends when all of them are done, on all replicas."""
         missing = [number for number in numbers if not self.is_done(number)]
-        yield from self._replica.take(missing, self._record.journals)
+        yield from self._replica.take(missing, self._journals)
         self._replica.whole.gather_object(None)  # the bar goes on until all replicas are done
         self._done |= {*numbers}
 
@@ -148,72 +149,69 @@ class Queue:
 
     def expect(self, numbers: Sequence[int]) -> None:
         """All ranks say which batches are still to be done, of those that may be."""
-        total = sum(self._counts[number] for number in {*numbers, *self._done})
-        self.bar.total = total
+        self.bar.total = sum(self._counts[number] for number in {*numbers, *self._done})
         if self._replica.whole.rank == 0:
-            self._record.journals.expect(total)
+            self._journals.expect(self.bar.total)
 
     def add(self, number: int, rows: list[Any], sums: Sequence[int] = ()) -> None:
         """Returns when it is on the disk that a batch is done. rows: what rank 0 is to know of it at the end; sums:
         checksums of its results, where a later start is to know by them that they are there."""
-        with storage_faults(f"a line of {self._record.journals.folder}"):
+        with storage_faults(f"a line of {self._journals.folder}"):
             self._journal.add(Entry(number, self._counts[number], rows, sums))
         self.bar.begin(0, 0)
 
     def rows(self) -> list[Any]:
         """The rows of all batches in their order, when all are done."""
-        entries = self._record.journals.finished()
+        entries = self._journals.finished()
         return [row for number in sorted(entries) for row in entries[number].rows]
 
 
+@dataclass(frozen=True)
 class JobRecord:
-    """The journals of a job in the hidden folder of its results, beside all that the results depend on."""
+    """The journals of a job in the hidden folder of its results, beside all that the results depend on.
 
-    def __init__(
-        self,
-        output: Any,
-        settings: Callable[[], dict[str, Any]],
-        counts: Sequence[int],
-        unit: str,
-        is_whole: IsWhole,
-        shows_bar: bool,
-    ) -> None:
-        """settings: what the results depend on, and is_whole: both asked for on rank 0; counts: the items (`unit`) of
-        each batch."""
-        self._output, self._settings, self._is_whole = output, settings, is_whole
-        self.counts, self.unit, self.shows_bar = counts, unit, shows_bar
-        self.journals: Journals = output.journals
-        self.out = output.out
+    settings: what the results depend on, and is_whole, whether the results of a finished batch are still there as they
+    were written: both asked for on rank 0; counts: the items (`unit`) of each batch."""
+
+    output: OutputFolder
+    settings: Callable[[], dict[str, Any]]
+    counts: Sequence[int]
+    unit: str
+    is_whole: Callable[[Entry], bool]
+    shows_bar: bool
 
     def begin(self, total: int) -> None:
         """Raises UserError for the first setting in which a job to go on with differs."""
-        header, settings = self.journals.header(), as_read(self._settings())
+        journals, settings = self.output.journals, as_read(self.settings())
+        header = journals.header()
         found = first_difference(header["settings"], settings) if header is not None else None
         if found is not None:
             name, old, new = found
             raise UserError(
-                f"--out {self.out}: the run that did not end had other settings ({name}: {old} there, {new} now): "
-                f"--resume goes on with the same ones; start afresh with --overwrite"
+                f"--out {self.output.out}: the run that did not end had other settings ({name}: {old} there, {new} "
+                f"now): --resume goes on with the same ones; start afresh with --overwrite"
             )
         if header is None:
-            self.journals.begin(settings, total, self.unit, self._output.overwrite)
+            journals.begin(settings, total, self.unit, self.output.overwrite)
         self._drop_what_is_gone()
-        if self._output.resume:
-            kept = self.journals.kept()
+        if self.output.resume:
+            kept = journals.kept()
             say(f"going on: {kept} are there already" if kept else "nothing to resume: starting afresh")
 
     def _drop_what_is_gone(self) -> None:
         """Drops from the journals the batches whose results are no longer there, which are done again."""
-        found, counts = [*self.journals.finished().values()], self.counts
+        journals, counts = self.output.journals, self.counts
+        found = [*journals.finished().values()]
         fitting = [one for one in found if one.number in range(len(counts)) and one.size == counts[one.number]]
         order = reading_bar(self.shows_bar)(range(len(fitting)), "checking results")
-        whole = [fitting[n] for n in order if self._is_whole(fitting[n])]
+        whole = [fitting[n] for n in order if self.is_whole(fitting[n])]
         if len(whole) < len(found):
-            self.journals.keep(whole)
+            journals.keep(whole)
             say(f"results of {len(found) - len(whole)} finished batch(es) are damaged or gone: these are done again")
 
     def counter(self) -> Callable[[], int]:
-        reader, counted = Reader(self.journals.folder), 0
+        """A function that says how many items are finished by now, on all replicas."""
+        reader, counted = Reader(self.output.journals.folder), 0
 
         def count() -> int:
             nonlocal counted

@@ -17,6 +17,7 @@ from cocodiff.cli.doctor.facts import (
     Issue,
     RankFacts,
     by_value,
+    grouped,
     name_ranks,
 )
 from cocodiff.comm.connect import overlap_killers
@@ -26,6 +27,10 @@ from cocodiff.kernels.trial import KernelTrial
 SAFE_REMEDY = "leave SAFE empty (docs/aurora.md) once jobs of this size end"
 LEAST = {"torch": (2, 8), "diffusers": (0, 42), "transformers": (5,)}  # as pyproject.toml asks for: a test compares
 BIND = "bind ranks to cores: mpiexec --cpu-bind list:..., as launch/aurora.pbs does"
+ONE_A_TILE = (
+    "start one rank for each tile; local ranks choose tiles, so use no gpu_tile_compact.sh with "
+    "ZE_FLAT_DEVICE_HIERARCHY=FLAT and unset ZE_AFFINITY_MASK"
+)
 HIERARCHY = ("ZE_FLAT_DEVICE_HIERARCHY", "ZE_AFFINITY_MASK")  # decide what counts as a device
 HIDDEN_LEAST = 0.5  # of the shorter of the two; an overlap that works hides nearly all
 GIB = 2**30
@@ -131,26 +136,17 @@ def check_tiles(facts: Facts) -> Findings:
         found.note("ranks compute on the CPU: no tiles")
         return found
     for host, ranks in facts.hosts().items():
-        of_tile: dict[str, list[int]] = {}
-        for rank in ranks:
-            of_tile.setdefault(rank.tile, []).append(rank.rank)
-        for tile, sharing in of_tile.items():
+        for tile, sharing in grouped((rank.tile, rank.rank) for rank in ranks).items():
+            text = f"{name_ranks(sharing)} share tile {tile} of {host}"
             if len(sharing) > 1 and first.library.startswith(THROUGH_HOST):
-                found.note(f"{name_ranks(sharing)} share tile {tile} of {host}")
+                found.note(text)
             elif len(sharing) > 1:
-                found.fault(
-                    f"{name_ranks(sharing)} share tile {tile} of {host}",
-                    "start one rank for each tile; local ranks choose tiles, so use no gpu_tile_compact.sh with "
-                    "ZE_FLAT_DEVICE_HIERARCHY=FLAT and unset ZE_AFFINITY_MASK",
-                )
+                found.fault(text, ONE_A_TILE)
     machine = facts.topology.machine
     if kinds == {"xpu"} and first.tiles_seen < (machine.tiles_per_node or 0):
-        told = (f"{name} {first.environment.get(name, 'not set')}" for name in HIERARCHY)
-        found.fault(
-            f"a rank sees {first.tiles_seen} devices where machine {machine.name} has {machine.tiles_per_node} tiles "
-            f"({', '.join(told)})",
-            "export ZE_FLAT_DEVICE_HIERARCHY=FLAT and unset ZE_AFFINITY_MASK",
-        )
+        told = ", ".join(f"{name} {first.environment.get(name, 'not set')}" for name in HIERARCHY)
+        seen = f"a rank sees {first.tiles_seen} devices where machine {machine.name} has {machine.tiles_per_node} tiles"
+        found.fault(f"{seen} ({told})", "export ZE_FLAT_DEVICE_HIERARCHY=FLAT and unset ZE_AFFINITY_MASK")
     idle = max(rank.tiles_seen - len(facts.hosts()[rank.host]) for rank in facts.ranks)
     if idle > 0 and not found:
         found.note(f"{idle} tile(s) of a host have no rank")
@@ -174,11 +170,8 @@ def check_cores(facts: Facts) -> Findings:
     for host, ranks in facts.hosts().items():
         bound = [rank for rank in ranks if rank.cores and len(rank.cores) < rank.host_cores]
         if shared := _sharing(bound):
-            text = f"{name_ranks(shared)} share cores on {host}"
-            if all(rank.on_cpu for rank in bound):
-                found.note(text)
-            else:
-                found.warning(text, BIND)
+            alike = all(rank.on_cpu for rank in bound)
+            found.add(NOTE if alike else WARNING, f"{name_ranks(shared)} share cores on {host}", "" if alike else BIND)
         affinity = ranks[0].environment.get("CCL_WORKER_AFFINITY", "")
         workers = {int(core) for core in affinity.split(",") if core.strip().isdigit()}
         if hit := [rank.rank for rank in ranks if not rank.on_cpu and workers & set(rank.cores)]:
@@ -195,10 +188,7 @@ def _apart(a: Sequence[int], b: Sequence[int]) -> bool:
 
 
 def _sharing(ranks: Sequence[RankFacts]) -> list[int]:
-    owners: dict[int, list[int]] = {}
-    for rank in ranks:
-        for core in rank.cores:
-            owners.setdefault(core, []).append(rank.rank)
+    owners = grouped((core, rank.rank) for rank in ranks for core in rank.cores)
     return sorted({rank for sharing in owners.values() if len(sharing) > 1 for rank in sharing})
 
 
@@ -270,9 +260,7 @@ def check_planes(facts: Facts) -> Findings:
 
 def spelled(planes: Sequence[int]) -> str:
     """The tiles of each plane, as in CCL_TOPO_COLOR: {0,3},{1,2}. Numbers of planes carry no meaning but equality."""
-    groups: dict[int, list[int]] = {}
-    for tile, plane in enumerate(planes):
-        groups.setdefault(plane, []).append(tile)
+    groups = grouped((plane, tile) for tile, plane in enumerate(planes))
     return ",".join("{" + ",".join(map(str, tiles)) + "}" for tiles in groups.values())
 
 
@@ -329,8 +317,7 @@ def check_overlap(facts: Facts) -> Findings:
     elif on_cpu or in_safe_mode(facts.ranks[0]):
         found.warning(text, "give every rank a core of its own for its messages" if on_cpu else SAFE_REMEDY)
     else:
-        remedy = "see the settings below; else give the backend's asynchronous collectives their own stream"
-        found.fault(text, remedy)
+        found.fault(text, "see the settings below; else give the backend's asynchronous collectives their own stream")
     return found
 
 
@@ -350,8 +337,7 @@ def check_host(facts: Facts) -> Findings:
     """Whether calls that send and receive return before their messages are through. On a CPU the host copies them, and
     with transport host a lane waits for its copies, so that is no warning there."""
     found, first = Findings("host"), facts.ranks[0]
-    for call in dict.fromkeys(issue.call for issue in facts.issues):
-        issues = [issue for issue in facts.issues if issue.call == call]
+    for call, issues in grouped((issue.call, issue) for issue in facts.issues).items():
         text = f"{call}: " + "; ".join(map(_told, issues))
         if any(issue.blocks for issue in issues) and not first.on_cpu and not first.library.startswith(THROUGH_HOST):
             remedy = f"write links: blocked_us: {facts.blocked_us:.3g} into the machine file, for plans to count it"
@@ -446,11 +432,8 @@ def check_kernels(facts: Facts) -> Findings:
         if rank is None:
             continue
         where = f"{rank.sycl} against torch's" if rank.sycl else f"{rank.device} against torch's on the CPU"
-        for op in dict.fromkeys(trial.op for trial in rank.kernel_trials):
-            trials = [trial for trial in rank.kernel_trials if trial.op == op]
-            told: dict[str, list[str]] = {}
-            for trial in trials:
-                told.setdefault(_difference(trial), []).append(trial.dtype)
+        for op, trials in grouped((trial.op, trial) for trial in rank.kernel_trials).items():
+            told = grouped((_difference(trial), trial.dtype) for trial in trials)
             verdicts = "; ".join(f"{verdict} in {', '.join(dtypes)}" for verdict, dtypes in told.items())
             text = f"{host}: {op} {trials[0].shapes} on {where}: {verdicts}"
             if rank.sycl and any(trial.wrong for trial in trials):

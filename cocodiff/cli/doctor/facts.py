@@ -7,12 +7,12 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partialmethod
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -39,6 +39,7 @@ VARIABLES = re.compile(
 SECRET = re.compile("SECRET|TOKEN|PASS|KEY|CREDENTIAL|COOKIE", re.IGNORECASE)
 SYS = Path("/sys")
 INTEL, DISPLAY = "0x8086", "0x03"
+K, V = TypeVar("K", bound=Hashable), TypeVar("V")
 
 
 @dataclass(frozen=True)
@@ -202,10 +203,15 @@ class Facts:
         return min((one.returns_s / one.messages for one in self.issues), default=0.0) * 1e6
 
     def hosts(self) -> dict[str, list[RankFacts]]:
-        found: dict[str, list[RankFacts]] = {}
-        for rank in self.ranks:
-            found.setdefault(rank.host, []).append(rank)
-        return found
+        return grouped((rank.host, rank) for rank in self.ranks)
+
+
+def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    """The values of each key, in their order."""
+    found: dict[K, list[V]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
@@ -215,9 +221,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 def by_value(ranks: Sequence[RankFacts], values: Sequence[str]) -> str:
     """ "A on ranks 0-3; B on rank 4"."""
-    groups: dict[str, list[int]] = {}
-    for rank, value in zip(ranks, values, strict=True):
-        groups.setdefault(value, []).append(rank.rank)
+    groups = grouped(zip(values, [rank.rank for rank in ranks], strict=True))
     return "; ".join(f"{value} on {name_ranks(where)}" for value, where in groups.items())
 
 
@@ -226,15 +230,15 @@ def by_value(ranks: Sequence[RankFacts], values: Sequence[str]) -> str:
 
 def gather_rank(transport: Any, launch: Launch, kernels: str, look_at_sycl: bool) -> RankFacts:
     """This rank's facts. look_at_sycl: open the SYCL kernels too; one rank of a host is enough."""
-    device = transport.device
+    device, of_host = transport.device, launch.local_size or transport.size
+    on_cpu = device.type == "cpu"
     sycl, no_sycl = sycl_path(device, kernels) if look_at_sycl else ("", "")
     opened = sycl_ops(device) if sycl else None
-    tried = try_operations(opened, device) if look_at_sycl and (opened or device.type != "cpu") else []
+    tried = try_operations(opened, device) if look_at_sycl and (opened or not on_cpu) else []
     cores = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
     return RankFacts(
         rank=transport.rank,
-        host=socket.gethostname()
-        + (f" node {transport.rank // (launch.local_size or transport.size)}" if emulated() else ""),
+        host=socket.gethostname() + (f" node {transport.rank // of_host}" if emulated() else ""),
         local_rank=launch.local_rank,
         launcher=launch.kind,
         local_size=launch.local_size,
@@ -243,15 +247,15 @@ def gather_rank(transport: Any, launch: Launch, kernels: str, look_at_sycl: bool
         environment=environment(),
         library=getattr(transport, "library", "none") if transport.size > 1 else "none",
         device=str(device),
-        tile="" if device.type == "cpu" else tile_of(device),
+        tile="" if on_cpu else tile_of(device),
         tiles_seen=tiles_seen(device),
         card=card_of(device),
         cores=cores,
         sockets=sockets_of(cores),
         host_cores=os.cpu_count() or 1,
         nics=nics(),
-        free=free_memory(device, launch.local_size or transport.size),
-        total=total_memory(device, launch.local_size or transport.size),
+        free=free_memory(device, of_host),
+        total=total_memory(device, of_host),
         kernels=os.environ.get(KERNELS, kernels) if kernels == "auto" else kernels,
         sycl=sycl,
         no_sycl=no_sycl,
@@ -259,7 +263,7 @@ def gather_rank(transport: Any, launch: Launch, kernels: str, look_at_sycl: bool
         system_mpi=system_mpiexec() or "",
         python_prefix=sys.prefix,
         kernel_trials=tuple(tried),
-        device_name="" if device.type == "cpu" else str(properties_of(device).name),
+        device_name="" if on_cpu else str(properties_of(device).name),
         drawback=getattr(transport, "drawback", ""),
         sums=attention_in_parts(device) if look_at_sycl else {},
         no_shared_memory="" if launch.kind == "mpi" else lacking_shared_memory(max(2, launch.local_size or 2)),
@@ -314,59 +318,45 @@ def tiles_seen(device: torch.device) -> int:
 
 def card_of(device: torch.device) -> Card | None:
     """The card of a device. Of CUDA torch knows the address; of Intel's, tiles are assigned to cards in order of their
-    addresses, which is known only while no variable selects among them."""
+    addresses, which is known only while no variable selects among them: Aurora's module always sets
+    ONEAPI_DEVICE_SELECTOR to all GPUs, `opencl:gpu;level_zero:gpu`, and a number there takes some of them."""
+    devices = SYS / "bus/pci/devices"
     if device.type == "cuda":
         of = properties_of(device)
         if not hasattr(of, "pci_bus_id"):
             return None
-        return card_at(f"{of.pci_domain_id:04x}:{of.pci_bus_id:02x}:{of.pci_device_id:02x}.0")
-    if device.type != "xpu" or os.environ.get("ZE_AFFINITY_MASK") or selects_cards():
-        return None
-    addresses = intel_cards()
-    tiles = tiles_seen(device)
-    if not addresses or tiles % len(addresses):
-        return None
-    return card_at(addresses[(device.index or 0) // (tiles // len(addresses))])
-
-
-def selects_cards() -> bool:
-    """Whether ONEAPI_DEVICE_SELECTOR takes some devices of a kind, by their numbers. Aurora's module always sets it to
-    all GPUs: `opencl:gpu;level_zero:gpu`."""
-    return any(re.search(r":.*\d", term) for term in os.environ.get("ONEAPI_DEVICE_SELECTOR", "").split(";"))
-
-
-def intel_cards() -> tuple[str, ...]:
-    """Addresses of Intel's GPUs on the PCI bus, in order."""
-    found = []
-    for path in sorted((SYS / "bus/pci/devices").glob("*")):
-        if read(path / "vendor") == INTEL and read(path / "class").startswith(DISPLAY):
-            found.append(path.name)
-    return tuple(found)
-
-
-def card_at(address: str) -> Card:
-    return Card(address, sockets_of(cpu_list(read(SYS / "bus/pci/devices" / address / "local_cpulist"))))
+        address = f"{of.pci_domain_id:04x}:{of.pci_bus_id:02x}:{of.pci_device_id:02x}.0"
+    else:
+        selects = re.search(r":[^;]*\d", os.environ.get("ONEAPI_DEVICE_SELECTOR", ""))
+        if device.type != "xpu" or os.environ.get("ZE_AFFINITY_MASK") or selects:
+            return None
+        known = [path for path in sorted(devices.glob("*")) if read(path / "vendor") == INTEL]
+        cards, tiles = [path.name for path in known if read(path / "class").startswith(DISPLAY)], tiles_seen(device)
+        if not cards or tiles % len(cards):
+            return None
+        address = cards[(device.index or 0) // (tiles // len(cards))]
+    return Card(address, near_sockets(devices / address))
 
 
 def nics() -> tuple[Nic, ...]:
     """Fast NICs: Slingshot's (cxi) and InfiniBand's."""
     paths = [*(SYS / "class/cxi").glob("cxi*"), *(SYS / "class/infiniband").glob("*")]
-    return tuple(Nic(p.name, sockets_of(cpu_list(read(p / "device/local_cpulist")))) for p in sorted(paths))
+    return tuple(Nic(path.name, near_sockets(path / "device")) for path in sorted(paths))
 
 
-def sockets_of(cores: tuple[int, ...]) -> tuple[int, ...]:
+def near_sockets(device: Path) -> tuple[int, ...]:
+    """The sockets whose cores are near a device, by its list of cores like 0-3,8."""
+    cores: list[int] = []
+    for part in filter(None, read(device / "local_cpulist").split(",")):
+        first, _, last = part.partition("-")
+        cores += range(int(first), int(last or first) + 1)
+    return sockets_of(cores)
+
+
+def sockets_of(cores: Sequence[int]) -> tuple[int, ...]:
     """The sockets that cores are on; none where the system does not tell."""
     paths = (SYS / f"devices/system/cpu/cpu{core}/topology/physical_package_id" for core in cores)
     return tuple(sorted({int(text) for path in paths if (text := read(path)).lstrip("-").isdigit()}))
-
-
-def cpu_list(text: str) -> tuple[int, ...]:
-    """The numbers of a list like 0-3,8."""
-    found: list[int] = []
-    for part in filter(None, text.split(",")):
-        first, _, last = part.partition("-")
-        found += range(int(first), int(last or first) + 1)
-    return tuple(found)
 
 
 def read(path: Path) -> str:
