@@ -63,11 +63,10 @@ def load(model: str) -> Any:
     if not (folder / "config.json").is_file():
         raise UserError(f"--model {model}: neither model_index.json nor config.json is there: name a model's folder")
     name = read_json(folder / "config.json").get("_class_name", "")
-    kind = getattr(diffusers, str(name), None)
+    kind: Any = getattr(diffusers, str(name), None)
     if not hasattr(kind, "from_pretrained"):
         raise UserError(f"--model {model}: its config.json names the class {name!r}, which diffusers has not")
-    loaded: Any = kind.from_pretrained(model, use_safetensors=True, local_files_only=True)  # type: ignore[union-attr]
-    return loaded.eval()
+    return kind.from_pretrained(model, use_safetensors=True, local_files_only=True).eval()
 
 
 def inputs_of(target: Any, values: dict[str, Any]) -> dict[str, Any]:
@@ -84,6 +83,6 @@ def inputs_of(target: Any, values: dict[str, Any]) -> dict[str, Any]:
         return inputs
     if isinstance(target, torch.nn.Module):
         raise UserError(f"a {type(target).__name__} alone: say what it is called with, by --inputs FILE")
-    names = {"height": "height", "width": "width", "frames": "num_frames"}
-    given = {argument: values[name] for name, argument in names.items() if values[name] is not None}
+    sides = {"height": values["height"], "width": values["width"], "num_frames": values["frames"]}
+    given = {name: value for name, value in sides.items() if value is not None}
     return {"prompt": values["prompt"], "num_inference_steps": values["steps"]} | given

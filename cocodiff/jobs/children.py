@@ -84,21 +84,17 @@ def check_room(ranks: int) -> None:
     """Raises UserError where so many forked ranks would take more memory, processes or open files than there are."""
     memory = _available_memory()
     if memory is not None and ranks * LIBRARIES > memory:
-        raise UserError(
-            f"--ranks {ranks}: each takes {LIBRARIES >> 20} MiB at least and {memory >> 20} MiB are available: start "
-            f"up to {memory // LIBRARIES} here, or ranks on several hosts with mpiexec or torchrun"
-        )
+        said = f"each takes {LIBRARIES >> 20} MiB at least and {memory >> 20} MiB are available"
+        remedy = f"start up to {memory // LIBRARIES} here, or ranks on several hosts with mpiexec or torchrun"
+        raise UserError(f"--ranks {ranks}: {said}: {remedy}")
     processes = _allowed_processes()
     if processes is not None and ranks >= processes:
-        raise UserError(
-            f"--ranks {ranks}: this host lets you have {processes} processes (ulimit -u, kernel.pid_max): start fewer"
-        )
+        said = f"this host lets you have {processes} processes (ulimit -u, kernel.pid_max)"
+        raise UserError(f"--ranks {ranks}: {said}: start fewer")
     files, allowed = FILES + FILES_OF_A_PEER * ranks, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if ranks > 1 and allowed != resource.RLIM_INFINITY and files > allowed:
-        raise UserError(
-            f"--ranks {ranks}: each has at least {files} files open, as connections, and may have {allowed}: "
-            f"allow more with ulimit -n {2 * files}, or start fewer"
-        )
+        said = f"each has at least {files} files open, as connections, and may have {allowed}"
+        raise UserError(f"--ranks {ranks}: {said}: allow more with ulimit -n {2 * files}, or start fewer")
 
 
 def _available_memory() -> int | None:

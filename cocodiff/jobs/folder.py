@@ -82,10 +82,9 @@ def refusing(out: str) -> Iterator[None]:
     except (OSError, RuntimeError, ValueError) as error:
         if isinstance(error, UserError):
             raise
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise UserError(
-            f"--out {shown(out)}: no results can be written there ({reason}): choose another folder"
-        ) from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        said = f"--out {shown(out)}: no results can be written there ({reason}): choose another folder"
+        raise UserError(said) from error
 
 
 def check_place(out: str, final: Path) -> None:
@@ -96,8 +95,7 @@ def check_place(out: str, final: Path) -> None:
         above = next(path for path in (final, *final.parents) if path.exists())
         if not above.is_dir() or not os.access(above, os.W_OK):
             raise UserError(f"--out {shown(out)}: no permission to write in {above}: choose another folder")
-        with tempfile.TemporaryFile(dir=above):  # /proc and full disks show only when something is written
-            pass
+        tempfile.TemporaryFile(dir=above).close()  # /proc and full disks show only when something is written
 
 
 def _move(source: Path, target: Path) -> None:
@@ -153,20 +151,20 @@ class OutputFolder:
         """Returns when the results of a run that is `finished` are in place. difference: between its settings and this
         run's. Raises UserError where there is one, or where some of the results are gone."""
         if difference is not None:
-            name, old, new = difference
-            raise UserError(
-                f"--out {self.out}: the results there are finished, with other settings ({name}: {old} there, {new} "
-                f"now): choose another folder, or replace them with --overwrite"
-            )
+            told = "{}: {} there, {} now".format(*difference)
+            remedy = "choose another folder, or replace them with --overwrite"
+            raise UserError(f"--out {self.out}: the results there are finished, with other settings ({told}): {remedy}")
         with self.held():  # puts in place, or clears, what a kill has left
             pass
-        manifest = Manifest.read(self.final)
-        gone = [name for name in manifest.files if not (self.final / name).exists()] if manifest is not None else []
+        gone = [name for name in self._own_files() if not (self.final / name).exists()]
         if gone:
-            raise UserError(
-                f"--out {self.out}: the run there has ended, and {len(gone)} of its files are gone ({gone[0]}): make "
-                f"them again with --overwrite, or choose another folder"
-            )
+            told = f"the run there has ended, and {len(gone)} of its files are gone ({gone[0]})"
+            raise UserError(f"--out {self.out}: {told}: make them again with --overwrite, or choose another folder")
+
+    def _own_files(self) -> list[str]:
+        """The results in `final` that cocodiff wrote."""
+        manifest = Manifest.read(self.final)
+        return manifest.files if manifest is not None else []
 
     @property
     def journals(self) -> Journals:
@@ -177,18 +175,14 @@ class OutputFolder:
         kept = self.journals.kept()
         if Manifest.read(self.partial) is not None:
             return False
+        unended = f"--out {self.out}: a run that did not end has"
         if kept is None:
             if self.journals.finished() and not self.overwrite:
-                raise UserError(
-                    f"--out {self.out}: a run that did not end has left results there, and the record of its settings "
-                    f"is damaged, so that it cannot go on: start afresh with --overwrite"
-                )
+                damaged = "the record of its settings is damaged, so that it cannot go on"
+                raise UserError(f"{unended} left results there, and {damaged}: start afresh with --overwrite")
             return False
         if not self.resume and not self.overwrite:
-            raise UserError(
-                f"--out {self.out}: a run that did not end has finished {kept} there: go on with --resume, or start "
-                f"afresh with --overwrite"
-            )
+            raise UserError(f"{unended} finished {kept} there: go on with --resume, or start afresh with --overwrite")
         return self.resume
 
     def _replaces(self) -> bool:
@@ -204,21 +198,16 @@ class OutputFolder:
         if not self._replaces():
             raise UserError(f"--out {self.out} exists already: choose another folder, or replace it with --overwrite")
         if Manifest.read(self.final) is None:
-            raise UserError(
-                f"--out {self.out} holds no {MANIFEST}, so it is not ours to overwrite: choose another folder, or "
-                f"delete it yourself if it holds results of an older version"
-            )
+            remedy = "choose another folder, or delete it yourself if it holds results of an older version"
+            raise UserError(f"--out {self.out} holds no {MANIFEST}, so it is not ours to overwrite: {remedy}")
 
     def keep_apart(self, paths: Sequence[str]) -> None:
         """Raises UserError where one of the run's inputs is among the files that it would replace."""
-        manifest = Manifest.read(self.final)
-        replaced = {(self.final / name).resolve() for name in manifest.files} if manifest else set()
+        replaced = {(self.final / name).resolve() for name in self._own_files()}
         for path in paths if replaced else ():
             if "\0" not in path and self._is_among(path, replaced):
-                raise UserError(
-                    f"{path} is among the results in --out {self.out}, which --overwrite would replace: "
-                    f"choose another folder"
-                )
+                there = f"among the results in --out {self.out}, which --overwrite would replace"
+                raise UserError(f"{path} is {there}: choose another folder")
 
     @staticmethod
     def _is_among(path: str, files: set[Path]) -> bool:
@@ -313,11 +302,9 @@ class OutputFolder:
         try:
             self._put_in_place(manifest)
         except (OSError, UserError) as error:
-            reason = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
-            raise OwnRankError(
-                f"the results are finished, in {self.partial}, but could not be put into {self.final} ({reason}): move "
-                f"them by hand"
-            ) from error
+            reason = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error
+            failed = f"could not be put into {self.final} ({reason}): move them by hand"
+            raise OwnRankError(f"the results are finished, in {self.partial}, but {failed}") from error
 
     def _put_in_place(self, manifest: Manifest) -> None:
         self.journals.remove()
@@ -375,8 +362,7 @@ def storage_faults(what: str) -> Iterator[None]:
         short_write = error.errno is None and " written" in str(error)  # numpy's tofile says no more
         if error.errno not in _STORAGE and not short_write:
             raise
-        where = f" ({error.filename})" if error.filename else ""
         reason = "no space left on the device" if short_write else error.strerror
-        raise OwnRankError(
-            f"{what} could not be written: {reason}{where}: free some space there, or choose another --out"
-        ) from error
+        where = f" ({error.filename})" if error.filename else ""
+        remedy = "free some space there, or choose another --out"
+        raise OwnRankError(f"{what} could not be written: {reason}{where}: {remedy}") from error

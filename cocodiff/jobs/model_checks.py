@@ -55,9 +55,8 @@ def read_shape(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: pos_embed_max_size is below the {side} tokens of a side: give at least that")
     axes, width = config.get("axes_dims_rope"), config.get("attention_head_dim")
     if "axes_dims_rope" in config and width is not None and not _is_split(axes, width):
-        raise UserError(
-            f"{path}: axes_dims_rope is {axes!r}: even numbers are needed that add up to attention_head_dim, {width}"
-        )
+        wanted = f"even numbers are needed that add up to attention_head_dim, {width}"
+        raise UserError(f"{path}: axes_dims_rope is {axes!r}: {wanted}")
     return config
 
 
@@ -85,10 +84,8 @@ def _check_layers(config: Mapping[str, Any], path: Path) -> None:
 
 
 def check_index(index: Mapping[str, Any], path: Path, parts: Sequence[str]) -> None:
-    """Raises UserError where `model_index.json` names the parts of a model in another way than diffusers does.
-
-    parts: those that may be absent, as [null, null].
-    """
+    """Raises UserError where `model_index.json` names the parts of a model in another way than diffusers does. parts:
+    those that may be absent, as [null, null]."""
     for part in (*REQUIRED, *(name for name in parts if name in index)):
         named = index.get(part)
         if part not in REQUIRED and named == [None, None]:
@@ -101,9 +98,7 @@ def check_index(index: Mapping[str, Any], path: Path, parts: Sequence[str]) -> N
 
 def check_folder(folder: Path, index: Mapping[str, Any], parts: Sequence[str]) -> None:
     """Raises UserError for configurations and weights of a model's folder that cannot be read, or that are absent.
-
-    Reads the headers of weights only. parts: those of the index that may be absent.
-    """
+    Reads the headers of weights only. parts: those of the index that may be absent."""
     check_index(index, folder / "model_index.json", parts)
     named = [part for part in parts if (index.get(part) or [None])[0]]
     weighty = [part for part in named if part.startswith(("text_encoder", *EXPERTS[1:]))]
@@ -148,10 +143,8 @@ def _check_all_used(module: Any, part: str, model: str) -> None:
     unused = set(read_headers(Path(model) / part)) - set(module.state_dict())
     unused = {name for name in unused if not any(re.search(pattern, name) for pattern in ignored)}
     if unused:
-        raise UserError(
-            f"model {model}: its {part} has no place for {some(sorted(unused))} of its weights; "
-            f"{part}/config.json is of another model"
-        )
+        unfit = f"its {part} has no place for {some(sorted(unused))} of its weights"
+        raise UserError(f"model {model}: {unfit}; {part}/config.json is of another model")
 
 
 def some(names: Sequence[str]) -> str:
@@ -163,10 +156,8 @@ def _check_latents(pipe: Any, model: str) -> None:
     channels = config.get("latent_channels") or config.get("z_dim")
     leaves = transformer.get("out_channels") or transformer.in_channels
     if channels and leaves not in (channels, 4 * channels):  # packed, a token holds four latent pixels
-        raise UserError(
-            f"model {model}: its transformer makes latents of {leaves} channels and its vae takes {channels}; they are "
-            f"of different models"
-        )
+        unlike = f"its transformer makes latents of {leaves} channels and its vae takes {channels}"
+        raise UserError(f"model {model}: {unlike}; they are of different models")
     family = family_of(pipe.transformer)
     numbers = {name: config[name] for name in family.vae_numbers if name in config}
     for name in ("latents_mean", "latents_std"):
@@ -175,11 +166,10 @@ def _check_latents(pipe: Any, model: str) -> None:
             if not isinstance(listed, (list, tuple)) or len(listed) != channels:
                 raise UserError(f"model {model}: {name} of its vae is {listed!r}: {channels} numbers are needed")
             numbers |= {f"{name}[{n}]": one for n, one in enumerate(listed)}
-    blocks = {name: config[name] for name in VAE_BLOCKS if name in config}
-    if len({len(one) for one in blocks.values()}) > 1:
-        raise UserError(
-            f"model {model}: {', '.join(blocks)} of its vae are lists of different lengths: make them alike"
-        )
+    blocks = [name for name in VAE_BLOCKS if name in config]
+    if len({len(config[name]) for name in blocks}) > 1:
+        unlike = f"{', '.join(blocks)} of its vae are lists of different lengths"
+        raise UserError(f"model {model}: {unlike}: make them alike")
     for name, value in numbers.items():
         number = isinstance(value, (int, float)) and math.isfinite(value)
         if not number or (value == 0 and not name.startswith(("shift_factor", "latents_mean"))):
@@ -191,6 +181,7 @@ def _check_scheduler(pipe: Any, model: str) -> None:
     import torch
 
     scheduler = copy.deepcopy(pipe.scheduler)
+    see = "see scheduler/scheduler_config.json"
     shift = {"mu": 1.0} if scheduler.config.get("use_dynamic_shifting") else {}
     try:
         scheduler.set_timesteps(TRIAL_STEPS, **shift)
@@ -198,16 +189,11 @@ def _check_scheduler(pipe: Any, model: str) -> None:
         fit = bool(torch.isfinite(times).all()) and float(times.max()) <= 1.01 * scheduler.config.num_train_timesteps
         fit = fit and float(times.min()) >= 0 and float(times.max()) > 0
     except Exception as error:
-        text = " ".join(str(error).split())[:200]
-        raise UserError(
-            f"model {model}: its scheduler makes no timesteps of its settings ({type(error).__name__}: {text}); see "
-            f"scheduler/scheduler_config.json"
-        ) from error
+        text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise UserError(f"model {model}: its scheduler makes no timesteps of its settings ({text}); {see}") from error
     if not fit:
         made = ", ".join(f"{time:g}" for time in times.tolist()[:TRIAL_STEPS])
-        raise UserError(
-            f"model {model}: its scheduler makes timesteps {made} of its settings; see scheduler/scheduler_config.json"
-        )
+        raise UserError(f"model {model}: its scheduler makes timesteps {made} of its settings; {see}")
 
 
 def check_tokenizer(tokenizer: Any, part: str, model: str) -> None:
@@ -223,21 +209,20 @@ def check_sides(
 ) -> None:
     """Raises UserError for images that a model has no positions for, and for those that fit in no memory. frames: of a
     video."""
+    given = [*zip(options, (height, width), strict=True)]
     positions = pipe.transformer.config.get("pos_embed_max_size")
     if positions:
         most = positions * pipe.transformer.config.patch_size * pipe.vae_scale_factor
-        for name, side in zip(options, (height, width), strict=True):
+        for name, side in given:
             if side > most:
                 raise UserError(f"--{name} {side}: model {model} makes images of at most {most} pixels a side")
     needed = frames * height * width * PIXEL_BYTES
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > memory:
         asked, fewer = (f" --frames {frames}", " or fewer frames") if frames > 1 else ("", "")
-        sides = " ".join(dict.fromkeys(f"--{name} {side}" for name, side in zip(options, (height, width), strict=True)))
-        raise UserError(
-            f"{sides}{asked}: decoding takes {needed / 2**30:.0f} GiB or more, and this "
-            f"machine has {memory / 2**30:.0f} GiB: give smaller sides{fewer}"
-        )
+        sides = " ".join(dict.fromkeys(f"--{name} {side}" for name, side in given))
+        taken = f"{needed / 2**30:.0f} GiB or more, and this machine has {memory / 2**30:.0f} GiB"
+        raise UserError(f"{sides}{asked}: decoding takes {taken}: give smaller sides{fewer}")
 
 
 # Weight files: what they hold, and whether ranks of one host can share them -------------------------------------------
@@ -253,10 +238,9 @@ def check_weights(folder: Path, part: str, model: str) -> None:
         return
     pickles = [file.name for file in files if file.suffix in PICKLES]
     if pickles:
-        raise UserError(
-            f"model {model}: {part} has pickle weights only ({pickles[0]}), which can run code when loaded; "
-            f"save it again with pipe.save_pretrained(..., safe_serialization=True)"
-        )
+        unsafe = f"{part} has pickle weights only ({pickles[0]}), which can run code when loaded"
+        remedy = "save it again with pipe.save_pretrained(..., safe_serialization=True)"
+        raise UserError(f"model {model}: {unsafe}; {remedy}")
     raise UserError(f"model {model}: {part} has no .safetensors weights; copy them there")
 
 
@@ -269,10 +253,7 @@ def variant_of(folder: Path) -> str | None:
 
 def read_headers(folder: Path) -> dict[str, tuple[str, int]]:
     """Of the tensors of a folder's safetensors files the dtype (safetensors' name) and how many values they have, by
-    their names; reads headers only.
-
-    Raises UserError for files that are no safetensors.
-    """
+    their names; reads headers only. Raises UserError for files that are no safetensors."""
     from safetensors import SafetensorError, safe_open
 
     tensors: dict[str, tuple[str, int]] = {}
@@ -306,7 +287,5 @@ def conversion(model: str, folder: Path, dtype: str) -> str:
     if stored in (None, dtype):
         return ""
     size = values.total() * (4 if dtype == "fp32" else 2) / 2**30
-    return (
-        f"model {model} is stored in {stored}: every rank converts its own copy to {dtype} ({size:.2f} GiB); "
-        f"--dtype {stored} shares the file's pages instead"
-    )
+    cost = f"every rank converts its own copy to {dtype} ({size:.2f} GiB)"
+    return f"model {model} is stored in {stored}: {cost}; --dtype {stored} shares the file's pages instead"

@@ -36,7 +36,6 @@ PARTITION_OPTIONS = (
         "auto",
         type=int | str,
         choices=("auto",),
-        least=1,
         wanted="a number that divides the ranks, or auto",
     ),
     Option("dry_run", "say partition, memory and predicted time; start nothing", False, type=bool),
@@ -142,10 +141,8 @@ def check_strength(strength: float, steps: Sequence[int]) -> None:
         raise UserError(f"--strength {strength}: give a number above 0 and up to 1")
     if max(steps) / strength > MOST["steps"]:
         least = max(steps) / MOST["steps"]
-        raise UserError(
-            f"--strength {strength:g}: {max(steps)} steps that run would be the end of a schedule of more than "
-            f"{MOST['steps']:,}; give at least {least:g}"
-        )
+        whole = f"{max(steps)} steps that run would be the end of a schedule of more than {MOST['steps']:,}"
+        raise UserError(f"--strength {strength:g}: {whole}; give at least {least:g}")
 
 
 def _check_number_or_word(option: Option, value: Any) -> None:
@@ -272,10 +269,8 @@ def _checked(path: str, option: Option, value: Any, many: bool = False) -> Any:
     if type(value) is int and abs(value) >= 2**63:
         raise UserError(f"{path}: {option.name}: {_shown(value)} has more than 64 bits; give a smaller number")
     if option.closed and value not in option.words:
-        raise UserError(
-            f"{path}: {option.name}: {_shown(value)}{suggestion(str(value), option.words)}; "
-            f"choose from {', '.join(option.words)}"
-        )
+        near = suggestion(str(value), option.words)
+        raise UserError(f"{path}: {option.name}: {_shown(value)}{near}; choose from {', '.join(option.words)}")
     return value
 
 

@@ -90,11 +90,9 @@ def partition_of(
 
 def with_guidance(presets: Mapping[str, Config], partition: Partition, request: Request) -> dict[str, Config]:
     """The presets with the partition's guidance, but for those that pin their own in a run that guides."""
-    two = guides(request)
+    two, chosen = guides(request), partition.guidance
     return {
-        name: config
-        if two and config.guidance_parallel != "auto"
-        else config.with_(guidance_parallel=partition.guidance)
+        name: config if two and config.guidance_parallel != "auto" else config.with_(guidance_parallel=chosen)
         for name, config in presets.items()
     }
 
@@ -260,10 +258,10 @@ def dry_lines(choice: Choice) -> list[str]:
     unknown = f"; machine {machine} does not say how much memory a rank has"
     lines = [need + (unknown if taken.tile is None else f" of {mib(taken.tile)} MiB"), *filter(None, [choice.reason])]
     if taken.batch_s is not None:
-        lines.append(
-            f"predicted, denoising alone: {span(taken.batch_s)} for each of {taken.batches} call(s) of the "
-            f"pipeline, {span(taken.job_s)} for all, {taken.images_per_hour:.0f} images an hour"
+        times = (
+            f"{span(taken.batch_s)} for each of {taken.batches} call(s) of the pipeline, {span(taken.job_s)} for all"
         )
+        lines.append(f"predicted, denoising alone: {times}, {taken.images_per_hour:.0f} images an hour")
     return [*lines, "dry run: nothing was started or written"]
 
 

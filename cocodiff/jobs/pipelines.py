@@ -132,12 +132,9 @@ def own_weights(model: str) -> Path | None:
 
 
 def check_model(request: Request, ranks: int, weights: bool = True) -> None:
-    """Checks a model before it is loaded. Raises UserError for a folder without loadable weights, an
-    unknown family, a task or options that the model has not, and more ranks than it has heads or tokens.
-
-    weights: whether there have to be any."""
-    name = request.model
-    own = request.own
+    """Checks a model before it is loaded. weights: whether there have to be any. Raises UserError for a folder without
+    loadable weights, an unknown family, a task or options that the model has not, and more ranks than it has tokens."""
+    name, own = request.model, request.own
     if own is not None:
         if request.task == GENERATE:
             raise UserError("the embedded model only restores: name a text-to-image model with --model")
@@ -188,10 +185,8 @@ def check_shape(request: Request, config: dict[str, Any], ranks: int) -> None:
     elif more and (request.task == GENERATE or request.keeps_known):
         does = "only restores" if request.task == GENERATE else "cannot keep what is known of an image"
         kind = "video" if request.pipelines.animate else "image"
-        raise UserError(
-            f"model {name} {does}: its transformer takes {enters} channels and gives {leaves}; name a "
-            f"text-to-{kind} model"
-        )
+        channels = f"its transformer takes {enters} channels and gives {leaves}"
+        raise UserError(f"model {name} {does}: {channels}; name a text-to-{kind} model")
 
 
 def read_image(path: str) -> Any:
@@ -242,10 +237,8 @@ def _fetched(name: str, file: str) -> Path:
     try:
         return Path(hf_hub_download(name, file))
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"model {name}: no such folder, and {file} cannot be fetched from the hub ({_one_line(error)}); "
-            f"give a folder in diffusers' layout"
-        ) from error
+        absent = f"no such folder, and {file} cannot be fetched from the hub ({_one_line(error)})"
+        raise UserError(f"model {name}: {absent}; give a folder in diffusers' layout") from error
 
 
 def import_pipeline(request: Request) -> None:
@@ -326,9 +319,8 @@ def _encode_prompts(request: Request, denoiser: Any, dtype: Any, transport: Any)
     index = request.index
     known = {name: part for name, part in denoiser.components.items() if part is not None}
     absent = [part for part in TEXT_PARTS if not _is_named(index, part)]
-    unused = dict.fromkeys(UNUSED_PARTS)
     encoders = {part: _load_encoder(request, part, dtype) for part in encoders_of(index)}
-    pipe = _from_pretrained(request, dtype, unused | known | encoders | dict.fromkeys(absent))
+    pipe = _from_pretrained(request, dtype, dict.fromkeys((*absent, *UNUSED_PARTS)) | known | encoders)
     for part in TEXT_PARTS:
         if part.startswith("tokenizer") and part not in absent:
             check_tokenizer(getattr(pipe, part), part, request.model)
@@ -412,11 +404,9 @@ def torch_dtype(name: str) -> Any:
 
 
 def encode(pipelines: Pipelines, pipe: Any, prompts: Sequence[str], guided: bool, device: Any) -> list[Embeddings]:
-    """The embeddings of each prompt, on the CPU, by the pipeline's own `encode_prompt`.
-
-    pipe: with text encoders, which are moved to `device`. guided: whether the negative prompt is needed too.
-    Raises UserError where the encoders fail or give numbers that are not finite.
-    """
+    """The embeddings of each prompt, on the CPU, by the pipeline's own `encode_prompt`. pipe: with text encoders, which
+    are moved to `device`. guided: whether the negative prompt is needed too. Raises UserError where the encoders fail
+    or give numbers that are not finite."""
     import torch
 
     for name, part in pipe.components.items():
@@ -437,10 +427,8 @@ def _embeddings_of(pipelines: Pipelines, pipe: Any, prompt: str, device: Any) ->
     try:
         values = pipe.encode_prompt(prompt, **pipelines.also, device=device)
     except Exception as error:  # none of our code runs in there: the encoders' files do not fit together
-        raise UserError(
-            f"{type(pipe).__name__} cannot encode the prompt with the model's text encoders and tokenizers "
-            f"({type(error).__name__}: {_one_line(error)}); copy them again"
-        ) from error
+        said = f"{type(pipe).__name__} cannot encode the prompt with the model's text encoders and tokenizers"
+        raise UserError(f"{said} ({type(error).__name__}: {_one_line(error)}); copy them again") from error
     named = pipelines.named(values)
     if "prompt_embeds_mask" in named and named["prompt_embeds_mask"] is None:
         # Qwen-Image's encode_prompt leaves out a mask that masks nothing; its call would warn that it is missing.
@@ -448,9 +436,8 @@ def _embeddings_of(pipelines: Pipelines, pipe: Any, prompt: str, device: Any) ->
     named = {name: value for name, value in named.items() if name and value is not None}
     for name, value in named.items():
         if not all(bool(torch.isfinite(one).all()) for one in tree_leaves(value)):
-            raise UserError(
-                f"the model's text encoders give NaN or Inf as {name}: use a wider --dtype, or copy their weights again"
-            )
+            remedy = "use a wider --dtype, or copy their weights again"
+            raise UserError(f"the model's text encoders give NaN or Inf as {name}: {remedy}")
     return tree_map(Tensor.cpu, named)
 
 
@@ -469,9 +456,8 @@ def no_prompt(pipelines: Pipelines, transformer: Any, dtype: Any) -> Embeddings:
         else:
             width = next((config[key] for key in TEXT_WIDTHS if config.get(key)), None)
             if width is None:
-                raise UserError(
-                    f"a {type(transformer).__name__} does not say how wide prompts are: copy text encoders too"
-                )
+                kind = type(transformer).__name__
+                raise UserError(f"a {kind} does not say how wide prompts are: copy text encoders too")
             tokens = pipelines.also.get("max_sequence_length") or config.get("max_text_seq_length") or 1
             zero[name] = torch.zeros(1, tokens, width, dtype=dtype)
     return {name: [*value] for name, value in zero.items()} if pipelines.lists else zero

@@ -164,10 +164,8 @@ def _check_no_device(ranks: int, config: Config) -> None:
     torch = sys.modules.get("torch")
     found = torch.accelerator.current_accelerator() if torch is not None and config.device != "cpu" else None
     if found is not None and torch is not None and getattr(torch.get_device_module(found), "is_initialized", bool)():
-        raise UserError(
-            f"--ranks {ranks}: this process uses {found.type} already, and ranks forked from it cannot: start them "
-            f"from another one, or with mpiexec or torchrun"
-        )
+        used = f"this process uses {found.type} already, and ranks forked from it cannot"
+        raise UserError(f"--ranks {ranks}: {used}: start them from another one, or with mpiexec or torchrun")
 
 
 class _Notes:
@@ -220,9 +218,8 @@ def _fork(ranks: int, run: RunRank, left: Callable[[], str], config: Config) -> 
                 pid = fork(partial(_child, launch, run, notes, listener), _interrupt)
             except OSError as error:
                 signal_all(children, signal.SIGKILL)
-                raise UserError(
-                    f"--ranks {ranks}: only {rank} could be started ({error.strerror}): start fewer"
-                ) from error
+                said = f"--ranks {ranks}: only {rank} could be started ({error.strerror}): start fewer"
+                raise UserError(said) from error
             children[pid] = rank
         listener.close()
         return _attend_children(children, notes, stop, left, config)

@@ -86,10 +86,8 @@ class Replica:
         blind = [rank for rank, saw in enumerate(seen or []) if not saw]
         blind = self.whole.broadcast_object(blind)
         if blind:
-            raise UserError(
-                f"--out {out}: rank(s) {', '.join(map(str, blind))} do not see what rank 0 writes there: choose a "
-                f"folder that all hosts share, or --replicas 1"
-            )
+            unseen = f"rank(s) {', '.join(map(str, blind))} do not see what rank 0 writes there"
+            raise UserError(f"--out {out}: {unseen}: choose a folder that all hosts share, or --replicas 1")
 
 
 def _appears(journals: Journals, token: str, patience_s: float) -> bool:
@@ -108,7 +106,7 @@ class Queue:
     replica calls `add` when a batch's results are on the disk.
     """
 
-    def __init__(self, replica: Replica, record: JobRecord, expected: int | None = None) -> None:
+    def __init__(self, replica: Replica, record: JobRecord, expected: int) -> None:
         """expected: so many of the batches, the first, are to be done by now; `expect` tells of others. Raises
         UserError where another start's settings were others."""
         self._replica, self._counts, self._journals = replica, record.counts, record.output.journals
@@ -186,11 +184,9 @@ class JobRecord:
         header = journals.header()
         found = first_difference(header["settings"], settings) if header is not None else None
         if found is not None:
-            name, old, new = found
-            raise UserError(
-                f"--out {self.output.out}: the run that did not end had other settings ({name}: {old} there, {new} "
-                f"now): --resume goes on with the same ones; start afresh with --overwrite"
-            )
+            told = "{}: {} there, {} now".format(*found)
+            remedy = "--resume goes on with the same ones; start afresh with --overwrite"
+            raise UserError(f"--out {self.output.out}: the run that did not end had other settings ({told}): {remedy}")
         if header is None:
             journals.begin(settings, total, self.unit, self.output.overwrite)
         self._drop_what_is_gone()

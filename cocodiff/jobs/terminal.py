@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, TextIO
 
+JOB_BAR = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # the others follow the first, if not set
 
 
@@ -68,13 +69,8 @@ def _bar(**own: Any) -> Any:
     from tqdm import tqdm
 
     seen = sys.stderr.isatty()
-    usual: dict[str, Any] = {
-        "file": BarStream(sys.stderr),
-        "dynamic_ncols": True,
-        "mininterval": 0.2 if seen else 15.0,
-        "leave": seen,
-    }
-    return tqdm(**usual | own)
+    usual: dict[str, Any] = {"dynamic_ncols": True, "mininterval": 0.2 if seen else 15.0, "leave": seen}
+    return tqdm(file=BarStream(sys.stderr), **usual | own)
 
 
 def progress_bar(description: str, total: int, shown: bool) -> Any:
@@ -100,14 +96,8 @@ class JobBar:
     def __enter__(self) -> JobBar:
         if self.shown:
             self._first, self._since = self._done(), time.monotonic()
-            self._bar = _bar(
-                total=self.total,
-                initial=self._first,
-                smoothing=0,
-                mininterval=0,
-                desc=self._told(self._first),
-                bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}",
-            )
+            begun = {"total": self.total, "initial": self._first, "desc": self._told(self._first)}
+            self._bar = _bar(**begun, bar_format=JOB_BAR, smoothing=0, mininterval=0)
             self._thread.start()
         return self
 

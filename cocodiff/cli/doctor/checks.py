@@ -74,10 +74,8 @@ def check_launch(facts: Facts) -> Findings:
     found, first, hosts = Findings("launch"), facts.ranks[0], facts.hosts()
     size, nodes = len(facts.ranks), facts.topology.nodes
     if first.world is not None and first.world != size:
-        found.fault(
-            f"the launcher started {first.world} rank(s), but they found {size} of them together",
-            "use the mpiexec that belongs to the loaded MPI library, and mpi4py built on that library",
-        )
+        text = f"the launcher started {first.world} rank(s), but they found {size} of them together"
+        found.fault(text, "use the mpiexec that belongs to the loaded MPI library, and mpi4py built on that library")
     for host, ranks in hosts.items():
         told = {rank.local_size for rank in ranks if rank.local_size is not None}
         if told and told != {len(ranks)}:
@@ -87,10 +85,10 @@ def check_launch(facts: Facts) -> Findings:
         text = f"{len(hosts)} hosts, but the machine file puts {size} ranks on {nodes} node(s)"
         found.fault(text, f"start {size // nodes} ranks a node, or choose another --machine")
     for host, ranks in hosts.items():
-        of_nodes = {facts.topology.places[rank.rank].node for rank in ranks}
-        if not found and len(hosts) > 1 and len(of_nodes) > 1:
+        spread = len({facts.topology.places[rank.rank].node for rank in ranks})
+        if not found and len(hosts) > 1 and spread > 1:
             named = name_ranks([rank.rank for rank in ranks])
-            text = f"{named} are on {host}, but belong to {len(of_nodes)} nodes of the machine file"
+            text = f"{named} are on {host}, but belong to {spread} nodes of the machine file"
             found.fault(text, "place ranks node by node, not round-robin")
     if not found:
         how = {"alone": "alone", "forked": "by --ranks", "torchrun": "by torchrun", "mpi": "by MPI"}[first.launcher]
@@ -105,12 +103,10 @@ def check_mpi(facts: Facts) -> Findings:
     rank = next((rank for rank in facts.ranks if rank.versions.get("impi-rt") and rank.system_mpi), None)
     if rank is not None:
         ours = rank.mpi_library and Path(rank.mpi_library).is_relative_to(Path(rank.python_prefix).resolve())
+        tell = found.fault if ours or not rank.mpi_library or rank.launcher == "mpi" else found.warning
         loaded = f"; {rank.mpi_library} is loaded" if rank.mpi_library else ""
-        found.add(
-            FAULT if ours or not rank.mpi_library or rank.launcher == "mpi" else WARNING,
-            f"impi-rt {rank.versions['impi-rt']} of PyPI is installed beside {rank.system_mpi}{loaded}",
-            "pip uninstall impi-rt, and never install the extra local-mpi where the system has an MPI",
-        )
+        text = f"impi-rt {rank.versions['impi-rt']} of PyPI is installed beside {rank.system_mpi}{loaded}"
+        tell(text, "pip uninstall impi-rt, and never install the extra local-mpi where the system has an MPI")
     elif first.launcher == "mpi" and first.versions.get("mpi4py") is None:
         remedy = "pip install mpi4py, built on the MPI that the launcher belongs to"
         found.fault("an MPI launcher started the ranks, but mpi4py is not installed", remedy)
@@ -160,11 +156,8 @@ def check_cores(facts: Facts) -> Findings:
     found = Findings("cores")
     for rank in facts.ranks:
         if rank.card and _apart(rank.sockets, rank.card.sockets):
-            found.fault(
-                f"rank {rank.rank} runs on socket {_join(rank.sockets)} of {rank.host}, its card "
-                f"{rank.card.address} is on socket {_join(rank.card.sockets)}",
-                BIND,
-            )
+            where = f"its card {rank.card.address} is on socket {_join(rank.card.sockets)}"
+            found.fault(f"rank {rank.rank} runs on socket {_join(rank.sockets)} of {rank.host}, {where}", BIND)
     if spread := [rank.rank for rank in facts.ranks if rank.card and len(rank.sockets) > 1]:
         found.warning(f"{name_ranks(spread)} may wander between sockets, away from the card", BIND)
     for host, ranks in facts.hosts().items():
@@ -199,17 +192,13 @@ def check_nics(facts: Facts) -> Findings:
         known = {nic.name: nic for nic in rank.nics}
         given = [n.strip() for n in rank.environment.get("FI_CXI_DEVICE_NAME", "").split(",") if n.strip()]
         if missing := [name for name in given if name not in known]:
-            found.fault(
-                f"FI_CXI_DEVICE_NAME of rank {rank.rank} names {', '.join(missing)}; {rank.host} has "
-                f"{', '.join(known) or 'no fast NIC'}",
-                "unset FI_CXI_DEVICE_NAME, or name NICs of the node",
-            )
+            text = f"FI_CXI_DEVICE_NAME of rank {rank.rank} names {', '.join(missing)}; {rank.host} has "
+            text += ", ".join(known) or "no fast NIC"
+            found.fault(text, "unset FI_CXI_DEVICE_NAME, or name NICs of the node")
         elif given and all(_apart(rank.sockets, known[name].sockets) for name in given):
-            found.fault(
-                f"rank {rank.rank} runs on socket {_join(rank.sockets)}, its NIC {', '.join(given)} is "
-                f"on socket {_join(known[given[0]].sockets)}",
-                "unset FI_CXI_DEVICE_NAME: MPI picks a NIC of the rank's socket",
-            )
+            text = f"rank {rank.rank} runs on socket {_join(rank.sockets)}, its NIC {', '.join(given)} is "
+            text += f"on socket {_join(known[given[0]].sockets)}"
+            found.fault(text, "unset FI_CXI_DEVICE_NAME: MPI picks a NIC of the rank's socket")
     if found:
         return found
     fewer = [host for host, ranks in facts.hosts().items() if len(ranks[0].nics) < wanted]
@@ -247,10 +236,8 @@ def check_planes(facts: Facts) -> Findings:
             text = f"{host}: CCL_TOPO_COLOR tells of {len(told)} tiles, {len(wanted)} ranks are there"
             found.fault(text, f"start {len(told)} ranks a node, or mend CCL_TOPO_COLOR")
         elif spelled(told) != spelled(wanted):
-            found.fault(
-                f"{host}: CCL_TOPO_COLOR has planes {spelled(told)}, machine {machine.name} has {spelled(wanted)}",
-                f"copy the machine file, write planes: {list(told)} and name it with --machine",
-            )
+            text = f"{host}: CCL_TOPO_COLOR has planes {spelled(told)}, machine {machine.name} has {spelled(wanted)}"
+            found.fault(text, f"copy the machine file, write planes: {list(told)} and name it with --machine")
         else:
             found.good(f"{host}: machine {machine.name} and CCL_TOPO_COLOR have planes {spelled(wanted)}")
     if not found:
@@ -279,18 +266,16 @@ def check_alltoall(facts: Facts) -> Findings:
     found, trials = Findings("all-to-all"), facts.alltoalls
     if bad := [trial for trial in trials if trial.wrong]:
         cases = ", ".join(f"{trial.dtype} of {trial.bytes} bytes" for trial in bad[:4]) + (", ..." if bad[4:] else "")
-        overlapping = all(trial.at_once > 1 for trial in bad)
-        try_next = "--messages alltoall" if overlapping else "another --transport, another node"
-        found.fault(
-            f"messages{' of overlapping calls' if overlapping else ''} are wrong for {cases}: {bad[0].wrong[0]}",
-            f"trust no result of this job: try {try_next}, and report the versions",
-        )
+        what, try_next = "messages", "another --transport, another node"
+        if all(trial.at_once > 1 for trial in bad):
+            what, try_next = "messages of overlapping calls", "--messages alltoall"
+        text = f"{what} are wrong for {cases}: {bad[0].wrong[0]}"
+        found.fault(text, f"trust no result of this job: try {try_next}, and report the versions")
     elif trials:
-        dtypes, largest = dict.fromkeys(trial.dtype for trial in trials), max(trials, key=lambda trial: trial.bytes)
-        found.good(
-            f"{len(trials)} trials right ({', '.join(dtypes)}, up to {largest.bytes} bytes to each peer in "
-            f"{largest.seconds * 1e3:.1f} ms)"
-        )
+        dtypes = ", ".join(dict.fromkeys(trial.dtype for trial in trials))
+        largest = max(trials, key=lambda trial: trial.bytes)
+        most = f"{largest.bytes} bytes to each peer in {largest.seconds * 1e3:.1f} ms"
+        found.good(f"{len(trials)} trials right ({dtypes}, up to {most})")
     else:
         found.note("one rank: no messages")
     return found
@@ -308,10 +293,8 @@ def check_overlap(facts: Facts) -> Findings:
         found.note("one rank: no messages to hide")
         return found
     times, hidden, on_cpu = facts.overlap, facts.overlap.hidden, facts.ranks[0].on_cpu
-    text = (
-        f"{hidden:.0%} of the messages hidden: messages {times.communication_s * 1e3:.1f} ms, "
-        f"{'sleep' if on_cpu else 'matrix products'} {times.work_s * 1e3:.1f} ms, both {times.both_s * 1e3:.1f} ms"
-    )
+    text = f"{hidden:.0%} of the messages hidden: messages {times.communication_s * 1e3:.1f} ms, "
+    text += f"{'sleep' if on_cpu else 'matrix products'} {times.work_s * 1e3:.1f} ms, both {times.both_s * 1e3:.1f} ms"
     if hidden >= HIDDEN_LEAST:
         found.good(text)
     elif on_cpu or in_safe_mode(facts.ranks[0]):
@@ -389,15 +372,12 @@ def check_memory(facts: Facts) -> Findings:
     what = "the model needs" if facts.needed else "any run needs"
     text = f"{(tightest.free or 0) / GIB:.2f} GiB free on rank {tightest.rank}, the tightest"
     if short := [rank.rank for rank in told if (rank.free or 0) < least]:
-        found.fault(
-            f"{text}; {what} {least / GIB:.2f} GiB on {name_ranks(short)}",
-            "end what else runs there, start fewer ranks a node, or use more nodes (cocodiff plan says which)",
-        )
-    held = [rank for rank in told if not rank.on_cpu and rank.total and (rank.free or 0) < (1 - TAKEN) * rank.total]
+        remedy = "end what else runs there, start fewer ranks a node, or use more nodes (cocodiff plan says which)"
+        found.fault(f"{text}; {what} {least / GIB:.2f} GiB on {name_ranks(short)}", remedy)
+    held = [r.rank for r in told if not r.on_cpu and r.total and (r.free or 0) < (1 - TAKEN) * r.total]
     if held:
-        ranks = name_ranks([rank.rank for rank in held])
         remedy = "look for left-over processes on the node (xpu-smi ps)"
-        found.warning(f"{text}; somebody else holds memory on the tiles of {ranks}", remedy)
+        found.warning(f"{text}; somebody else holds memory on the tiles of {name_ranks(held)}", remedy)
     if not found:
         found.good(f"{text}; {what} {least / GIB:.2f}")
     return found
@@ -456,21 +436,9 @@ def _difference(trial: KernelTrial) -> str:
 
 
 CHECKS: tuple[Callable[[Facts], Sequence[Finding]], ...] = (
-    check_versions,
-    check_launch,
-    check_mpi,
-    check_tiles,
-    check_cores,
-    check_nics,
-    check_planes,
-    check_alltoall,
-    check_overlap,
-    check_order,
-    check_host,
-    check_settings,
-    check_memory,
-    check_sycl,
-    check_kernels,
+    *(check_versions, check_launch, check_mpi, check_tiles, check_cores, check_nics, check_planes),
+    *(check_alltoall, check_overlap, check_order, check_host),
+    *(check_settings, check_memory, check_sycl, check_kernels),
 )
 
 

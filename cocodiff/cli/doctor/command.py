@@ -95,10 +95,9 @@ def look(values: dict[str, Any], launch: Launch, output: OutputFolder, verdict: 
         healthy = is_healthy(findings)
         write(output, values, facts, findings, healthy)
         say("\n".join(table(findings)))
-        say(
-            f"{'healthy' if healthy else 'not healthy'}: {len(facts.ranks)} rank(s) looked at in "
-            f"{time.monotonic() - started:.1f} s; all that was seen, for you or for a report: {output.final / FILE}"
-        )
+        looked = f"{len(facts.ranks)} rank(s) looked at in {time.monotonic() - started:.1f} s"
+        where = f"all that was seen, for you or for a report: {output.final / FILE}"
+        say(f"{'healthy' if healthy else 'not healthy'}: {looked}; {where}")
     if facts.stopped:
         raise OwnRankError(facts.stopped)
     verdict.append(transport.broadcast_object(healthy))
@@ -144,11 +143,9 @@ def patience(seconds: float, rank: int, health: Any, what: str) -> Iterator[None
     step fails, as it does where messages bring what nobody sent."""
 
     def give_up() -> None:
-        os.write(
-            2,
-            f"cocodiff: FAULT: rank {rank} hangs since {seconds:g} s at {what}: try another --transport, or oneCCL's "
-            f"safe mode (SAFE=1, docs/aurora.md); a slow machine needs a larger --patience_s\n".encode(),
-        )
+        remedy = "try another --transport, or oneCCL's safe mode (SAFE=1, docs/aurora.md)"
+        hangs = f"cocodiff: FAULT: rank {rank} hangs since {seconds:g} s at {what}: {remedy}"
+        os.write(2, f"{hangs}; a slow machine needs a larger --patience_s\n".encode())
         os._exit(1)
 
     timer = threading.Timer(seconds, give_up)
@@ -159,8 +156,7 @@ def patience(seconds: float, rank: int, health: Any, what: str) -> Iterator[None
     except (PeerLost, UserError, OwnRankError):
         raise
     except Exception as error:
-        blamed = health.blame(error)
-        raise OwnRankError(f"{what}: {blamed}") from error
+        raise OwnRankError(f"{what}: {health.blame(error)}") from error
     finally:
         timer.cancel()
 

@@ -7,7 +7,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partialmethod
 from importlib import metadata
@@ -39,7 +39,8 @@ VARIABLES = re.compile(
 SECRET = re.compile("SECRET|TOKEN|PASS|KEY|CREDENTIAL|COOKIE", re.IGNORECASE)
 SYS = Path("/sys")
 INTEL, DISPLAY = "0x8086", "0x03"
-K, V = TypeVar("K", bound=Hashable), TypeVar("V")
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 @dataclass(frozen=True)
@@ -259,7 +260,7 @@ def gather_rank(transport: Any, launch: Launch, kernels: str, look_at_sycl: bool
         kernels=os.environ.get(KERNELS, kernels) if kernels == "auto" else kernels,
         sycl=sycl,
         no_sycl=no_sycl,
-        mpi_library=loaded_library("libmpi"),
+        mpi_library=loaded_mpi(),
         system_mpi=system_mpiexec() or "",
         python_prefix=sys.prefix,
         kernel_trials=tuple(tried),
@@ -377,13 +378,13 @@ def sycl_path(device: torch.device, kernels: str) -> tuple[str, str]:
     if kernels == "torch" or (kernels == "auto" and os.environ.get(KERNELS) == "torch"):
         return "", "torch was asked for"
     try:
-        ops = sycl_ops(device, required=True)
+        ops: Any = sycl_ops(device, required=True)
     except ValueError as error:
         return "", str(error)
-    return (f"{ops.library.device_name} ({ops.library.backend})", "") if ops is not None else ("", "no reason given")
+    return f"{ops.library.device_name} ({ops.library.backend})", ""
 
 
-def loaded_library(name: str) -> str:
-    """The path of a shared library that this process has loaded, "" where it has not."""
-    found = re.search(rf"\S*/{name}\.so\S*", read(Path("/proc/self/maps")))
+def loaded_mpi() -> str:
+    """The path of the MPI library that this process has loaded, "" where it has not."""
+    found = re.search(r"\S*/libmpi\.so\S*", read(Path("/proc/self/maps")))
     return found[0] if found else ""
