@@ -53,6 +53,9 @@ class Manifest(NamedTuple):
         replace_text(folder / MANIFEST, json.dumps({"about": about, **self._asdict()}, indent=1))
 
 
+NOTHING = Manifest("", [])
+
+
 def _named(pid: int) -> str:
     return f"pid {pid} on {socket.gethostname()}"
 
@@ -156,15 +159,10 @@ class OutputFolder:
             raise UserError(f"--out {self.out}: the results there are finished, with other settings ({told}): {remedy}")
         with self.held():  # puts in place, or clears, what a kill has left
             pass
-        gone = [name for name in self._own_files() if not (self.final / name).exists()]
-        if gone:
+        files = (Manifest.read(self.final) or NOTHING).files
+        if gone := [name for name in files if not (self.final / name).exists()]:
             told = f"the run there has ended, and {len(gone)} of its files are gone ({gone[0]})"
             raise UserError(f"--out {self.out}: {told}: make them again with --overwrite, or choose another folder")
-
-    def _own_files(self) -> list[str]:
-        """The results in `final` that cocodiff wrote."""
-        manifest = Manifest.read(self.final)
-        return manifest.files if manifest is not None else []
 
     @property
     def journals(self) -> Journals:
@@ -203,7 +201,7 @@ class OutputFolder:
 
     def keep_apart(self, paths: Sequence[str]) -> None:
         """Raises UserError where one of the run's inputs is among the files that it would replace."""
-        replaced = {(self.final / name).resolve() for name in self._own_files()}
+        replaced = {(self.final / name).resolve() for name in (Manifest.read(self.final) or NOTHING).files}
         for path in paths if replaced else ():
             if "\0" not in path and self._is_among(path, replaced):
                 there = f"among the results in --out {self.out}, which --overwrite would replace"
@@ -308,15 +306,14 @@ class OutputFolder:
 
     def _put_in_place(self, manifest: Manifest) -> None:
         self.journals.remove()
-        older = Manifest.read(self.final)
-        old = older.files if older else []
-        for name in set(manifest.files) - set(old):
+        older = Manifest.read(self.final) or NOTHING
+        for name in set(manifest.files) - set(older.files):
             if os.path.lexists(self.final / name) and os.path.lexists(self.partial / name):
                 raise UserError(f"{self.final / name} is in the way and was not written by cocodiff: move it elsewhere")
         # Both runs' files are on record until the older one's are gone.
-        Manifest(older.run if older else "", sorted({*old, *manifest.files})).write(self.final)
+        Manifest(older.run, sorted({*older.files, *manifest.files})).write(self.final)
         _move(self.partial, self.final)
-        for name in set(old) - set(manifest.files):
+        for name in set(older.files) - set(manifest.files):
             self._remove(name)
         manifest.write(self.final)
         shutil.rmtree(self.partial)

@@ -263,16 +263,17 @@ def load_model(
     stored in `dtype` are mapped from their file, not copied.
     Raises UserError on every rank when the model cannot be loaded.
     """
+    import torch
     from torch.utils._pytree import tree_map
 
-    wanted = torch_dtype(dtype)
+    wanted = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     if request.own is not None:
         from cocodiff.demo_model import load_pipeline, prompt_embeddings
 
         pipe, fixed = load_pipeline(wanted, request.own), {"guidance_scale": 1.0}
         prompts = [prompt_embeddings(1, wanted)]
     else:
-        pipe, prompts, fixed = _load_on_ranks(request, dtype, transport)
+        pipe, prompts, fixed = _load_on_ranks(request, dtype, wanted, transport)
     if split is not None:
         from cocodiff.models import experts_of
 
@@ -282,8 +283,10 @@ def load_model(
     return Model(request.model, pipe, prompts, fixed)
 
 
-def _load_on_ranks(request: Request, dtype: str, transport: Any) -> tuple[Any, list[Embeddings], dict[str, Any]]:
-    first, wanted = transport.rank == 0, torch_dtype(dtype)
+def _load_on_ranks(
+    request: Request, dtype: str, wanted: Any, transport: Any
+) -> tuple[Any, list[Embeddings], dict[str, Any]]:
+    first = transport.rank == 0
     pipe = _load_denoiser(request, wanted) if first else None
     transport.broadcast_object(None)  # what comes from the hub has been fetched once
     if pipe is None:
@@ -392,12 +395,6 @@ def _pipeline_class(request: Request) -> Any:
 def _one_line(error: Exception) -> str:
     """A library's message on one line, without the stack of C++ calls that torch adds to its own."""
     return " ".join(re.split(r"\n(Exception raised from|frame #0)", str(error))[0].split())[:300]
-
-
-def torch_dtype(name: str) -> Any:
-    import torch
-
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
 
 
 # Prompts become embeddings on one rank, whose text encoders are gone before the first denoising step -----------------

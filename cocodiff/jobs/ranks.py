@@ -86,7 +86,7 @@ def _run_rank(
     config: Config, settings: dict[str, str], work: Work, launch: Launch, note_loss: NoteLoss | None = None
 ) -> tuple[End, Any]:
     """The rank's end, and its transport if there was one. It may not live to its end where it loses a peer."""
-    # torch: after the fork's parent has imported it, or in this rank alone
+    # imports torch: a fork's parent has done so before, else it is this rank's alone
     from cocodiff.engine.engine import open_transport
 
     transport = None
