@@ -129,6 +129,7 @@ class OutputFolder:
         with refusing(self.out):
             self.final = Path(out).resolve()
         self.partial, self._lock_file = self.final / PARTIAL, self.final / LOCK
+        self.journals = Journals(self.partial)
         check_place(out, self.final)
         with refusing(self.out):
             if self._lock_file.is_file() and self.finished is None:  # so that nobody prepares a run for nothing
@@ -163,10 +164,6 @@ class OutputFolder:
         if gone := [name for name in files if not (self.final / name).exists()]:
             told = f"the run there has ended, and {len(gone)} of its files are gone ({gone[0]})"
             raise UserError(f"--out {self.out}: {told}: make them again with --overwrite, or choose another folder")
-
-    @property
-    def journals(self) -> Journals:
-        return Journals(self.partial)
 
     def _check_leftover(self) -> bool:
         """Whether what a run that did not end has finished is kept, for this one to go on with."""

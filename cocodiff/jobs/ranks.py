@@ -179,9 +179,10 @@ class _Notes:
 
     def log_of(self, rank: int) -> int:
         """For the rank itself: the file that takes what it writes; those of the others are closed."""
-        for other in (other for other in self._logs if other != self._logs[rank]):
+        own = self._logs[rank]
+        for other in {*self._logs} - {own}:
             os.close(other)
-        return self._logs[rank]
+        return own
 
     def note_end(self, rank: int, end: End) -> None:
         os.write(self._ends, f"{json.dumps([rank, vars(end)])}\n".encode())
