@@ -93,6 +93,7 @@ on_each_node() {
         pals) run mpiexec --hostfile "$HOSTFILE" -n "$NODES" --ppn 1 "$@" ;;
         hydra) run mpiexec -f "$HOSTFILE" -n "$NODES" -ppn 1 "$@" ;;
         srun) run srun --nodes="$NODES" --ntasks="$NODES" --ntasks-per-node=1 "$@" ;;
+        emulate) run "$@" ;; # all nodes are this host
     esac
 }
 
