@@ -23,11 +23,11 @@ from cocodiff_eval.data.volume import (
     Metadata,
     NewVolume,
     RawVolume,
+    Reader,
     as_volume_shape,
     check_file,
     check_memory,
     is_folder,
-    one_line,
     one_unit,
     quiet_libraries,
     reading,
@@ -42,56 +42,48 @@ PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 def _read_png(file: str) -> np.ndarray:
     from PIL import Image
 
-    with quiet_libraries():
+    with reading(f"{file}: not a readable PNG", "save it again"), quiet_libraries():
+        # Pillow silently reduces 16-bit colour to 8 bits; the header's bit depth tells before that happens.
+        with Path(file).open("rb") as stream:
+            header = stream.read(26)
+        depth = colour = 0
+        if header.startswith(PNG_SIGNATURE) and len(header) == 26:
+            width, height, depth, colour = struct.unpack(">IIBB", header[16:])
+            check_memory(file, (height, width), max(1, depth // 8) * PNG_CHANNELS.get(colour, 1))
         try:
-            # Pillow silently reduces 16-bit colour to 8 bits; the header's bit depth tells before that happens.
-            with Path(file).open("rb") as stream:
-                header = stream.read(26)
-            depth = colour = 0
-            if header.startswith(PNG_SIGNATURE) and len(header) == 26:
-                width, height, depth, colour = struct.unpack(">IIBB", header[16:])
-                check_memory(file, (height, width), max(1, depth // 8) * PNG_CHANNELS.get(colour, 1))
             with Image.open(file, formats=["PNG"]) as image:
                 if depth == 16 and colour != 0:
                     raise UserError(f"{file}: a 16-bit colour PNG; save it as 16-bit grey")
-                if image.mode == "P":
-                    return same_channels(np.asarray(image.convert("RGBA")), file)
-                if image.mode in ("RGB", "RGBA", "LA"):
-                    return same_channels(np.asarray(image), file)
-                pixels_YX = np.asarray(image)
+                pixels = np.asarray(image.convert("RGBA") if image.mode == "P" else image)
         except Image.DecompressionBombError:
             raise UserError(f"{file}: too many pixels for a PNG to be read safely; save it as TIFF or HDF5") from None
-        except (OSError, SyntaxError, ValueError, EOFError) as error:
-            if isinstance(error, UserError):
-                raise
-            raise UserError(f"{file}: not a readable PNG ({one_line(error)}); save it again") from error
+        if pixels.ndim == 3:
+            return same_channels(pixels, file)
     # Some Pillow versions hand out 16-bit grey as 32-bit integers.
-    return pixels_YX.astype(np.uint16) if pixels_YX.dtype == np.int32 else pixels_YX
+    return pixels.astype(np.uint16) if pixels.dtype == np.int32 else pixels
 
 
 def open_png(file: str) -> RawVolume:
-    image_YX = _read_png(file)
-    shape = as_volume_shape(image_YX.shape, file)
+    return _of_array(file, _read_png(file), Metadata("png"))
+
+
+def _of_array(file: str, voxels: np.ndarray, metadata: Metadata) -> RawVolume:
+    """voxels: [Y, X] or [N, Y, X], mapped to memory perhaps."""
+    shape = as_volume_shape(voxels.shape, file)
+    check_memory(file, shape[1:], voxels.dtype.itemsize)
 
     def read(index: int) -> np.ndarray:
-        return image_YX
+        return np.asarray(voxels if voxels.ndim == 2 else voxels[index])
 
-    return RawVolume(file, Path(file).stem, shape, image_YX.dtype, 2, read, Metadata("png"))
+    return RawVolume(file, Path(file).stem, shape, voxels.dtype.newbyteorder("="), voxels.ndim, read, metadata)
 
 
 def open_npy(file: str) -> RawVolume:
     """Raises UserError for files with objects in them, which would have to be unpickled, and for damaged ones."""
     with reading(f"{file}: not a readable .npy file", "save it again with numpy.save"):
         voxels = np.load(file, mmap_mode="r", allow_pickle=False)
-    shape = as_volume_shape(voxels.shape, file)
-    check_memory(file, shape[1:], voxels.dtype.itemsize)
     byteorder = ">" if voxels.dtype.newbyteorder("S").isnative and voxels.dtype.itemsize > 1 else "<"
-
-    def read(index: int) -> np.ndarray:
-        return np.asarray(voxels if voxels.ndim == 2 else voxels[index])
-
-    metadata = Metadata("npy", byteorder=byteorder)
-    return RawVolume(file, Path(file).stem, shape, voxels.dtype.newbyteorder("="), voxels.ndim, read, metadata)
+    return _of_array(file, voxels, Metadata("npy", byteorder=byteorder))
 
 
 def write_npy(new: NewVolume) -> None:
@@ -119,18 +111,11 @@ def open_mrc(file: str) -> RawVolume:
         voxels, header = opened.data, opened.header
     if (int(header.mapc), int(header.mapr), int(header.maps)) not in ((1, 2, 3), (0, 0, 0)):
         raise UserError(f"{file}: its axes are not in the order of sections, rows, columns: save it again so")
-    shape = as_volume_shape(voxels.shape, file)
-    check_memory(file, shape[1:], voxels.dtype.itemsize)
     z, y, x = (float(opened.voxel_size[axis]) for axis in "zyx")  # 0 where it is not known
     sides, unit, _ = one_unit((z or y, y, x) if x and y else None, ["angstrom"] * 3)
     labels = "\n".join(label for label in opened.get_labels() if not label.startswith(MADE_BY))
-
-    def read(index: int) -> np.ndarray:
-        return np.asarray(voxels if voxels.ndim == 2 else voxels[index])
-
     details = {"ispg": int(header.ispg)}
-    metadata = Metadata("mrc", voxel_size=sides, unit=unit, description=labels, details=details)
-    return RawVolume(file, Path(file).stem, shape, voxels.dtype.newbyteorder("="), voxels.ndim, read, metadata)
+    return _of_array(file, voxels, Metadata("mrc", voxel_size=sides, unit=unit, description=labels, details=details))
 
 
 def write_mrc(new: NewVolume) -> None:
@@ -171,8 +156,7 @@ def write_zarr(new: NewVolume) -> None:
 
 @dataclass(frozen=True)
 class Format:
-    """A format of files. suffixes: of files that `opener` reads; writer and suffix: of results, none where it is only
-    read."""
+    """suffixes: of files that `opener` reads; writer and suffix: of results, none where it is only read."""
 
     suffixes: tuple[str, ...]
     opener: Callable[[str], RawVolume] | None = None
@@ -200,7 +184,7 @@ def result_format(word: str, volume: RawVolume) -> str:
     if word != SAME:
         check_choice("format", word, (SAME, *WRITTEN))
         return word
-    kind = {"hdf5": "h5"}.get(volume.metadata.kind, volume.metadata.kind)
+    kind = volume.metadata.kind.replace("hdf5", "h5")
     return kind if kind in WRITTEN else "tiff"
 
 
@@ -210,7 +194,7 @@ def write_volume(
     name: Callable[[str], str],
     like: RawVolume,
     dtype: np.dtype,
-    read: Callable[[int], np.ndarray],
+    read: Reader,
     provenance: Mapping[str, Any],
 ) -> NewVolume:
     """Writes a result of an input's shape in one of FORMATS, in the place of one of that name; returns when it is on
@@ -232,14 +216,6 @@ def write_volume(
     return new
 
 
-def split_hdf5(path: str) -> tuple[str, str | None]:
-    """Split `file.h5:/dataset` into file and dataset; the dataset is None where the path has none."""
-    match = _HDF5_PATTERN.match(path)
-    if match is None or is_there(path):
-        return path, None
-    return match["file"], match["dataset"] or None
-
-
 def open_volume(path: str, follow_links: bool = False) -> RawVolume:
     """Open slices; reads no voxels yet (but for PNG, which has no random access).
 
@@ -257,7 +233,8 @@ def open_volume(path: str, follow_links: bool = False) -> RawVolume:
         return open_zarr(*store)
     if is_pattern(path) or is_folder(path):
         return open_sequence(path)
-    file, dataset = split_hdf5(path)
+    named = None if is_there(path) else _HDF5_PATTERN.match(path)
+    file, dataset = (named["file"], named["dataset"] or None) if named else (path, None)
     check_file(file)
     suffix = Path(file).suffix.lower()
     if suffix in FORMATS["h5"].suffixes:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from cocodiff_eval.data.volume import (
     one_unit,
     plain,
     reading,
+    start_of,
 )
 
 MOST_LINKS = 64  # that lead on to another; more are a circle
@@ -141,8 +143,9 @@ def _open_frames(file: str, group: Any, frames: list[str], follow_links: bool) -
 def read_metadata(dataset: Any, file: str, name: str) -> Metadata:
     """What a dataset's attributes say, and those of its group: a voxel's size as Fiji writes it (`element_size_um`) or
     as ALS 8.3.2 does (`pxsize`, in mm)."""
-    attributes = plain({name: _attribute(dataset, name) for name in dataset.attrs})
-    of_group = plain({name: _attribute(dataset.parent, name) for name in dataset.parent.attrs})
+    attributes, of_group = (
+        plain({one: _attribute(node, one) for one in node.attrs}) for node in (dataset, dataset.parent)
+    )
     sides, unit = attributes.get("element_size_um"), "micrometer"
     if sides is None and "unit" in attributes:  # of a result whose input has none
         sides, unit = attributes.get("voxel_size"), attributes["unit"]
@@ -174,14 +177,12 @@ def _errors(what: str) -> AbstractContextManager[None]:
 
 def _list_datasets(h5: Any) -> str:
     found: list[str] = []
-    visited = 0
+    visited = count(1)
 
     def visit(name: str, node: Any) -> bool | None:
-        nonlocal visited
-        visited += 1
         if isinstance(node, h5py.Dataset) and node.shape is not None and node.ndim in (2, 3):
             found.append(f"/{name} ({format_shape(node.shape)} {node.dtype})")
-        return True if visited >= MOST_VISITED else None
+        return True if next(visited) >= MOST_VISITED else None
 
     h5.visititems(visit)
     return listed(found, "2-D or 3-D dataset")
@@ -237,9 +238,8 @@ def _check_storage(dataset: Any, follow_links: bool, depth: int = 0) -> None:
     for other, path, shape in _sources(dataset):
         opened: AbstractContextManager[Any] = contextlib.nullcontext(dataset.file)
         if other != ".":
-            opened = h5py.File(
-                _check_other(file, f"{name} is a virtual dataset of voxels in", other, follow_links), "r"
-            )
+            place = _check_other(file, f"{name} is a virtual dataset of voxels in", other, follow_links)
+            opened = h5py.File(place, "r")
         with opened as source:
             found = _find(source, path, follow_links)
             there = getattr(found, "shape", None)
@@ -306,7 +306,7 @@ def write_hdf5(new: NewVolume) -> None:
     of_hdf5 = kept.kind == "hdf5"
     place = str(details["object"]) if of_hdf5 else DATA_EXCHANGE
     frames = details.get("frames", ()) if of_hdf5 else ()
-    first = new.region.start[0] if new.region is not None else 0
+    first, *_ = start_of(new.region)
     names = [f"{place.rstrip('/')}/{name}" for name in frames] or [f"/{place.strip('/')}"]
     own = names[first : first + new.shape[0]] if frames else names
     with h5py.File(new.path, "w") as file:
@@ -359,18 +359,15 @@ def _say(node: Any, name: str, text: str) -> None:
 
 def _copy_around(old: Any, new: Any, voxels: Sequence[str]) -> None:
     """Attributes of all groups, and the small datasets beside the voxels; nothing that lies in other files."""
-    skipped = set(voxels)
+    skipped, visited = set(voxels), count(1)
     _copy_attributes(old, new)
-    left = MOST_VISITED + len(skipped)
 
     def visit(name: str, node: Any) -> bool | None:
-        nonlocal left
-        left -= 1
         if isinstance(node, h5py.Group):
             _copy_attributes(node, new.require_group(name))
         elif name not in skipped and _is_small(node):
             old.copy(node, new.require_group(str(Path(name).parent)), Path(name).name)
-        return True if left <= 0 else None
+        return True if next(visited) >= MOST_VISITED + len(skipped) else None
 
     old.visititems(visit)
 

@@ -23,7 +23,7 @@ def halve_shape(shape: tuple[int, int]) -> tuple[int, int]:
 def _smooth_halve(values: np.ndarray, axis: int) -> np.ndarray:
     """Weighted sums of four neighbours at every second place along `axis`; zeros lie beyond the ends."""
     values = np.moveaxis(values, axis, 0)
-    length = values.shape[0]
+    length = len(values)
     half = (length + 1) // 2
     padded = np.zeros((2 * half + 2, *values.shape[1:]), dtype=values.dtype)
     padded[1 : length + 1] = values
@@ -39,8 +39,7 @@ def downsample(image_YX: np.ndarray, weight_YX: np.ndarray) -> tuple[np.ndarray,
     total = _smooth_halve(_smooth_halve(image_YX * weight_YX, 0), 1)
     weight = _smooth_halve(_smooth_halve(weight_YX, 0), 1)
     reach = _smooth_halve(_smooth_halve(np.ones_like(weight_YX), 0), 1)
-    known = weight > 0
-    image = np.divide(total, weight, out=np.zeros_like(total), where=known)
+    image = np.divide(total, weight, out=np.zeros_like(total), where=weight > 0)
     return image, np.minimum(weight / reach, 1.0)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from cocodiff.config.errors import UserError
 from cocodiff_eval.data.ome_zarr import of_ngff, open_node, open_zarr
 from cocodiff_eval.data.ome_zarr_file import ZarrStore
 from cocodiff_eval.data.slices import unique_names
-from cocodiff_eval.data.volume import NewVolume, RawVolume, format_shape, matched, writing
+from cocodiff_eval.data.volume import NewVolume, RawVolume, Reader, Triple, format_shape, matched, writing
 
 LABELS = "labels"  # the group of label images beside the levels
 
@@ -23,7 +24,7 @@ LABELS = "labels"  # the group of label images beside the levels
 class LabelStore(ZarrStore):
     """A label image in a store of results. Its smaller levels hold every second voxel: a mean of labels is no label."""
 
-    def smaller(self, above: Any, shape: tuple[int, int, int], index: int) -> np.ndarray:
+    def smaller(self, above: Any, shape: Triple, index: int) -> np.ndarray:
         return self.get(above, self.step[0] * index)[::2, ::2]
 
     def attributes(self) -> dict[str, Any]:
@@ -37,9 +38,7 @@ class LabelStore(ZarrStore):
         return found
 
 
-def write_labels(
-    result: NewVolume, volume: RawVolume, mask: Callable[[int], np.ndarray] | None, provenance: Mapping[str, Any]
-) -> list[str]:
+def write_labels(result: NewVolume, volume: RawVolume, mask: Reader | None, provenance: Mapping[str, Any]) -> list[str]:
     """Writes label images into a store of results: those of the input's own store, cut to the region, and the mask that
     was made, boolean [Y, X] of a slice, as the label 1.
 
@@ -103,13 +102,11 @@ def _called(details: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def list_labels(volume: RawVolume) -> list[str]:
     """The names of the label images of a Zarr input's own store."""
-    details = volume.metadata.details
     if volume.metadata.kind != "zarr":
         return []
-    try:
+    details, group = volume.metadata.details, None
+    with contextlib.suppress(UserError):
         group = open_node(details["store"], "/".join(filter(None, [details["inner"], LABELS])))
-    except UserError:
-        return []
     if not isinstance(group, zarr.Group):
         return []
     listed = of_ngff(group.attrs.asdict()).get("labels")

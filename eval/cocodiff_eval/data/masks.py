@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +11,7 @@ from cocodiff.config.errors import UserError
 from cocodiff.config.files import is_there
 from cocodiff_eval.data.formats import open_volume
 from cocodiff_eval.data.slices import Stack, safe_stem
-from cocodiff_eval.data.volume import Progress, RawVolume, format_shape, matched, unwatched
+from cocodiff_eval.data.volume import Progress, RawVolume, Reader, Triple, format_shape, matched, unwatched
 
 GENERATED = ("block", "center")
 GRID = 6
@@ -32,8 +31,8 @@ class Mask:
 
     name: str
     from_file: bool
-    shape: tuple[int, int, int]
-    reader: Callable[[int], np.ndarray]
+    shape: Triple
+    reader: Reader
     masked: int
     full: frozenset[int] = frozenset()
 
@@ -61,7 +60,7 @@ def center_mask(shape: tuple[int, int]) -> np.ndarray:
     return mask_YX
 
 
-def depth(read: Callable[[int], np.ndarray], index: int, slices: int) -> np.ndarray:
+def depth(read: Reader, index: int, slices: int) -> np.ndarray:
     """How far each masked voxel of slice `index` is from the nearest known one in its slice, or straight before or
     behind it, in voxels; float64 [Y, X], 0 where it is known. read: a slice of the mask, of so many."""
     found_YX = depth_in(read(index))
@@ -118,15 +117,14 @@ def make_mask(
 
 def _in_store(kind: str, stack: Stack) -> str:
     """The path of a mask: `labels/NAME` is a label image of the input's own store."""
-    store = stack.metadata.details.get("store")
-    inside = store is not None and kind.startswith("labels/") and not is_there(kind)
-    parts = [stack.metadata.details.get("inner"), kind]
-    return f"{store}:/{'/'.join(filter(None, parts))}" if inside else kind
+    details = stack.metadata.details
+    if "store" not in details or not kind.startswith("labels/") or is_there(kind):
+        return kind
+    return f"{details['store']}:/{'/'.join(filter(None, [details['inner'], kind]))}"
 
 
 def _mask_from_file(volume: RawVolume, stack: Stack, progress: Progress, along_z: bool) -> Mask:
-    right = volume.shape[1:] == stack.shape[1:] and (volume.ndim == 2 or volume.shape == stack.shape)
-    if not right:
+    if volume.shape[1:] != stack.shape[1:] or (volume.ndim == 3 and volume.shape != stack.shape):
         raise UserError(
             f"{volume.path}: the mask has shape {format_shape(volume.shape[-volume.ndim :])} but {stack.path} has "
             f"{format_shape(stack.shape[-stack.ndim :])}; give a mask of that shape, or a 2-D one for every slice"
@@ -142,9 +140,7 @@ def _mask_from_file(volume: RawVolume, stack: Stack, progress: Progress, along_z
 def _check_values(volume: RawVolume, progress: Progress, along_z: bool) -> tuple[int, frozenset[int]]:
     """Two values at most, and in some slice something to restore and something outside it. How many such slices there
     are, and those that are masked wholly."""
-    values: set[float] = set()
-    hidden: list[int] = []
-    full: list[int] = []
+    values, full, hidden = set[float](), list[int](), 0
     for index in progress(range(volume.shape[0]), f"reading {volume.stem}"):
         slice_YX = np.asarray(volume.reader(index))
         if slice_YX.dtype.kind not in "buif":
@@ -160,7 +156,7 @@ def _check_values(volume: RawVolume, progress: Progress, along_z: bool) -> tuple
         if count == slice_YX.size:
             full.append(index)
         elif count:
-            hidden.append(index)
+            hidden += 1
     if full and not hidden and (along_z or len(full) == volume.shape[0]):
         where = "all voxels are" if volume.ndim == 2 else "every slice with masked voxels is wholly"
         raise UserError(
@@ -168,4 +164,4 @@ def _check_values(volume: RawVolume, progress: Progress, along_z: bool) -> tuple
         )
     if not hidden and not full:
         raise UserError(f"{volume.path}: the mask is empty, all values are 0; mark the voxels to restore with non-zero")
-    return len(hidden), frozenset(full)
+    return hidden, frozenset(full)

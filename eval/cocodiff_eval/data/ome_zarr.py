@@ -3,6 +3,7 @@ metadata say of an image is checked once when it is opened: everyone else takes 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -78,19 +79,16 @@ def open_zarr(store: str, inner: str) -> RawVolume:
     if isinstance(node, zarr.Group) and "bioformats2raw.layout" in of_ngff(node.attrs.asdict()) and "0" in node:
         inner = "/".join(filter(None, [inner, "0"]))  # a collection of images: the first
         node = open_node(store, inner)
-    image: dict[str, Any] = {}
+    image, array = dict[str, Any](), node
     if isinstance(node, zarr.Group):
         image = multiscale(node.attrs.asdict(), path)
         if not image:
             name = f"{store}:/path"
             raise UserError(f"{path}: is a group without a multiscale image; name it as {name}; {_list_arrays(store)}")
-        level = str(image["datasets"][0]["path"])
         try:
-            array = open_node(store, "/".join(filter(None, [inner, level])))
+            array = open_node(store, "/".join(filter(None, [inner, image["datasets"][0]["path"]])))
         except UserError as error:
             raise UserError(f"{path}: level 0 of its multiscale image: {error}") from error
-    else:
-        array = node
     if not isinstance(array, zarr.Array):
         raise UserError(f"{path}: level 0 of its multiscale image is no array; {_list_arrays(store)}")
     shape, dtype = tuple(array.shape), np.dtype(array.dtype)
@@ -106,8 +104,8 @@ def open_zarr(store: str, inner: str) -> RawVolume:
 
     def read(first: int, end: int) -> np.ndarray:
         _check_chunks(store, array, range(first, end), lead, ndim)
-        found = array[(0,) * lead + ((slice(first, end),) if ndim == 3 else (slice(None),))]
-        return np.asarray(found) if ndim == 3 else np.asarray(found)[None]
+        found = np.asarray(array[(0,) * lead + (slice(first, end) if ndim == 3 else slice(None),)])
+        return found if ndim == 3 else found[None]
 
     def checked(index: int) -> np.ndarray:
         with reading(f"{path}: slice {index} cannot be read", "copy or save it again"):
@@ -164,14 +162,8 @@ def _metadata(store: str, inner: str, node: Any, array: Any, image: Mapping[str,
     path, stored = f"{store}:/{array.path}", array.shards or array.chunks
     files = (name for *_, names in os.walk(Path(store) / array.path) for name in names)
     there = sum(1 for name in files if name != "zarr.json" and not name.startswith("."))
-    details = {
-        "store": store,
-        "inner": inner,
-        "level": image["datasets"][0]["path"] if image else "",
-        "image": image,
-        "lead": lead,
-        "levels": _level_shapes(node, image),
-    }
+    details = {"store": store, "inner": inner, "image": image, "lead": lead, "levels": _level_shapes(node, image)}
+    details["level"] = image["datasets"][0]["path"] if image else ""
     remarks = kept_alone(path, alone) + filled(path, there, array.shape, stored, array.fill_value)
     names, text = "".join(axis["name"] for axis in axes), str(attributes.get("description", ""))
     return Metadata("zarr", names, size, unit, text, _byteorder(array), plain(kept), details, remarks)
@@ -186,11 +178,9 @@ def _dimensions(array: Any) -> list[dict[str, str]]:
 def _level_shapes(node: Any, image: Mapping[str, Any]) -> list[tuple[int, ...]]:
     """The shapes of all levels that are there."""
     found = []
-    for dataset in image.get("datasets", ()):
-        try:
+    with contextlib.suppress(Exception):
+        for dataset in image.get("datasets", ()):
             found.append(tuple(node[dataset["path"]].shape))
-        except Exception:
-            break
     return found
 
 
@@ -214,13 +204,10 @@ def _list_arrays(store: str) -> str:
     import zarr
 
     found: list[str] = []
-    try:
-        root = zarr.open_group(Path(store), mode="r")
-        for name, node in sorted(root.members(max_depth=3)):
+    with contextlib.suppress(Exception):
+        for name, node in sorted(zarr.open_group(Path(store), mode="r").members(max_depth=3)):
             if isinstance(node, zarr.Array) and len(node.shape) >= 2:
                 found.append(f"/{name} ({format_shape(node.shape)} {node.dtype})")
-    except Exception:
-        found = found or []
     return listed(found, "array of 2 dimensions or more")
 
 
@@ -246,7 +233,7 @@ def multiscale(attributes: Mapping[str, Any], path: str) -> dict[str, Any]:
     datasets, axes = first["datasets"], first.get("axes") or []
     if not isinstance(datasets, list) or not all(isinstance(one, Mapping) and "path" in one for one in datasets):
         raise _malformed(path, "datasets", datasets, "a list of objects with a path")
-    if not isinstance(axes, list) or not all(isinstance(one, str) or _has_name(one) for one in axes):
+    if not isinstance(axes, list) or not all(isinstance(one.get("name"), str) for one in axes_of(first)):
         raise _malformed(path, "axes", axes, "a list of objects with a name")
     once = {_path_of(one): {**one, "path": _path_of(one)} for one in reversed(datasets)}
     return dict(plain({**first, "datasets": [*reversed(once.values())]}))
@@ -291,9 +278,7 @@ def leading(axes: Sequence[Mapping[str, Any]], shape: Sequence[int], path: str) 
         )
     outside = [_is_outside(axis) for axis in axes]
     lead = max(sum(outside), len(shape) - 3)
-    if not axes:
-        lead = max(0, lead)
-    elif not all(outside[: sum(outside)]) or _letters(axes) != sorted(_letters(axes), reverse=True):
+    if not all(outside[: sum(outside)]) or _letters(axes) != sorted(_letters(axes), reverse=True):
         raise UserError(
             f"{path}: its axes are {_listed(axes)}; slices, rows and columns must be the last, in the order z, y, x: "
             "save it transposed"
@@ -309,10 +294,6 @@ def leading(axes: Sequence[Mapping[str, Any]], shape: Sequence[int], path: str) 
 
 def _path_of(dataset: Mapping[str, Any]) -> str:
     return "/".join(part for part in str(dataset["path"]).replace("\\", "/").split("/") if part)
-
-
-def _has_name(axis: Any) -> bool:
-    return isinstance(axis, Mapping) and isinstance(axis.get("name"), str)
 
 
 def _is_number(value: Any) -> bool:

@@ -11,7 +11,7 @@ from zarr.codecs import BytesCodec
 
 from cocodiff_eval.data.ome_zarr import open_node, transform_of
 from cocodiff_eval.data.tiff_metadata import NOTES
-from cocodiff_eval.data.volume import NewVolume, plain
+from cocodiff_eval.data.volume import NewVolume, Triple, plain, start_of
 
 SMALLEST_LEVEL = 256  # voxels on the longer side of the last level
 CHUNK_SIDE = 1024  # of an input that is in no chunks
@@ -49,7 +49,7 @@ class ZarrStore:
                 image_YX = self.new.read(index) if above is None else self.smaller(above, self.shapes[level - 1], index)
                 array[self._place(index)] = image_YX
 
-    def smaller(self, above: Any, shape: tuple[int, int, int], index: int) -> np.ndarray:
+    def smaller(self, above: Any, shape: Triple, index: int) -> np.ndarray:
         """A slice of the next level [Y, X]: means of up to 2 x 2 x 2 voxels, fewer at the ends of odd sides. above: the
         level before, of this shape."""
         step, dtype = self.step[0], self.new.dtype
@@ -64,7 +64,7 @@ class ZarrStore:
     def _place(self, index: int) -> Any:
         return (*(0,) * self.lead, *((index,) if self.new.ndim == 3 else ()), ...)
 
-    def _level_shapes(self, given: int) -> list[tuple[int, int, int]]:
+    def _level_shapes(self, given: int) -> list[Triple]:
         """[N, Y, X] of every level: as many as the input has, or until the longer side is SMALLEST_LEVEL or less."""
         shapes = [self.new.shape]
         while len(shapes) < given if given > 1 else max(shapes[-1][1:]) > SMALLEST_LEVEL:
@@ -83,7 +83,7 @@ class ZarrStore:
         source, dtype = self.source, self.new.dtype
         shape = (1,) * self.lead + self.shapes[level][-self.new.ndim :]
         options: dict[str, Any] = {}
-        chunks = (CHUNK_SIDE, CHUNK_SIDE)
+        chunks: tuple[int, ...] = (CHUNK_SIDE, CHUNK_SIDE)
         if source is not None:
             chunks = source.chunks[-2:]
             options = kept_codecs(source, dtype)
@@ -96,15 +96,9 @@ class ZarrStore:
         else:
             options["chunk_key_encoding"] = {"name": "v2", "separator": "/"}
         fitting = tuple(min(chunk, side) for chunk, side in zip(chunks, shape[-2:], strict=True))
-        zarr.create_array(
-            self.path,
-            name=str(level),
-            shape=shape,
-            dtype=dtype if self.version == 3 else self.new.stored,
-            chunks=(1,) * (len(shape) - 2) + fitting,
-            zarr_format=self.version,
-            **options,
-        )
+        options |= {"dtype": dtype if self.version == 3 else self.new.stored, "zarr_format": self.version}
+        chunks = (1,) * (len(shape) - 2) + fitting
+        zarr.create_array(self.path, name=str(level), shape=shape, chunks=chunks, **options)
         return self._open(level)
 
     def attributes(self) -> dict[str, Any]:
@@ -135,23 +129,17 @@ class ZarrStore:
     def _transforms(self, level: int) -> list[dict[str, Any]]:
         """Scale and translation of a level: the input's of its level 0, moved to the region, and to the middle of the
         voxels that became one."""
-        count = self.lead + self.new.ndim
+        lead, ndim = self.lead, self.new.ndim
         given: Mapping[str, Any] = (self.image.get("datasets") or [{}])[0]
-        size = (
-            list(self.new.metadata.voxel_size or (1.0, 1.0, 1.0))[-self.new.ndim :]
-            if not self.image
-            else [1.0] * self.new.ndim
-        )
-        scale = transform_of(given, "scale") or [1.0] * self.lead + size
+        size = None if self.image else self.new.metadata.voxel_size
+        scale = transform_of(given, "scale") or [1.0] * lead + [*(size or (1.0, 1.0, 1.0))][-ndim:]
         translation = transform_of(given, "translation")
-        shift = translation or [0.0] * count
-        region = self.new.region
-        start = [0] * self.lead + list(region.start if region is not None else (0, 0, 0))[-self.new.ndim :]
-        factor = [1] * self.lead + [step**level for step in self.step[-self.new.ndim :]]
+        shift = translation or [0.0] * (lead + ndim)
+        start = [0] * lead + [*start_of(self.new.region)][-ndim:]
+        factor = [1] * lead + [step**level for step in self.step[-ndim:]]
         moved = [t + s * (o + (f - 1) / 2) for t, s, o, f in zip(shift, scale, start, factor, strict=True)]
-        transforms: list[dict[str, Any]] = [
-            {"type": "scale", "scale": [s * f for s, f in zip(scale, factor, strict=True)]}
-        ]
+        scaled = [s * f for s, f in zip(scale, factor, strict=True)]
+        transforms: list[dict[str, Any]] = [{"type": "scale", "scale": scaled}]
         if any(moved) or translation is not None:
             transforms.append({"type": "translation", "translation": moved})
         return transforms

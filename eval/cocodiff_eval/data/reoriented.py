@@ -9,21 +9,21 @@ axis.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from cocodiff_eval.data.volume import Progress, unwatched
+from cocodiff_eval.data.volume import Progress, Reader, Triple, unwatched
 
 AXES = "zyx"
 BLOCK_BYTES = 2**28  # of slices along z that are in memory while a copy is made
-Shape = tuple[int, int, int]
 
 
-def reoriented_shape(shape: Shape, axis: str) -> Shape:
+def reoriented_shape(shape: Triple, axis: str) -> Triple:
     """[Z, Y, X] as slices along an axis: their number, rows and columns."""
     first = AXES.index(axis)
     rows, columns = (side for place, side in enumerate(shape) if place != first)
@@ -40,7 +40,7 @@ class MaskStatistics:
     through: int
 
     @classmethod
-    def of(cls, read: Callable[[int], np.ndarray], slices: int) -> MaskStatistics:
+    def of(cls, read: Reader, slices: int) -> MaskStatistics:
         """read: a slice of the mask, boolean [Y, X]."""
         rows, columns, through_YX = [], [], np.asarray(True)
         for mask_YX in map(read, range(slices)):
@@ -50,7 +50,7 @@ class MaskStatistics:
         return cls(np.stack(rows), np.stack(columns), int(through_YX.sum()) * slices)
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> Triple:
         return self.rows_ZY.shape[0], self.rows_ZY.shape[1], self.columns_ZX.shape[1]
 
     @property
@@ -87,7 +87,7 @@ class Reoriented:
 
     path: Path
     axis: str
-    shape: Shape
+    shape: Triple
     dtype: np.dtype
 
     def read(self, index: int) -> np.ndarray:
@@ -112,17 +112,15 @@ class Reoriented:
         return self.path.with_name(self.path.name + ".partial")
 
 
-def turn(
-    read: Callable[[int], np.ndarray], copies: Sequence[Reoriented], progress: Progress = unwatched, what: str = ""
-) -> None:
+def turn(read: Reader, copies: Sequence[Reoriented], progress: Progress = unwatched, what: str = "") -> None:
     """Makes copies along several axes of one volume. read: a slice along z, [Y, X]."""
     missing = [copy for copy in copies if not copy.is_whole]
     if not missing:
         return
     slices, rows, columns = missing[0].shape
     together = max(1, BLOCK_BYTES // (rows * columns * missing[0].dtype.itemsize))
-    files = [copy.unfinished.open("wb") for copy in missing]
-    try:
+    with ExitStack() as opened:
+        files = [opened.enter_context(copy.unfinished.open("wb")) for copy in missing]
         for first in progress(range(0, slices, together), f"turning {what}"):
             block_ZYX = np.stack([read(index) for index in range(first, min(first + together, slices))])
             for copy, file in zip(missing, files, strict=True):
@@ -131,9 +129,6 @@ def turn(
                 for number, part in enumerate(parts):
                     file.seek((number * slices + first) * row_bytes)
                     file.write(np.ascontiguousarray(part).tobytes())
-    finally:
-        for file in files:
-            file.close()
     for copy in missing:
         copy.unfinished.replace(copy.path)
 
@@ -166,9 +161,8 @@ class Restored:
 
     def read(self, index: int) -> np.ndarray:
         """As they were written of slice `index` along the axis, float32 [P]."""
-        return np.fromfile(
-            self.path, "<f4", int(self.statistics.counts(self.axis)[index]), offset=4 * self._start(index)
-        )
+        count = int(self.statistics.counts(self.axis)[index])
+        return np.fromfile(self.path, "<f4", count, offset=4 * self._start(index))
 
     def read_along_z(self, index: int, mask_YX: np.ndarray) -> np.ndarray:
         """The masked voxels of slice `index` along z, row by row, float32 [P]. mask_YX: of that slice."""

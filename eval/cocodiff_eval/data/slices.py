@@ -11,7 +11,7 @@ import numpy as np
 
 from cocodiff.config.errors import UserError
 from cocodiff_eval.data.formats import open_volume
-from cocodiff_eval.data.volume import Metadata, Part, RawVolume, format_shape, matched
+from cocodiff_eval.data.volume import Metadata, Part, RawVolume, Triple, format_shape, matched, start_of
 
 WHOLE = Part()
 SMALLEST_SIDE = 16  # two latent cells of the usual 8-fold autoencoder, and more than the SSIM window of 7
@@ -30,7 +30,7 @@ class Stack:
 
     name: str
     path: str
-    shape: tuple[int, int, int]
+    shape: Triple
     dtype: np.dtype
     ndim: int
     volume: RawVolume
@@ -46,23 +46,18 @@ class Stack:
     @property
     def numbers(self) -> range:
         """What the slices are called by: their numbers in the input, of which this may be a part."""
-        first = self._start[0]
+        first, *_ = start_of(self.volume.region)
         return range(first, first + len(self))
-
-    @property
-    def _start(self) -> tuple[int, int, int]:
-        return self.volume.region.start if self.volume.region is not None else (0, 0, 0)
 
     def place(self, index: int, row: int, column: int) -> str:
         """A voxel of slice `index` as messages name it: where it is in the input."""
-        _, top, left = self._start
+        _, top, left = start_of(self.volume.region)
         found = f"row {top + row}, column {left + column}"
         return f"slice {self.numbers[index]}, {found}" if self.ndim == 3 else found
 
     def read(self, index: int) -> np.ndarray:
         """Slice `index` as [Y, X] in the native dtype. Raises UserError if the file can't be read there."""
-        image_YX = np.asarray(self.volume.reader(index))
-        return np.ascontiguousarray(image_YX, dtype=self.dtype)
+        return np.ascontiguousarray(self.volume.reader(index), dtype=self.dtype)
 
 
 def safe_stem(text: str) -> str:

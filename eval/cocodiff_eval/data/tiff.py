@@ -24,6 +24,7 @@ from cocodiff_eval.data.volume import (
     Metadata,
     NewVolume,
     RawVolume,
+    Triple,
     as_volume_shape,
     check_file,
     check_memory,
@@ -33,6 +34,7 @@ from cocodiff_eval.data.volume import (
     quiet_libraries,
     reading,
     same_channels,
+    start_of,
 )
 
 
@@ -134,7 +136,7 @@ class _TiffReader:
                 _check_segments(page)
             return np.asarray(first.asarray(out="memmap" if first.dataoffset is not None else None))
 
-    def read(self, index: int, shape: tuple[int, int, int]) -> np.ndarray:
+    def read(self, index: int, shape: Triple) -> np.ndarray:
         """Slice `index` of a volume of `shape`, [Y, X]."""
         with quiet_libraries(), self._errors(f"slice {index}"):
             if self.volume is None:
@@ -194,11 +196,8 @@ def open_sequence(path: str) -> RawVolume:
     Raises UserError that names the file: for a number that is missing or comes twice, for files of several names, and
     for a file that holds something else than one slice of the first one's shape and type.
     """
-    found = _listed(path)
-    numbers = [number for number, _ in found]
-    files = [file for _, file in found]
-    if numbers:
-        _check_numbers(path, numbers, files)
+    numbers, files = zip(*_listed(path), strict=True)
+    _check_numbers(path, numbers, files)
     first = open_tiff(files[0])
     for file in files:
         _check_like(file, files[0], first)
@@ -206,9 +205,8 @@ def open_sequence(path: str) -> RawVolume:
     def read(index: int) -> np.ndarray:
         return open_tiff(files[index]).reader(0)
 
-    stem = _stem(path, files[0])
     metadata = replace(first.metadata, kind="sequence", details={**first.metadata.details, "files": files})
-    return RawVolume(path, stem, (len(files), *first.shape[1:]), first.dtype, 3, read, metadata)
+    return RawVolume(path, _stem(path, files[0]), (len(files), *first.shape[1:]), first.dtype, 3, read, metadata)
 
 
 def _slices_in(folder: str) -> list[Path]:
@@ -254,21 +252,19 @@ def _listed(path: str) -> list[tuple[int, str]]:
 
 def _check_numbers(path: str, numbers: Sequence[int], files: Sequence[str]) -> None:
     steps = [after - before for before, after in pairwise(numbers)]
-    if not steps:
-        return
-    if (least := min(steps)) == 0:
+    least = min(steps, default=1)
+    if least == 0:
         twice = steps.index(0)
         raise UserError(f"{path}: {files[twice]} and {files[twice + 1]} have the same number; remove or rename one")
     for index, step in enumerate(steps):
         if step != least:
-            name = Path(files[index]).name
-            match = _NUMBER.match(Path(name).stem)
+            file = Path(files[index])
+            match = _NUMBER.match(file.stem)
             assert match is not None
             missing = str(numbers[index] + least).zfill(len(match["number"]))
-            suffix = Path(name).suffix
             raise UserError(
-                f"{path}: {match['before']}{missing}{match['after']}{suffix} is missing after {name}: put it there, or "
-                "give the parts before and after it as sequences of their own"
+                f"{path}: {match['before']}{missing}{match['after']}{file.suffix} is missing after {file.name}: put it "
+                "there, or give the parts before and after it as sequences of their own"
             )
 
 
@@ -306,7 +302,7 @@ def write_sequence(new: NewVolume) -> None:
     import tifffile
 
     new.path.mkdir()
-    first = new.region.start[0] if new.region is not None else 0
+    first, *_ = start_of(new.region)
     sources = new.metadata.details["files"][first:] if new.metadata.kind == "sequence" else ()
     width = max(5, len(str(first + new.shape[0])))
     for index, image_YX in enumerate(new.slices()):

@@ -35,7 +35,6 @@ def read_metadata(tiff: Any) -> Metadata:
         "texts": {code: str(tags[code]) for code in TEXTS if isinstance(tags.get(code), str) and tags[code]},
         "software": str(tags.get(SOFTWARE, "")),
         "resolution": _resolution(tags),
-        "axes": tiff.series[0].axes,
     }
     description, attributes = page.description, dict[str, Any]()
     size, unit, alone = _of_resolution(details["resolution"])
@@ -136,11 +135,8 @@ def tiff_options(file: NewVolume) -> tuple[dict[str, Any], dict[str, Any]]:
         options["metadata"] = _json(file, notes, details)
         if kept.description:
             options["description"] = kept.description.encode()
-    return {
-        "imagej": form == "imagej",
-        "ome": form == "ome" and "description" not in options,
-        "byteorder": kept.byteorder,
-    }, options
+    ome = form == "ome" and "description" not in options
+    return {"imagej": form == "imagej", "ome": ome, "byteorder": kept.byteorder}, options
 
 
 def _json(file: NewVolume, notes: Mapping[str, Any], details: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,7 +190,6 @@ def _changed_ome(xml: str, file: NewVolume, notes: Mapping[str, Any]) -> bytes |
     pixels = images[0].find(f"{space}Pixels") if images else None
     if pixels is None:
         return None
-    image = images[0]
     for other in images[1:]:
         root.remove(other)
     root.attrib.pop("UUID", None)
@@ -211,7 +206,7 @@ def _changed_ome(xml: str, file: NewVolume, notes: Mapping[str, Any]) -> bytes |
     place = len(pixels.findall(f"{space}Channel"))
     pixels.insert(place, ElementTree.Element(f"{space}TiffData", IFD="0", PlaneCount=str(file.shape[0])))
     if notes:
-        _annotate(root, space, image, json.dumps(notes[NOTES]))
+        _annotate(root, space, images[0], json.dumps(notes[NOTES]))
     return ElementTree.tostring(root, encoding="utf-8", xml_declaration=True)
 
 

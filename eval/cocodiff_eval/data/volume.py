@@ -25,10 +25,11 @@ import numpy as np
 from cocodiff.config.errors import UserError
 from cocodiff.config.files import irregular
 
-# Of each voxel of a slice at work, at least: the slice normalised and filled, in float64.
-WORKING_BYTES = 16
+WORKING_BYTES = 16  # of each voxel of a slice at work, at least: the slice normalised and filled, in float64
 MOST_LISTED = 8  # of a file's datasets
 MOST_VALUES = 10_000  # of an attribute that is kept as plain data
+Triple = tuple[int, int, int]  # along slices, rows and columns
+Reader = Callable[[int], np.ndarray]  # gives the slice of a number, [Y, X]
 NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}  # in JSON, as Zarr writes fill values
 
 
@@ -62,13 +63,18 @@ class Metadata:
 class Region:
     """The part of a volume that is restored: from `start` to before `stop`, each [slice, row, column]."""
 
-    start: tuple[int, int, int]
-    stop: tuple[int, int, int]
+    start: Triple
+    stop: Triple
 
     @property
-    def shape(self) -> tuple[int, int, int]:
+    def shape(self) -> Triple:
         slices, rows, columns = (stop - start for start, stop in zip(self.start, self.stop, strict=True))
         return slices, rows, columns
+
+
+def start_of(region: Region | None) -> Triple:
+    """[slice, row, column] in the input at which a region of it begins; a result without a region is all of it."""
+    return region.start if region is not None else (0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -79,14 +85,14 @@ class RawVolume:
 
     path: str
     stem: str
-    shape: tuple[int, int, int]
+    shape: Triple
     dtype: np.dtype
     ndim: int
-    reader: Callable[[int], np.ndarray]
+    reader: Reader
     metadata: Metadata = field(default_factory=Metadata)
     labels: bool = False
     region: Region | None = None
-    whole: tuple[int, int, int] | None = None
+    whole: Triple | None = None
 
     def cropped(self, region: Region) -> RawVolume:
         """The part of this volume in a region that lies inside it."""
@@ -106,10 +112,10 @@ class NewVolume:
     """
 
     path: Path
-    shape: tuple[int, int, int]
+    shape: Triple
     dtype: np.dtype
     ndim: int
-    read: Callable[[int], np.ndarray]
+    read: Reader
     metadata: Metadata = field(default_factory=Metadata)
     provenance: Mapping[str, Any] = field(default_factory=dict)
     region: Region | None = None
@@ -194,8 +200,7 @@ class Slabs:
     def slice(self, index: int) -> np.ndarray:
         if not self.first <= index < self.first + len(self.kept):
             first = index - index % self.depth
-            self.kept = self.read(first, min(first + self.depth, self.slices))
-            self.first = first
+            self.first, self.kept = first, self.read(first, min(first + self.depth, self.slices))
         return np.asarray(self.kept[index - self.first])
 
 
@@ -291,7 +296,7 @@ def check_memory(path: str, shape: tuple[int, ...], itemsize: int, working: int 
         )
 
 
-def as_volume_shape(shape: tuple[int, ...], path: str) -> tuple[int, int, int]:
+def as_volume_shape(shape: tuple[int, ...], path: str) -> Triple:
     """[Y, X] or [N, Y, X] as [N, Y, X]; anything else is a UserError."""
     if len(shape) == 2:
         return (1, shape[0], shape[1])
@@ -372,15 +377,12 @@ def _ends(option: str, word: str, side: int, volume: RawVolume) -> tuple[int, in
 def matched(volume: RawVolume, of: RawVolume) -> RawVolume:
     """What of a mask or a truth belongs to a region: of one with the shape of the whole volume that part, of any other
     all. of: the input, or a region of it."""
-    if of.region is None or of.whole is None:
+    region, whole = of.region, of.whole
+    if region is None or whole is None or volume.shape[1:] != whole[1:]:
         return volume
-    fits = volume.shape[1:] == of.whole[1:] and (volume.ndim == 2 or volume.shape == of.whole)
-    if not fits:
-        return volume
-    region = of.region
     if volume.ndim == 2:
-        region = Region((0, *region.start[1:]), (1, *region.stop[1:]))
-    return volume.cropped(region)
+        return volume.cropped(Region((0, *region.start[1:]), (1, *region.stop[1:])))
+    return volume.cropped(region) if volume.shape == whole else volume
 
 
 _UNITS = """meter m 1, yottameter Ym 1e24, zettameter Zm 1e21, exameter Em 1e18, petameter Pm 1e15, terameter Tm 1e12,
@@ -406,7 +408,7 @@ def unit_name(text: str) -> str:
 
 
 def unit_symbol(name: str) -> str:
-    """The symbol of a unit that UDUNITS spells so, as OME-XML has it; a unit that is not known stays as it is."""
+    """As OME-XML has it, of a unit that UDUNITS spells so; a unit that is not known stays as it is."""
     return LENGTHS[name][0] if name in LENGTHS else name
 
 

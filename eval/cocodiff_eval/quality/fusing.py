@@ -150,16 +150,16 @@ def choose_axes(
         weights_AP = mixture.weights(apart, values_AP.shape[1])
         return mixture, weights_AP.mean(axis=1), float(np.square((weights_AP * values_AP).sum(axis=0)).mean())
 
-    best: tuple[tuple[bool, int, float], dict[str, float]] | None = None
+    tried = []
     for count in range(1, min(most, len(errors)) + 1):
         for axes in filter(allowed, combinations(errors, count)):
             mixture, weights_A, mse = learnt({axis: errors[axis] for axis in axes} | {**others})
             idle = bool((weights_A[:count] < LEAST_WEIGHT).any())
             worth = idle, count if idle else -count, mse
-            if best is None or worth < best[0]:
-                best = worth, dict(zip(mixture.names, weights_A.tolist(), strict=True))
-    assert best is not None, "a set of axes is allowed"
-    kept = [name for name, weight in best[1].items() if name in {*errors, *apart} or weight >= LEAST_OTHER]
+            tried.append((worth, dict(zip(mixture.names, weights_A.tolist(), strict=True))))
+    assert tried, "a set of axes is allowed"
+    _, weights = min(tried, key=lambda one: one[0])
+    kept = [name for name, weight in weights.items() if name in {*errors, *apart} or weight >= LEAST_OTHER]
     return learnt({name: {**errors, **others}[name] for name in kept})[0]
 
 
@@ -196,9 +196,9 @@ class Intervals:
     def record(self) -> dict[str, float] | None:
         """For metrics.json; None where nothing is known."""
         low, high = self.factors
-        return (
-            {"floor": float(np.min(self.floor)), "factor_50": low, "factor_90": high} if math.isfinite(high) else None
-        )
+        if not math.isfinite(high):
+            return None
+        return {"floor": float(np.min(self.floor)), "factor_50": low, "factor_90": high}
 
     @classmethod
     def calibrated(cls, errors_P: np.ndarray, spread_P: np.ndarray, depth_P: np.ndarray) -> Intervals:
@@ -328,21 +328,17 @@ def coverage(
     without a truth, and for a single sample. intervals: calibrated ones, which are judged in place of Student's, of a
     single sample as well.
     """
-    judged_YX = mask_YX if truth_YX is None else mask_YX & np.isfinite(truth_YX)
-    if truth_YX is None or (moments01.count < 2 and intervals is None) or not judged_YX.any():
-        return dict.fromkeys(COVERAGES)
-    if intervals is not None and intervals.record() is None:
+    count, judged_YX = moments01.count, mask_YX if truth_YX is None else mask_YX & np.isfinite(truth_YX)
+    unknown = count < 2 if intervals is None else intervals.record() is None
+    if truth_YX is None or unknown or not judged_YX.any():
         return dict.fromkeys(COVERAGES)
     from scipy.stats import t as student
 
-    count = moments01.count
     error = np.abs(scale.normalise(truth_YX[judged_YX]) - moments01.mean_YX[judged_YX])
     if intervals is not None:
         spread_YX = moments01.deviation_YX
         radii = {name: intervals.radius(spread_YX, share)[judged_YX] for name, share in COVERAGES.items()}
-        return {name: float(np.mean(error <= radius)) for name, radius in radii.items()}
-    deviation = moments01.deviation_YX[judged_YX] * math.sqrt(1 + 1 / count)
-    return {
-        name: float(np.mean(error <= float(student.ppf((1 + share) / 2, count - 1)) * deviation))
-        for name, share in COVERAGES.items()
-    }
+    else:
+        deviation = moments01.deviation_YX[judged_YX] * math.sqrt(1 + 1 / count)
+        radii = {name: float(student.ppf((1 + share) / 2, count - 1)) * deviation for name, share in COVERAGES.items()}
+    return {name: float(np.mean(error <= radius)) for name, radius in radii.items()}

@@ -18,6 +18,7 @@ from itertools import product
 import numpy as np
 
 from cocodiff_eval.data.reoriented import AXES
+from cocodiff_eval.data.volume import Reader, Triple
 
 COARSE = 128  # cells of a side
 REGIONS, ENOUGH = 24, 2
@@ -32,9 +33,7 @@ SPANNING = 0.9  # of a side: a part of the mask so long has no other place along
 FREE = 0.85  # of a region's cells that have to be known, and not to touch the mask
 WINDOW, RING = 5, 3  # cells: of the mean of levels, and around a region
 LIKENESS, LEAST_ALIKE = 2.0, 0.02  # how fast unlike surroundings count less, and when they do not count at all
-Triple = tuple[int, int, int]
 Box = tuple[Triple, Triple]  # start and shape
-Reader = Callable[[int], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class Hidden:
             found[np.all([(at >= begin) & (at < begin + side) for at, begin, side in sides], axis=0)] = number
         return found
 
-    def mask(self, axis: str, index: int, read: Callable[[int], np.ndarray]) -> np.ndarray:
+    def mask(self, axis: str, index: int, read: Reader) -> np.ndarray:
         """What is hidden besides the mask in slice `index` along an axis, boolean of the slice's shape.
 
         read: a slice of the mask along the same axis. A voxel of the mask itself is never hidden a second time.
@@ -80,14 +79,10 @@ class Hidden:
         for piece in self.pieces:
             inside = index - piece.target[first]
             if 0 <= inside < piece.shape[first]:
-                source, target, shape = (_without(first, one) for one in (piece.source, piece.target, piece.shape))
+                source, target, shape = (np.delete(one, first) for one in (piece.source, piece.target, piece.shape))
                 of_piece = read(piece.source[first] + inside)[_box(source, shape)]
                 found[_box(target, shape)] |= of_piece
         return found & ~own
-
-
-def _without(first: int, triple: Triple) -> list[int]:
-    return [one for place, one in enumerate(triple) if place != first]
 
 
 def _box(start: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
@@ -130,15 +125,10 @@ class Survey:
         """What a region looks like from outside: of the known cells around one that hides some cells of its box, the
         mean level, its standard deviation and the mean texture, in standard deviations of all known levels; NaN where
         none is known."""
-        box = tuple(
-            slice(max(0, at - RING), at + side + RING) for at, side in zip(start, hidden_ZYX.shape, strict=True)
-        )
+        shape = hidden_ZYX.shape
+        box = tuple(slice(max(0, at - RING), at + side + RING) for at, side in zip(start, shape, strict=True))
         known_ZYX = ~self.masked_ZYX[box]
-        inner = tuple(
-            slice(at - part.start, at - part.start + side)
-            for at, part, side in zip(start, box, hidden_ZYX.shape, strict=True)
-        )
-        known_ZYX[inner] &= ~hidden_ZYX
+        known_ZYX[_box([at - part.start for at, part in zip(start, box, strict=True)], shape)] &= ~hidden_ZYX
         level, texture = self.level_ZYX[box][known_ZYX], self.texture_ZYX[box][known_ZYX]
         found = [level.mean(), level.std(), texture.mean()] if level.size else [np.nan] * 3
         return np.array(found) / self._unit
@@ -248,11 +238,8 @@ def _lattice(
     """A random lattice of regions in cells, and what it is worth. new_ZYX: cells that no earlier round has hidden."""
     masked_ZYX, shape = survey.masked_ZYX, survey.masked_ZYX.shape
     mean_3 = weights @ np.array([sides for _, sides in boxes], dtype=np.float64)
-    spans = mean_3 >= SPANNING * np.array(shape)
-    counts = [
-        1 if span else int(np.clip(side // (1.5 * own), 1, 4))
-        for side, own, span in zip(shape, mean_3, spans, strict=True)
-    ]
+    many_3 = np.clip(np.array(shape) // (1.5 * mean_3), 1, 4).astype(int)
+    counts = np.where(mean_3 >= SPANNING * np.array(shape), 1, many_3).tolist()
     places = [(np.arange(n) + rng.uniform(0, 1)) * side / n for n, side in zip(counts, shape, strict=True)]
     corners = [*product(*(range(n) for n in counts))]
     pieces: list[Piece] = []
@@ -271,10 +258,9 @@ def _lattice(
             if alike < LEAST_ALIKE:
                 continue
             pieces.append(Piece(source, (start[0], start[1], start[2]), sides))
-            worth, free = (
-                worth + (REPEATED * known + int((free_ZYX & new_ZYX[_box(start, sides)]).sum())) * alike,
-                free + known,
-            )
+            new = int((free_ZYX & new_ZYX[_box(start, sides)]).sum())
+            worth += (REPEATED * known + new) * alike
+            free += known
     return worth, pieces
 
 
@@ -310,9 +296,8 @@ def _tested(pieces: Sequence[Piece], slices: Mapping[str, int], rng: np.random.G
     tested = {}
     for number, axis in enumerate(AXES):
         stretches: list[tuple[int, int]] = []
-        for begin, end in sorted(
-            {(piece.target[number], piece.target[number] + piece.shape[number]) for piece in pieces}
-        ):
+        ends = {(piece.target[number], piece.target[number] + piece.shape[number]) for piece in pieces}
+        for begin, end in sorted(ends):
             if stretches and begin < stretches[-1][1]:
                 stretches[-1] = stretches[-1][0], max(end, stretches[-1][1])
             else:

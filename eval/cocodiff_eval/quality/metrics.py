@@ -78,8 +78,7 @@ def ring_correlation(
         return {}
     from scipy.ndimage import distance_transform_edt
 
-    ends = [(places.min(), places.max() + 1) for places in mask.nonzero()]
-    box = tuple(slice(*one) for one in ends)
+    box = tuple(slice(places.min(), places.max() + 1) for places in mask.nonzero())
     depth = distance_transform_edt(np.pad(mask[box], 1))[(slice(1, -1),) * mask.ndim]
     window = np.sin(np.pi / 2 * np.minimum(1.0, depth / min(TAPER, depth.max()))) ** 2
     spectra = []
@@ -244,7 +243,7 @@ class Result:
         found = {one.name: getattr(self, one.name) for one in fields(self)}
         found |= {name: links(found[name]) for name in OF_LINKS if found[name] is not None}
         found["drift"] = [dict(step) for step in self.drift] or None
-        absent = {name for name in ONLY_WHERE_KNOWN if found[name] is None}
+        absent = {name for name, value in found.items() if value is None and name not in OR_NULL}
         absent |= {*OF_SAMPLES} if self.samples is None else set()
         absent |= {"bytes_late"} if not any((self.bytes_late or {}).values()) else set()
         absent |= {"bytes_exact"} if not self.drift else set()
@@ -255,18 +254,7 @@ QUALITY = ("psnr_db", "ssim", "mse")
 OF_LINKS = ("bytes", "bytes_whole", "bytes_late", "bytes_exact")
 OF_RUN = (*QUALITY, "seconds", "bytes", "bytes_whole", "bytes_late", "cached_fraction")  # in a sweep's lines
 OF_SAMPLES = ("samples", "coverage_50", "coverage_90", "psnr_db_single", "intervals")
-# What has a field's value of None otherwise says something: null is "unknown", or "the same bits".
-ONLY_WHERE_KNOWN = (
-    "rank_seconds",
-    "replica_seconds",
-    "bytes_whole",
-    "baseline",
-    "frc",
-    "resolution",
-    "drift",
-    "cached_fraction",
-    "bytes_exact",
-)
+OR_NULL = ("mask", *QUALITY, "psnr_vs_exact_db", *OF_SAMPLES)  # null says something: "unknown", or "the same bits"
 
 
 def of_slices(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -307,33 +295,22 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for (mask, mode), group in groups.items():
         together, compared = of_slices(group), [row for row in group if row["exact_compared"]]
         told = {key: together[key] for key in (*QUALITY, "psnr_vs_exact_db")}
-        told |= {"seconds": mean([row["seconds"] for row in group])}
+        told["seconds"] = mean([row["seconds"] for row in group])
         told |= {key: together[key] for key in OF_SAMPLES if key in together}
         identical = sum(row["psnr_vs_exact_db"] is None for row in compared)
         told |= {"compared": len(compared), "identical": identical, "bytes": together["bytes"]}
         means.append({"mask": mask, "mode": mode, "n": len(group), **told})
-    baseline = [
-        {
-            "mask": mask,
-            "method": "biharmonic",
-            "n": len(by_name),
-            **{key: mean([one[key] for one in by_name.values()]) for key in (*QUALITY, "seconds")},
-        }
-        for mask, by_name in baselines.items()
-    ]
+    baseline = []
+    for mask, by_name in baselines.items():
+        told = {key: mean([one[key] for one in by_name.values()]) for key in (*QUALITY, "seconds")}
+        baseline.append({"mask": mask, "method": "biharmonic", "n": len(by_name), **told})
     return {"rows": means, "baseline": baseline}
 
 
 def metrics_document(config: Mapping[str, Any], ranks: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The whole of `metrics.json`. A setting that JSON has no number for is text: "inf"."""
-    rows = [json_ready(row) for row in rows]
-    return {
-        "schema": SCHEMA,
-        "config": {name: json_ready(value, str) for name, value in config.items()},
-        "ranks": ranks,
-        "images": rows,
-        "summary": summary(rows),
-    }
+    rows, settings = json_ready(rows), {name: json_ready(value, str) for name, value in config.items()}
+    return {"schema": SCHEMA, "config": settings, "ranks": ranks, "images": rows, "summary": summary(rows)}
 
 
 Profile = Sequence[Mapping[str, Any]]
@@ -354,12 +331,10 @@ def mean_profile(profiles: Sequence[Profile]) -> list[dict[str, Any]]:
 
 def _mean(values: Sequence[Any]) -> Any:
     there = [value for value in values if value is not None]
-    if not there:
-        return None
-    if isinstance(there[0], Mapping):
+    if there and isinstance(there[0], Mapping):
         names = dict.fromkeys(name for value in there for name in value)
         return {name: sum(value.get(name, 0.0) for value in there) / len(there) for name in names}
-    return sum(there) / len(there)
+    return mean(there)
 
 
 # Figures of the report ------------------------------------------------------------------------------------------------

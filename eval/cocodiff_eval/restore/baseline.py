@@ -27,8 +27,7 @@ def biharmonic(image01_YX: np.ndarray, mask_YX: np.ndarray) -> np.ndarray:
     known01_YX = np.where(mask_YX, 0.0, image01_YX).astype(np.float64)
     if not mask_YX.any():
         return known01_YX
-    smooth_YX = _solve(known01_YX, mask_YX)
-    return np.where(mask_YX, smooth_YX, known01_YX)
+    return np.where(mask_YX, _solve(known01_YX, mask_YX), known01_YX)
 
 
 def _solve(known_YX: np.ndarray, mask_YX: np.ndarray) -> np.ndarray:
@@ -38,7 +37,6 @@ def _solve(known_YX: np.ndarray, mask_YX: np.ndarray) -> np.ndarray:
         return np.asarray(inpaint_biharmonic(known_YX, mask_YX))
     coarse, weight = downsample(known_YX, (~mask_YX).astype(np.float64))
     hidden = weight < 0.5
-    coarse = np.where(weight > 0, coarse, 0.0)
     solved = _solve(coarse, hidden) if hidden.any() else fill_from_outside(coarse, weight == 0)
     return upsample(solved, (known_YX.shape[0], known_YX.shape[1]))
 

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cocodiff.config.errors import UserError
@@ -33,6 +34,7 @@ def schedule_at(steps: int, strength: float) -> tuple[int, float]:
     return total, (running - 0.5) / total
 
 
+@dataclass(eq=False)
 class PipelineInpainter:
     """Restores batches of grey images with a diffusers pipeline: one that takes `image`, `mask_image` and `strength`,
     or one that generates images or videos, in which what is known is kept (`known_regions.py`).
@@ -49,30 +51,23 @@ class PipelineInpainter:
     fresh      share of each step's noise that is drawn anew, where known latents are kept
     """
 
-    def __init__(
-        self,
-        pipe: Any,
-        arguments: Callable[[int], dict[str, Any]],
-        steps: int,
-        seed: int,
-        on_step: Callable[[int], None] | None = None,
-        side: int | None = None,
-        frames: int = 1,
-        fresh: float = 1.0,
-    ) -> None:
-        self.pipe = pipe
-        self.arguments = arguments
-        self.steps = steps
-        self.seed = seed
-        self.on_step = on_step
-        self.multiple, native = side_multiple(pipe), side or own_size(pipe)
+    pipe: Any
+    arguments: Callable[[int], dict[str, Any]]
+    steps: int
+    seed: int
+    on_step: Callable[[int], None] | None = None
+    side: int | None = None
+    frames: int = 1
+    fresh: float = 1.0
+
+    def __post_init__(self) -> None:
+        self.multiple, native = side_multiple(self.pipe), self.side or own_size(self.pipe)
         self.native_size = native - native % self.multiple
         # Small models were seen to do better on thin images as they are than on reflections around them.
         self.thin = self.native_size <= SMALL_MODEL
-        takes = inspect.signature(type(pipe).__call__).parameters
+        takes = inspect.signature(type(self.pipe).__call__).parameters
         self.keeps, self.makes_video = "mask_image" in takes, "num_frames" in takes
-        self.fresh = fresh
-        self.frames = frames if self.makes_video else 1
+        self.frames = self.frames if self.makes_video else 1
         self._layouts: dict[tuple[int, ...], LatentLayout] = {}
 
     def __call__(self, images_BHW: Tensor, masks_BHW: Tensor, strength: float, noise_keys: Sequence[int]) -> Tensor:
@@ -132,9 +127,9 @@ class PipelineInpainter:
     ) -> tuple[dict[str, Any], AbstractContextManager[None]]:
         """What a call takes for what is known, and what it runs in. start: steps that are left away."""
         _, frames, height, width = images_BFHW.shape
-        given: dict[str, Any] = {"height": height, "width": width} | (
-            {"num_frames": frames} if self.makes_video else {}
-        )
+        given: dict[str, Any] = {"height": height, "width": width}
+        if self.makes_video:
+            given["num_frames"] = frames
         if self.keeps:
             given |= {"image": images_BFHW.expand(-1, 3, -1, -1).contiguous(), "mask_image": masks_BFHW.contiguous()}
             return given | {"strength": schedule_at(self.steps, strength)[1]}, nullcontext()

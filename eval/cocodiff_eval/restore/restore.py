@@ -8,15 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from cocodiff_eval.data.intensity import downsample, fill_from_outside, upsample
-from cocodiff_eval.restore.tiling import (
-    Level,
-    RestorationPlan,
-    Tile,
-    TilePass,
-    TilingSettings,
-    plan_restoration,
-    tile_window,
-)
+from cocodiff_eval.restore.tiling import Level, RestorationPlan, TilePass, TilingSettings, plan_restoration, tile_window
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,23 +18,18 @@ PASS_KEYS = 1 << 20  # noise keys of a pass of tiles; a level has two passes
 
 
 class Inpainter(Protocol):
-    """A model that restores the masked part of square images of one size, or of videos of them."""
+    """A model that restores the masked part of square images of one size, or of videos of them.
 
-    @property
-    def frames(self) -> int:
-        """Frames of a video at most; 1 of a model that makes images."""
+    frames       of a video at most; 1 of a model that makes images
+    native_size  side of the images in voxels, e.g. 96 or 1024; a multiple of `multiple`
+    multiple     sides must be multiples of this, e.g. 8 or 16
+    thin         whether it restores images that are thinner than its own size as well as others
+    """
 
-    @property
-    def native_size(self) -> int:
-        """Side of the images in voxels, e.g. 96 or 1024; a multiple of `multiple`."""
-
-    @property
-    def multiple(self) -> int:
-        """Sides must be multiples of this, e.g. 8 or 16."""
-
-    @property
-    def thin(self) -> bool:
-        """Whether it restores images that are thinner than its own size as well as others."""
+    frames: int
+    native_size: int
+    multiple: int
+    thin: bool
 
     def __call__(self, images_BHW: Tensor, masks_BHW: Tensor, strength: float, noise_keys: Sequence[int]) -> Tensor:
         """float32 [0, 1] in and out, of videos [B, F, H, W]; masks are 1 where to restore. Equal keys draw equal noise,
@@ -98,14 +85,14 @@ def restore_slices(
     videos: list[tuple[int, ...]] = [(number,) for number in numbers]
     if inpainter.frames > 1:
         videos = [cut for one in dict.fromkeys(samples) for cut in _cuts(samples, one, inpainter.frames)]
-    started: list[Restoration] = [None] * len(images_YX)  # type: ignore[list-item]
+    started: dict[int, Restoration] = {}
     for video in videos:
         mask_YX = np.logical_or.reduce([masks_YX[number] for number in video])
         plan = plan_slice(mask_YX, inpainter, batch, settings) if mask_YX.any() else None
         for number in video:
             one = images_YX[number], masks_YX[number], plan, len(video) > 1
             started[number] = _restoration(*one, samples[number], limits)
-    restored: list[np.ndarray | None] = [None] * len(started)
+    restored: dict[int, np.ndarray] = {}
     waiting: dict[int, Request] = {}
 
     def proceed(number: int, outputs: np.ndarray | None) -> None:
@@ -127,7 +114,7 @@ def restore_slices(
             for frame, number in enumerate(video):
                 proceed(number, outputs[first : first + count, frame])
             first += count
-    return [one_YX for one_YX in restored if one_YX is not None]
+    return [restored[number] for number in numbers]
 
 
 def _cuts(samples: Sequence[int], sample: int, frames: int) -> list[tuple[int, ...]]:
@@ -216,30 +203,22 @@ def _run_pass(
     image_padded = np.pad(image, padding, mode="symmetric")
     hidden_padded = np.pad(tile_pass.hidden_YX & unknown_YX, padding, mode="symmetric")
     labels_padded = np.pad(np.where(unknown_YX, level.labels_YX, 0), padding)  # reflections are never written
-    total = np.zeros(level.padded)
-    weights = np.zeros(level.padded)
-    key = keys_from
+    total, weights = np.zeros(level.padded), np.zeros(level.padded)
+    key, (rows, columns) = keys_from, plan.tile
     for tiles in tile_pass.batches:
         keys = range(key, key + len(tiles))
         key += len(tiles)
-        windows = [tile_window(tile, level.padded, plan.tile, plan.overlap) for tile in tiles]
-        places = [_window(tile, plan.tile) for tile in tiles]
-        images = [image_padded[here] for here in places]
-        hidden = [hidden_padded[here] for here in places]
+        places = [np.s_[tile.row : tile.row + rows, tile.column : tile.column + columns] for tile in tiles]
+        images, hidden = ([whole[here] for here in places] for whole in (image_padded, hidden_padded))
         outputs = yield Request(images, hidden, tile_pass.strength, keys)
-        for number, (tile, here) in enumerate(zip(tiles, places, strict=True)):
-            matched = match_surroundings(outputs[number], images[number], hidden[number])
-            weight = windows[number]
-            weight = weight * np.isin(labels_padded[here], tile.holes)
-            total[here] += weight * matched
+        for tile, here, *of_tile in zip(tiles, places, outputs, images, hidden, strict=True):
+            window = tile_window(tile, level.padded, plan.tile, plan.overlap)
+            weight = window * np.isin(labels_padded[here], tile.holes)
+            total[here] += weight * match_surroundings(*of_tile)
             weights[here] += weight
     blended = np.divide(total, weights, out=image_padded.copy(), where=weights > 0)
     (top, _), (left, _) = padding
     return blended[top : top + level.shape[0], left : left + level.shape[1]]
-
-
-def _window(tile: Tile, shape: tuple[int, int]) -> tuple[slice, slice]:
-    return (slice(tile.row, tile.row + shape[0]), slice(tile.column, tile.column + shape[1]))
 
 
 def _call(inpainter: Inpainter, videos: Sequence[Sequence[Request]]) -> np.ndarray:

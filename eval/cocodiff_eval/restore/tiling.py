@@ -9,7 +9,7 @@ tiles.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -86,7 +86,7 @@ class _Holes:
 
 
 @dataclass(frozen=True)
-class _Grid:
+class Level:
     """The mask at one resolution: exponent 0 is the slice itself, each next one has half as many rows and columns.
 
     shape       [Y, X] of the level
@@ -94,6 +94,7 @@ class _Grid:
     tile        rows and columns of a tile
     mask_YX     voxels that are mostly unknown
     labels_YX   the number of the hole each belongs to, 0 outside the mask
+    passes      of tiles that are restored on it, once they are planned
     """
 
     exponent: int
@@ -102,6 +103,7 @@ class _Grid:
     tile: tuple[int, int]
     mask_YX: np.ndarray
     labels_YX: np.ndarray
+    passes: tuple[TilePass, ...] = ()
 
     @property
     def padded(self) -> tuple[int, int]:
@@ -133,13 +135,6 @@ class _Grid:
         boxes_K4 = np.array(corners, dtype=np.int64).reshape(-1, 4)
         depth_K = np.asarray(ndimage.maximum(depth_YX, self.labels_YX, labels_K), dtype=np.float64).reshape(-1)
         return _Holes(labels_K, boxes_K4, depth_K)
-
-
-@dataclass(frozen=True)
-class Level(_Grid):
-    """One resolution with the tiles that are restored on it."""
-
-    passes: tuple[TilePass, ...]
 
 
 @dataclass(frozen=True)
@@ -179,31 +174,30 @@ def plan_restoration(
     return RestorationPlan(tile, overlap, levels)
 
 
-def _grids(mask_YX: np.ndarray, native: int, tile: tuple[int, int]) -> list[_Grid]:
+def _grids(mask_YX: np.ndarray, native: int, tile: tuple[int, int]) -> list[Level]:
     """The mask and its numbered holes on every level, until the whole slice fits a tile."""
     from scipy import ndimage
 
     labels_YX, _ = ndimage.label(mask_YX, structure=np.ones((3, 3)))
     known_YX = (~mask_YX).astype(np.float64)
-    grids = [_Grid(0, (mask_YX.shape[0], mask_YX.shape[1]), native, tile, mask_YX.copy(), labels_YX)]
+    grids = [Level(0, (mask_YX.shape[0], mask_YX.shape[1]), native, tile, mask_YX.copy(), labels_YX)]
     while max(grids[-1].shape) > native:
         finer = grids[-1]
         shape = halve_shape(finer.shape)
         known_YX = downsample(known_YX, np.ones_like(known_YX))[0]
-        coarse_mask_YX = known_YX < 0.5
         even = np.zeros((2 * shape[0], 2 * shape[1]), dtype=labels_YX.dtype)
         even[: finer.shape[0], : finer.shape[1]] = labels_YX
         labels_YX = even.reshape(shape[0], 2, shape[1], 2).max(axis=(1, 3))
         # A sample can be mostly unknown though its own four are not: it then belongs to a neighbouring hole.
         near_YX = ndimage.grey_dilation(labels_YX, size=(3, 3))
         labels_YX = np.where(labels_YX > 0, labels_YX, near_YX)
-        coarse_mask_YX &= labels_YX > 0
+        coarse_mask_YX = (known_YX < 0.5) & (labels_YX > 0)
         labels = np.where(coarse_mask_YX, labels_YX, 0)
-        grids.append(_Grid(finer.exponent + 1, shape, native, tile, coarse_mask_YX, labels))
+        grids.append(Level(finer.exponent + 1, shape, native, tile, coarse_mask_YX, labels))
     return grids
 
 
-def _starts(grids: list[_Grid], settings: TilingSettings) -> np.ndarray:
+def _starts(grids: list[Level], settings: TilingSettings) -> np.ndarray:
     """For each label the level on which its hole is restored from noise, [labels + 1].
 
     It is the finest level where the hole fits, or the last on which it exists.
@@ -222,7 +216,7 @@ def _starts(grids: list[_Grid], settings: TilingSettings) -> np.ndarray:
     return starts
 
 
-def _level(grid: _Grid, starts: np.ndarray, overlap: int, batch: int, settings: TilingSettings) -> Level:
+def _level(grid: Level, starts: np.ndarray, overlap: int, batch: int, settings: TilingSettings) -> Level:
     labels_K = grid.holes.labels_K
     older_K = labels_K[starts[labels_K] > grid.exponent]
     fresh = grid.holes.only(starts[labels_K] == grid.exponent)
@@ -237,10 +231,10 @@ def _level(grid: _Grid, starts: np.ndarray, overlap: int, batch: int, settings: 
         tiles = tuple(_grid_tiles(grid, older_K, overlap))
         strength = min(settings.refine_strength, settings.strength)
         passes.append(TilePass(strength, hidden_YX, tiles, batch))
-    return Level(grid.exponent, grid.shape, grid.native, grid.tile, grid.mask_YX, grid.labels_YX, tuple(passes))
+    return replace(grid, passes=tuple(passes))
 
 
-def _tiles_from_noise(grid: _Grid, fresh: _Holes, overlap: int, settings: TilingSettings) -> tuple[Tile, ...]:
+def _tiles_from_noise(grid: Level, fresh: _Holes, overlap: int, settings: TilingSettings) -> tuple[Tile, ...]:
     """A tile around each hole that fits one, shared with the holes near it; a grid over the long and thin."""
     native = grid.native
     if grid.padded == grid.tile:
@@ -270,7 +264,7 @@ def _centred(start: int, stop: int, side: int, length: int) -> int:
     return min(max((start + stop - side) // 2, 0), length - side)
 
 
-def _company(waiting: _Holes, grid: _Grid, margin: int) -> np.ndarray:
+def _company(waiting: _Holes, grid: Level, margin: int) -> np.ndarray:
     """Which holes share a tile with the first one (the topmost) and have `margin` of context there; boolean [K].
 
     The first one lies at the window's upper margin; of three places to the left and right the fullest is taken.
@@ -319,10 +313,9 @@ def tile_window(tile: Tile, padded: tuple[int, int], shape: tuple[int, int], ove
     return rows[:, None] * columns[None, :]
 
 
-def _grid_tiles(grid: _Grid, labels_K: np.ndarray, overlap: int) -> Iterator[Tile]:
+def _grid_tiles(grid: Level, labels_K: np.ndarray, overlap: int) -> Iterator[Tile]:
     """Tiles of an even grid that write at least one voxel of the given labels, row by row."""
-    wanted_YX = np.where(np.isin(grid.labels_YX, labels_K), grid.labels_YX, 0)
-    wanted_YX = np.pad(wanted_YX, grid.padding)
+    wanted_YX = np.pad(np.where(np.isin(grid.labels_YX, labels_K), grid.labels_YX, 0), grid.padding)
     for row in axis_starts(grid.padded[0], grid.tile[0], overlap):
         for column in axis_starts(grid.padded[1], grid.tile[1], overlap):
             here = wanted_YX[row : row + grid.tile[0], column : column + grid.tile[1]]
