@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import struct
@@ -121,10 +122,9 @@ def open_mrc(file: str) -> RawVolume:
 def write_mrc(new: NewVolume) -> None:
     """Of the statistics in the header, which would need another pass, it says that they are not known."""
     library, metadata = _mrcfile(), new.metadata
-    try:
+    mode = -1
+    with contextlib.suppress(ValueError):
         mode = library.utils.mode_from_dtype(new.dtype)
-    except ValueError:
-        mode = -1
     if mode < 0 or library.utils.dtype_from_mode(mode) != new.dtype:
         raise UserError(f"{new.path}: MRC files hold no {new.dtype.name}: choose another --format")
     with library.new_mmap(str(new.path), new.stored_shape, mode, overwrite=True) as file:

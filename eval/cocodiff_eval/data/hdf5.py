@@ -27,8 +27,8 @@ from cocodiff_eval.data.volume import (
     Metadata,
     NewVolume,
     RawVolume,
-    Slabs,
     as_volume_shape,
+    by_slabs,
     filled,
     format_shape,
     kept_alone,
@@ -78,11 +78,9 @@ def open_hdf5(file: str, dataset: str | None, follow_links: bool) -> RawVolume:
             node = h5[dataset]
             return np.asarray(node[first:end] if len(shape) == 3 else node[()][None])
 
-    slabs = Slabs(read, volume_shape, dtype.itemsize, depth)
-    name = f"{Path(file).stem}_{dataset.strip('/')}"
-    return RawVolume(
-        f"{file}:{dataset}", name, volume_shape, dtype.newbyteorder("="), len(shape), slabs.slice, metadata
-    )
+    name, native = f"{Path(file).stem}_{dataset.strip('/')}", dtype.newbyteorder("=")
+    reader = by_slabs(read, volume_shape, dtype.itemsize, depth)
+    return RawVolume(f"{file}:{dataset}", name, volume_shape, native, len(shape), reader, metadata)
 
 
 def _default(h5: Any, follow_links: bool) -> str | None:
@@ -381,12 +379,10 @@ def _is_small(dataset: Any) -> bool:
 def _copy_attributes(old: Any, new: Any) -> None:
     """All but references to objects, which mean nothing in another file."""
     for name in old.attrs:
-        try:
+        with contextlib.suppress(TypeError, ValueError, OSError):  # types that h5py has not
             value = old.attrs[name]
             if h5py.check_ref_dtype(getattr(value, "dtype", np.dtype("u1"))) is None and not _holds_references(value):
                 new.attrs.create(name, value, dtype=old.attrs.get_id(name).dtype)
-        except (TypeError, ValueError, OSError):  # types that h5py has not
-            continue
 
 
 def _holds_references(value: Any) -> bool:

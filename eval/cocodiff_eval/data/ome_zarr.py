@@ -20,8 +20,8 @@ from cocodiff.config.files import irregular
 from cocodiff_eval.data.volume import (
     Metadata,
     RawVolume,
-    Slabs,
     as_volume_shape,
+    by_slabs,
     check_memory,
     filled,
     format_shape,
@@ -109,9 +109,9 @@ def open_zarr(store: str, inner: str) -> RawVolume:
 
     def checked(index: int) -> np.ndarray:
         with reading(f"{path}: slice {index} cannot be read", "copy or save it again"):
-            return slabs.slice(index)
+            return kept(index)
 
-    slabs = Slabs(read, volume_shape, dtype.itemsize, array.chunks[lead] if ndim == 3 else 1)
+    kept = by_slabs(read, volume_shape, dtype.itemsize, array.chunks[lead] if ndim == 3 else 1)
     metadata = _metadata(store, inner, node, array, image, lead)
     labels = "labels" in inner.split("/")[:-1] or "image-label" in of_ngff(node.attrs.asdict())
     return RawVolume(path, _stem(store, inner), volume_shape, dtype.newbyteorder("="), ndim, checked, metadata, labels)

@@ -16,6 +16,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -26,6 +27,7 @@ from cocodiff.config.errors import UserError
 from cocodiff.config.files import irregular
 
 WORKING_BYTES = 16  # of each voxel of a slice at work, at least: the slice normalised and filled, in float64
+KEPT_BYTES = 128 * 2**20  # of slices that were decoded together
 MOST_LISTED = 8  # of a file's datasets
 MOST_VALUES = 10_000  # of an attribute that is kept as plain data
 Triple = tuple[int, int, int]  # along slices, rows and columns
@@ -179,29 +181,24 @@ def kept_alone(path: str, things: Sequence[str]) -> list[str]:
 def filled(path: str, there: int, shape: Sequence[int], chunks: Sequence[int], value: Any) -> list[str]:
     """A line about chunks of an array that are not stored. there: how many are."""
     count = math.prod(-(-side // chunk) for side, chunk in zip(shape, chunks, strict=True))
-    told = f"{path}: {count - there} of {count} chunks are not stored and are read as {value}"
-    return [told] if there < count else []
+    return (
+        [f"{path}: {count - there} of {count} chunks are not stored and are read as {value}"] if there < count else []
+    )
 
 
-class Slabs:
+def by_slabs(read: Callable[[int, int], np.ndarray], shape: Triple, itemsize: int, depth: int) -> Reader:
     """Keeps the slices that were decoded together with the last one read: chunks may hold many slices each.
 
-    depth: slices in a chunk. Where so many are larger than KEPT_BYTES, slices are read one by one.
+    read: gives the slices from a number to before another, [n, Y, X]. depth: slices in a chunk; where so many are
+    larger than KEPT_BYTES, slices are read one by one.
     """
+    depth = depth if depth * shape[1] * shape[2] * itemsize <= KEPT_BYTES else 1
 
-    KEPT_BYTES = 128 * 2**20
+    @lru_cache(maxsize=1)
+    def slab(number: int) -> np.ndarray:
+        return read(number * depth, min((number + 1) * depth, shape[0]))
 
-    def __init__(self, read: Callable[[int, int], np.ndarray], shape: Sequence[int], itemsize: int, depth: int) -> None:
-        """read: gives the slices from a number to before another, [n, Y, X]."""
-        self.read, self.slices = read, shape[0]
-        self.depth = depth if depth * shape[1] * shape[2] * itemsize <= self.KEPT_BYTES else 1
-        self.first, self.kept = 0, np.empty(0)
-
-    def slice(self, index: int) -> np.ndarray:
-        if not self.first <= index < self.first + len(self.kept):
-            first = index - index % self.depth
-            self.first, self.kept = first, self.read(first, min(first + self.depth, self.slices))
-        return np.asarray(self.kept[index - self.first])
+    return lambda index: np.asarray(slab(index // depth)[index % depth])
 
 
 def plain(value: Any) -> Any:

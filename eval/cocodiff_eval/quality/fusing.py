@@ -292,9 +292,8 @@ class Moments:
         """Those of the images of both. The order changes the last bits: callers keep to one."""
         count = self.count + other.count
         apart_YX = other.mean_YX - self.mean_YX
-        mean_YX = self.mean_YX + apart_YX * (other.count / count)
         squares_YX = self.squares_YX + other.squares_YX + np.square(apart_YX) * (self.count * other.count / count)
-        return Moments(count, mean_YX, squares_YX)
+        return Moments(count, self.mean_YX + apart_YX * (other.count / count), squares_YX)
 
     @property
     def deviation_YX(self) -> np.ndarray:

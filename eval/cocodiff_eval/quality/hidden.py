@@ -79,9 +79,9 @@ class Hidden:
         for piece in self.pieces:
             inside = index - piece.target[first]
             if 0 <= inside < piece.shape[first]:
-                source, target, shape = (np.delete(one, first) for one in (piece.source, piece.target, piece.shape))
-                of_piece = read(piece.source[first] + inside)[_box(source, shape)]
-                found[_box(target, shape)] |= of_piece
+                boxes = (piece.source, piece.target, piece.shape)
+                source, target, shape = (np.delete(one, first).tolist() for one in boxes)
+                found[_box(target, shape)] |= read(piece.source[first] + inside)[_box(source, shape)]
         return found & ~own
 
 
@@ -112,14 +112,12 @@ class Survey:
             hidden_YX = read_mask(index)
             image_YX = np.where(hidden_YX, 0.0, read(index))
             parts = np.stack([hidden_YX, ~hidden_YX, image_YX, np.square(image_YX)])
-            cells = np.add.reduceat(np.add.reduceat(parts, starts[1], axis=1), starts[2], axis=2)
-            sums[:, index // step[0]] += cells
-        masked_ZYX = sums[0] > 0
+            sums[:, index // step[0]] += np.add.reduceat(np.add.reduceat(parts, starts[1], axis=1), starts[2], axis=2)
         count, total, squares = (ndimage.uniform_filter(one, WINDOW) for one in sums[1:])
         count = np.maximum(count, 1e-12)
         level_ZYX = total / count
         texture_ZYX = np.sqrt(np.maximum(squares / count - np.square(level_ZYX), 0.0))
-        return cls(masked_ZYX, level_ZYX, texture_ZYX, step, shape)
+        return cls(sums[0] > 0, level_ZYX, texture_ZYX, step, shape)
 
     def look(self, start: Sequence[int], hidden_ZYX: np.ndarray) -> np.ndarray:
         """What a region looks like from outside: of the known cells around one that hides some cells of its box, the

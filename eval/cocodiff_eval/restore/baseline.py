@@ -98,8 +98,7 @@ def laplace(image01: np.ndarray, mask: np.ndarray) -> np.ndarray:
     entries = np.concatenate([-np.ones(sum(map(len, rows))), degree])
     at = (np.concatenate([*rows, place]), np.concatenate([*columns, place]))
     matrix = coo_matrix((entries, at), shape=(unknowns, unknowns)).tocsr()
-    start = np.full(unknowns, known[~mask].mean())
-    known[mask], _ = cg(matrix, right, x0=start, rtol=1e-4, maxiter=2000)
+    known[mask], _ = cg(matrix, right, x0=np.full(unknowns, known[~mask].mean()), rtol=1e-4, maxiter=2000)
     return known
 
 

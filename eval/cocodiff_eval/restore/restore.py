@@ -108,12 +108,10 @@ def restore_slices(
     while waiting:
         together = _sharing_a_call(waiting, batch, videos)
         outputs = _call(inpainter, [[waiting[number] for number in video] for video in together])
-        first = 0
         for video in together:
-            count = len(waiting[video[0]].images)
+            of_video, outputs = np.split(outputs, [len(waiting[video[0]].images)])
             for frame, number in enumerate(video):
-                proceed(number, outputs[first : first + count, frame])
-            first += count
+                proceed(number, of_video[:, frame])
     return [restored[number] for number in numbers]
 
 

@@ -189,8 +189,7 @@ def _grids(mask_YX: np.ndarray, native: int, tile: tuple[int, int]) -> list[Leve
         even[: finer.shape[0], : finer.shape[1]] = labels_YX
         labels_YX = even.reshape(shape[0], 2, shape[1], 2).max(axis=(1, 3))
         # A sample can be mostly unknown though its own four are not: it then belongs to a neighbouring hole.
-        near_YX = ndimage.grey_dilation(labels_YX, size=(3, 3))
-        labels_YX = np.where(labels_YX > 0, labels_YX, near_YX)
+        labels_YX = np.where(labels_YX > 0, labels_YX, ndimage.grey_dilation(labels_YX, size=(3, 3)))
         coarse_mask_YX = (known_YX < 0.5) & (labels_YX > 0)
         labels = np.where(coarse_mask_YX, labels_YX, 0)
         grids.append(Level(finer.exponent + 1, shape, native, tile, coarse_mask_YX, labels))
