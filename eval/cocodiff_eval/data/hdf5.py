@@ -108,9 +108,7 @@ def find_frames(group: Any) -> list[str]:
         if match is None or "bak" in match["stem"] or "drk" in match["stem"]:
             continue
         node = group[name] if isinstance(group.get(name, getlink=True), h5py.HardLink) else None
-        if not isinstance(node, h5py.Dataset) or node.shape is None:
-            continue
-        if node.ndim == 2 or (node.ndim == 3 and node.shape[0] == 1):
+        if isinstance(node, h5py.Dataset) and node.ndim in (2, 3) and node.shape[:-2] in ((), (1,)):
             found.append(([int(number) for number in re.findall(r"\d+", match["numbers"])], name))
     return [name for _, name in sorted(found)] if len(found) > 1 or NOTES in group.attrs else []
 
@@ -141,9 +139,8 @@ def _open_frames(file: str, group: Any, frames: list[str], follow_links: bool) -
 def read_metadata(dataset: Any, file: str, name: str) -> Metadata:
     """What a dataset's attributes say, and those of its group: a voxel's size as Fiji writes it (`element_size_um`) or
     as ALS 8.3.2 does (`pxsize`, in mm)."""
-    attributes, of_group = (
-        plain({one: _attribute(node, one) for one in node.attrs}) for node in (dataset, dataset.parent)
-    )
+    attributes = plain({name: _attribute(dataset, name) for name in dataset.attrs})
+    of_group = plain({name: _attribute(dataset.parent, name) for name in dataset.parent.attrs})
     sides, unit = attributes.get("element_size_um"), "micrometer"
     if sides is None and "unit" in attributes:  # of a result whose input has none
         sides, unit = attributes.get("voxel_size"), attributes["unit"]
@@ -187,8 +184,7 @@ def _list_datasets(h5: Any) -> str:
 
 
 def _find(h5: Any, path: str, follow_links: bool) -> Any:
-    """The object of a path, link by link; None where there is none. Soft links lead on within a file; another file is a
-    UserError unless `follow_links`."""
+    """Of a path, link by link; None where there is none. Another file is a UserError unless `follow_links`."""
     node, names, led_on = h5, path.split("/"), 0
     while names:
         name = names.pop(0)

@@ -253,9 +253,8 @@ def compose_native(
         # Through Python integers at the ends: float64 cannot hold the largest 64-bit ones.
         inside = np.rint(restored_YX[mask_YX])
         native = np.where(inside >= float(limits.max), limits.max, 0).astype(original_YX.dtype)
-        fits = (inside < float(limits.max)) & (inside >= float(limits.min))
-        native[fits] = inside[fits].astype(original_YX.dtype)
-        native[inside < float(limits.min)] = limits.min
+        fits = inside < float(limits.max)
+        native[fits] = np.maximum(inside[fits], float(limits.min)).astype(original_YX.dtype)
     else:
         limit = np.finfo(original_YX.dtype)
         native = np.clip(restored_YX[mask_YX], float(limit.min), float(limit.max)).astype(original_YX.dtype)

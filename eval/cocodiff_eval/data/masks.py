@@ -138,8 +138,7 @@ def _mask_from_file(volume: RawVolume, stack: Stack, progress: Progress, along_z
 
 
 def _check_values(volume: RawVolume, progress: Progress, along_z: bool) -> tuple[int, frozenset[int]]:
-    """Two values at most, and in some slice something to restore and something outside it. How many such slices there
-    are, and those that are masked wholly."""
+    """How many slices have something to restore and something outside it, and those that are masked wholly."""
     values, full, hidden = set[float](), list[int](), 0
     for index in progress(range(volume.shape[0]), f"reading {volume.stem}"):
         slice_YX = np.asarray(volume.reader(index))

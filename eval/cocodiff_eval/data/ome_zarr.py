@@ -259,8 +259,7 @@ def check_transforms(image: Mapping[str, Any], count: int, path: str) -> None:
 
 
 def transform_of(owner: Mapping[str, Any], kind: str) -> list[float] | None:
-    """Along each axis the product of all scales of an image or a dataset, or the sum of all translations; None where
-    there are none."""
+    """Along each axis the product of all scales, or the sum of all translations; None where there are none."""
     given = owner.get("coordinateTransformations") or ()
     found = [[float(value) for value in one[kind]] for one in given if one.get("type") == kind and kind in one]
     along = zip(*found, strict=True)
@@ -268,9 +267,8 @@ def transform_of(owner: Mapping[str, Any], kind: str) -> list[float] | None:
 
 
 def leading(axes: Sequence[Mapping[str, Any]], shape: Sequence[int], path: str) -> int:
-    """How many axes stand before slices, rows and columns: time and channel, or where axes are not told all before the
-    last three. Raises UserError where one of them is longer than 1, and where slices, rows and columns are not the last
-    in this order."""
+    """How many axes stand before slices, rows and columns: time and channel, or where axes are not told all but three.
+    Raises UserError where one of them is longer than 1, and for slices, rows and columns in another order."""
     if axes and len(axes) != len(shape):
         raise UserError(
             f"{path}: has {len(axes)} axes ({_listed(axes)}), and its array {len(shape)} dimensions "

@@ -50,8 +50,7 @@ class ZarrStore:
                 array[self._place(index)] = image_YX
 
     def smaller(self, above: Any, shape: Triple, index: int) -> np.ndarray:
-        """A slice of the next level [Y, X]: means of up to 2 x 2 x 2 voxels, fewer at the ends of odd sides. above: the
-        level before, of this shape."""
+        """A slice of the next level [Y, X]: means of up to 2 x 2 x 2 voxels of the level before, `above`."""
         step, dtype = self.step[0], self.new.dtype
         together = range(step * index, min(step * (index + 1), shape[0]))
         images = [halve(self.get(above, one).astype(np.float64)) for one in together]
@@ -127,8 +126,7 @@ class ZarrStore:
         return [*lead, *({"name": name, "type": "space", **unit} for name in "zyx"[-self.new.ndim :])]
 
     def _transforms(self, level: int) -> list[dict[str, Any]]:
-        """Scale and translation of a level: the input's of its level 0, moved to the region, and to the middle of the
-        voxels that became one."""
+        """The input's scale and translation, moved to the region and to the middle of the voxels that became one."""
         lead, ndim = self.lead, self.new.ndim
         given: Mapping[str, Any] = (self.image.get("datasets") or [{}])[0]
         size = None if self.image else self.new.metadata.voxel_size

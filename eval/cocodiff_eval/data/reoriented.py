@@ -135,8 +135,7 @@ def turn(read: Reader, copies: Sequence[Reoriented], progress: Progress = unwatc
 
 @dataclass(frozen=True)
 class Restored:
-    """What was restored in slices along an axis: a float32 for each masked voxel, in a file. Any process may write any
-    slice."""
+    """A float32 for each masked voxel, restored in slices along an axis, in a file. Any process may write any slice."""
 
     path: Path
     axis: str

@@ -106,8 +106,7 @@ def open_stacks(paths: Sequence[str], follow_links: bool = False, part: Part = W
 
 
 def open_truth(path: str, stack: Stack, follow_links: bool = False) -> Stack:
-    """Open the known original of `stack`, or of the volume that it is a part of; it may have another dtype, never
-    another shape (UserError)."""
+    """Open the known original of `stack` or of its whole volume; another dtype is fine, another shape a UserError."""
     truth = open_stack(path, follow_links=follow_links)
     volume = matched(truth.volume, stack.volume)
     truth = replace(truth, volume=volume, shape=volume.shape)

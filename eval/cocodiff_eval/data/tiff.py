@@ -24,7 +24,6 @@ from cocodiff_eval.data.volume import (
     Metadata,
     NewVolume,
     RawVolume,
-    Triple,
     as_volume_shape,
     check_file,
     check_memory,
@@ -66,7 +65,6 @@ def open_tiff(file: str) -> RawVolume:
     first = series[0]
     if first.dtype is None:
         raise UserError(f"{file}: the TIFF's sample type is unknown; save it as 8 or 16 bit or as float32")
-    reader = _TiffReader(file)
     # NumPy has two names for integers of 64 bits, of which Zarr's library knows the one.
     stem, dtype = Path(file).stem, np.dtype(first.dtype.newbyteorder("=").str)
     # A stack of 3 or 4 slices, saved without saying so, is marked as the planes of one colour image (SYX); colour
@@ -75,7 +73,7 @@ def open_tiff(file: str) -> RawVolume:
         if first.axes != "YXS" or len(series) > 1:
             raise UserError(f"{file}: a stack of colour images {format_shape(first.shape)}; save it as grey")
         check_memory(file, first.shape, dtype.itemsize)
-        image_YX = same_channels(reader.whole(), file)
+        image_YX = same_channels(_TiffReader(file, first.shape).whole(), file)
         return RawVolume(file, stem, as_volume_shape(image_YX.shape, file), dtype, 2, lambda index: image_YX, metadata)
     shape = tuple(first.shape)
     if len(series) > 1:  # pages appended one by one
@@ -88,9 +86,7 @@ def open_tiff(file: str) -> RawVolume:
     check_memory(file, volume_shape[1:], dtype.itemsize)
     if first.dataoffset is None and sum(len(one.pages) for one in series) != volume_shape[0]:
         check_memory(file, volume_shape, dtype.itemsize, working=0)  # one compressed volume is read as a whole
-    return RawVolume(
-        file, stem, volume_shape, dtype, len(shape), lambda index: reader.read(index, volume_shape), metadata
-    )
+    return RawVolume(file, stem, volume_shape, dtype, len(shape), _TiffReader(file, volume_shape).read, metadata)
 
 
 def check_samples(file: str, pages: Sequence[Any]) -> None:
@@ -110,8 +106,8 @@ class _TiffReader:
     position and read each other's bytes.
     """
 
-    def __init__(self, file: str) -> None:
-        self.file = file
+    def __init__(self, file: str, shape: tuple[int, ...]) -> None:
+        self.file, self.shape = file, shape
         self.process = 0
         self.series: list[Any] = []
         self.pages: list[Any] = []
@@ -136,15 +132,15 @@ class _TiffReader:
                 _check_segments(page)
             return np.asarray(first.asarray(out="memmap" if first.dataoffset is not None else None))
 
-    def read(self, index: int, shape: Triple) -> np.ndarray:
-        """Slice `index` of a volume of `shape`, [Y, X]."""
+    def read(self, index: int) -> np.ndarray:
+        """Slice `index`, [Y, X]."""
         with quiet_libraries(), self._errors(f"slice {index}"):
             if self.volume is None:
                 self._open()
-                if len(self.pages) == shape[0]:
+                if len(self.pages) == self.shape[0]:
                     _check_segments(self.pages[index])
-                    return np.asarray(self.pages[index].asarray()).reshape(shape[1:])
-                self.volume = self.whole().reshape(shape)
+                    return np.asarray(self.pages[index].asarray()).reshape(self.shape[1:])
+                self.volume = self.whole().reshape(self.shape)
             return np.asarray(self.volume[index])
 
     def _errors(self, what: str) -> AbstractContextManager[None]:

@@ -181,8 +181,7 @@ def _identity(file: NewVolume) -> str:
 
 
 def _changed_ome(xml: str, file: NewVolume, notes: Mapping[str, Any]) -> bytes | None:
-    """The input's OME-XML for the result: its first image, the voxels' size and type as they are now. None where it
-    has no image."""
+    """The input's OME-XML, its first image, with the result's size and type of voxels; None where it has no image."""
     root = ElementTree.fromstring(xml)
     space = root.tag[: root.tag.index("}") + 1] if root.tag.startswith("{") else ""
     ElementTree.register_namespace("", space[1:-1])

@@ -81,9 +81,8 @@ def start_of(region: Region | None) -> Triple:
 
 @dataclass(frozen=True)
 class RawVolume:
-    """The contents of a file, not read yet: `ndim` 2 or 3, `shape` always [N, Y, X], native-endian `dtype`, and how to
-    read a slice. labels: whether any non-zero value is a label; region: the part that this is of a volume of shape
-    `whole`."""
+    """The contents of a file, not read yet: `ndim` 2 or 3, `shape` always [N, Y, X], native-endian `dtype`. reader: of
+    a slice; labels: whether any non-zero value is a label; region: the part that it is of one of shape `whole`."""
 
     path: str
     stem: str
@@ -181,9 +180,8 @@ def kept_alone(path: str, things: Sequence[str]) -> list[str]:
 def filled(path: str, there: int, shape: Sequence[int], chunks: Sequence[int], value: Any) -> list[str]:
     """A line about chunks of an array that are not stored. there: how many are."""
     count = math.prod(-(-side // chunk) for side, chunk in zip(shape, chunks, strict=True))
-    return (
-        [f"{path}: {count - there} of {count} chunks are not stored and are read as {value}"] if there < count else []
-    )
+    told = f"{path}: {count - there} of {count} chunks are not stored and are read as {value}"
+    return [told] if there < count else []
 
 
 def by_slabs(read: Callable[[int, int], np.ndarray], shape: Triple, itemsize: int, depth: int) -> Reader:
@@ -202,8 +200,7 @@ def by_slabs(read: Callable[[int, int], np.ndarray], shape: Triple, itemsize: in
 
 
 def plain(value: Any) -> Any:
-    """Attributes as data that JSON takes: NumPy's values become Python's, what has no such form becomes text, as NaN
-    and infinities do."""
+    """As data that JSON takes: NumPy's values become Python's; NaN, infinities and what has no such form are text."""
     if isinstance(value, Mapping):
         return {str(key): plain(one) for key, one in value.items()}
     if isinstance(value, np.ndarray) and value.size > MOST_VALUES:

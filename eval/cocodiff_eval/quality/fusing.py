@@ -106,7 +106,7 @@ class Mixture:
             a, b = nnls(rows_P2, np.append(square_P, 0.0))[0]
             squares_A2[number] = a, b / apart_A[number]
         found = cls((*errors,), np.eye(len(errors)), squares_A2, apart_A)
-        relative_AP = np.stack([*errors.values()]) / found.sizes({name: apart[name] for name in apart}, error_P.size)
+        relative_AP = np.stack([*errors.values()]) / found.sizes(apart, error_P.size)
         return cls(found.names, relative_AP @ relative_AP.T / error_P.size, squares_A2, apart_A)
 
     def sizes(self, apart: Mapping[str, np.ndarray], voxels: int) -> np.ndarray:

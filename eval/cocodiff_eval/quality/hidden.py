@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,8 +37,7 @@ LIKENESS, LEAST_ALIKE = 2.0, 0.02  # how fast unlike surroundings count less, an
 Box = tuple[Triple, Triple]  # start and shape
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A box of the mask that is hidden at another place as well: where it begins there and here, [z, y, x]."""
 
     source: Triple
@@ -79,8 +79,7 @@ class Hidden:
         for piece in self.pieces:
             inside = index - piece.target[first]
             if 0 <= inside < piece.shape[first]:
-                boxes = (piece.source, piece.target, piece.shape)
-                source, target, shape = (np.delete(one, first).tolist() for one in boxes)
+                source, target, shape = (np.delete(one, first).tolist() for one in piece)
                 found[_box(target, shape)] |= read(piece.source[first] + inside)[_box(source, shape)]
         return found & ~own
 
@@ -120,9 +119,8 @@ class Survey:
         return cls(sums[0] > 0, level_ZYX, texture_ZYX, step, shape)
 
     def look(self, start: Sequence[int], hidden_ZYX: np.ndarray) -> np.ndarray:
-        """What a region looks like from outside: of the known cells around one that hides some cells of its box, the
-        mean level, its standard deviation and the mean texture, in standard deviations of all known levels; NaN where
-        none is known."""
+        """Of the known cells around a region that hides some cells of its box: mean level, its standard deviation and
+        mean texture, in standard deviations of all known levels; NaN where none is known."""
         shape = hidden_ZYX.shape
         box = tuple(slice(max(0, at - RING), at + side + RING) for at, side in zip(start, shape, strict=True))
         known_ZYX = ~self.masked_ZYX[box]
@@ -207,8 +205,7 @@ def _rounds(
 
 
 def _parts(coarse_ZYX: np.ndarray, most: Sequence[int]) -> tuple[list[Box], np.ndarray]:
-    """The mask's connected parts as boxes, start and shape in cells, at most so long a side; and of each the share of
-    masked cells."""
+    """The mask's connected parts as boxes in cells, at most so long a side; and of each the share of masked cells."""
     from scipy import ndimage
 
     labels_ZYX, _ = ndimage.label(coarse_ZYX)
@@ -263,9 +260,8 @@ def _lattice(
 
 
 def _start(middle: float, own: int, side: int, whole: int) -> int:
-    """Where a region with this middle begins along an axis: no nearer to the volume's border than the part of the mask
-    that it is, which begins at `own`, for beyond the last known voxel any method is worse. Its own place where it has
-    no other."""
+    """Where a region with this middle begins along an axis; its own place where it has no other. It is no nearer to the
+    border than the part of the mask that it is of, for beyond the last known voxel any method is worse."""
     margin = min(own, whole - own - side, RING)
     if side >= SPANNING * whole or whole - side < 2 * margin:
         return own
@@ -280,17 +276,14 @@ def _apart(start: Sequence[int], sides: Sequence[int], other: Piece) -> bool:
 
 def _scaled(piece: Piece, step: Triple, shape: Triple) -> Piece:
     """A region of cells in voxels, within the volume."""
-    source, target, sides = (
-        [cells * by for cells, by in zip(one, step, strict=True)] for one in (piece.source, piece.target, piece.shape)
-    )
+    source, target, sides = ([cells * by for cells, by in zip(one, step, strict=True)] for one in piece)
     ends = zip(sides, source, target, shape, strict=True)
     sides = [min(side, whole - begin, whole - at) for side, begin, at, whole in ends]
     return Piece((source[0], source[1], source[2]), (target[0], target[1], target[2]), (sides[0], sides[1], sides[2]))
 
 
 def _tested(pieces: Sequence[Piece], slices: Mapping[str, int], rng: np.random.Generator) -> dict[str, tuple[int, ...]]:
-    """So many slices along each axis, evenly over what regions take of it from a random one on: the same number through
-    each stretch of them."""
+    """So many slices along each axis, evenly from a random one on, the same number through each stretch of regions."""
     tested = {}
     for number, axis in enumerate(AXES):
         stretches: list[tuple[int, int]] = []

@@ -145,8 +145,7 @@ def slice_jumps(
 def distance_db(
     scale: IntensityRange, exact_YX: np.ndarray, restored_YX: np.ndarray, mask_YX: np.ndarray
 ) -> float | None:
-    """PSNR in the mask against the same run under an exact exchange, in dB; None if every bit is the same. Both are in
-    the input's units."""
+    """PSNR in dB in the mask against the exact run, both in the input's units; None if every bit is the same."""
     exact, restored = exact_YX[mask_YX], restored_YX[mask_YX]
     if not exact.size or (exact.dtype == restored.dtype and exact.tobytes() == restored.tobytes()):
         return None
@@ -317,8 +316,7 @@ Profile = Sequence[Mapping[str, Any]]
 
 
 def mean_profile(profiles: Sequence[Profile]) -> list[dict[str, Any]]:
-    """Profiles of several runs as one: at each step the mean of the values that are there, of fractions by name each
-    by itself."""
+    """Profiles of several runs as one: at each step the mean of the values that are there, of fractions by name."""
     steps: dict[int, list[Mapping[str, Any]]] = {}
     for profile in profiles:
         for row in profile:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from cocodiff_eval.data.intensity import downsample, fill_from_outside, upsample
+from cocodiff_eval.data.volume import Triple
 
 # One sparse system per hole. 320 x 320 voxels take 4 s on one core; time and memory then grow faster than the hole, and
 # a biharmonic surface is so smooth that larger holes lose nothing visible when solved at half the resolution.
@@ -103,8 +104,7 @@ def laplace(image01: np.ndarray, mask: np.ndarray) -> np.ndarray:
 
 
 def total_variation(image01: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """From Laplace's continuation, Chambolle's denoising by turns with putting the known voxels back. float32, which
-    is twice as fast."""
+    """Laplace's continuation, denoised (Chambolle) by turns with putting known voxels back; float32, twice as fast."""
     from skimage.restoration import denoise_tv_chambolle
 
     restored = laplace(image01, mask).astype(np.float32)
@@ -119,10 +119,7 @@ SOLVERS: dict[str, Solver] = {"Laplace in 3-D": laplace, VARIATION: total_variat
 
 
 def in_cells(
-    solver: Solver,
-    read: Callable[[Window], tuple[np.ndarray, np.ndarray]],
-    shape: tuple[int, ...],
-    points_P3: np.ndarray,
+    solver: Solver, read: Callable[[Window], tuple[np.ndarray, np.ndarray]], shape: Triple, points_P3: np.ndarray
 ) -> np.ndarray:
     """What a solver makes of some voxels of a volume [Z, Y, X], float64 [P]; NaN where nothing is known around one.
 

@@ -107,8 +107,7 @@ class LatentLayout:
         each = (images_BFHW.shape[1] - 1) // max(1, frames - 1)
         hidden_BFHW = torch.cat([hidden_BFHW[:, :1].expand(-1, max(0, each - 1), -1, -1), hidden_BFHW], dim=1)
         hidden_BFHW = hidden_BFHW.to(weight.device).float()
-        hidden_BFHW = F.adaptive_max_pool3d(hidden_BFHW[:, None], (frames, *sides))
-        hidden_B = hidden_BFHW if len(self.of_vae) == 4 else hidden_BFHW[:, :, 0]
+        hidden_B = F.adaptive_max_pool3d(hidden_BFHW[:, None], (frames, *sides)).reshape(-1, 1, *self.of_vae[1:])
         return self.taken(latents_B), self.placed(hidden_B.expand(-1, *self.of_vae)) > 0
 
 
@@ -203,6 +202,7 @@ def keeping(pipe: Any, known: tuple[Tensor, Tensor], start: int, fresh: float, g
 
 
 Level = tuple[float, float]  # how much of image and noise latents hold
+State = tuple[Tensor, Level]  # latents, and where they are
 
 
 def level_of(scheduler: Any, ran: int) -> Level:
@@ -215,14 +215,7 @@ def level_of(scheduler: Any, ran: int) -> Level:
     return float(scheduler.add_noise(one, none, times)), float(scheduler.add_noise(none, one, times))
 
 
-def renoised(
-    before: tuple[Tensor, Level],
-    after: tuple[Tensor, Level],
-    known_B: Tensor,
-    hidden_B: Tensor,
-    fresh: float,
-    drawn_B: Tensor,
-) -> Tensor:
+def renoised(before: State, after: State, known_B: Tensor, hidden_B: Tensor, fresh: float, drawn_B: Tensor) -> Tensor:
     """What a step of the first order leaves, where what is known is put in the image that it predicts, and the share
     `fresh` of its noise is drawn anew: both parts have the same noise, and so fit each other.
 

@@ -71,9 +71,7 @@ class PipelineInpainter:
         self._layouts: dict[tuple[int, ...], LatentLayout] = {}
 
     def __call__(self, images_BHW: Tensor, masks_BHW: Tensor, strength: float, noise_keys: Sequence[int]) -> Tensor:
-        """Restore a batch; float32 [B, H, W], of videos [B, F, H, W], in [0, 1], on the CPU.
-
-        Raises UserError if the model returns NaN."""
+        """Restore a batch; float32 [B, H, W], of videos [B, F, H, W], in [0, 1], on the CPU. NaN is a UserError."""
         import torch
 
         images_BFHW, masks_BFHW = (x if x.ndim == 4 else x[:, None] for x in (images_BHW, masks_BHW))
@@ -159,8 +157,7 @@ def own_size(pipe: Any) -> int:
 
 
 def side_multiple(pipe: Any) -> int:
-    """The number that image sides are multiples of: the autoencoder's factor times the transformer's patch (2 where
-    packed)."""
+    """What image sides are multiples of: the autoencoder's factor times the transformer's patch (2 where packed)."""
     patch = getattr(pipe, "patch_size", None) or 2
     named = ("vae_scale_factor", "vae_scale_factor_spatial", "vae_spatial_compression_ratio")
     return next((int(getattr(pipe, name)) for name in named if hasattr(pipe, name)), 8) * int(patch)

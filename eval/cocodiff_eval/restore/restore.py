@@ -46,6 +46,8 @@ class Request(NamedTuple):
     keys: Sequence[int]
 
 
+Video = tuple[int, ...]  # the numbers of the slices that are its frames
+Limits = tuple[float, float]  # of restored voxels, normalised
 Restoration = Generator[Request, np.ndarray, np.ndarray]  # takes what the model made of each request; float64 [B, Y, X]
 
 
@@ -66,7 +68,7 @@ def restore_slices(
     batch: int = 8,
     settings: TilingSettings | None = None,
     samples: Sequence[int] | None = None,
-    limits: tuple[float, float] = (0.0, 1.0),
+    limits: Limits = (0.0, 1.0),
 ) -> list[np.ndarray]:
     """Restore the masked voxels of slices of any size, with tiles of all of them in one call of the model; float32
     [Y, X] each, outside the mask equal to the image.
@@ -82,7 +84,7 @@ def restore_slices(
     limits: restored voxels stay between these (`IntensityRange.limits01`).
     """
     numbers, samples = range(len(images_YX)), samples or [0] * len(images_YX)
-    videos: list[tuple[int, ...]] = [(number,) for number in numbers]
+    videos: list[Video] = [(number,) for number in numbers]
     if inpainter.frames > 1:
         videos = [cut for one in dict.fromkeys(samples) for cut in _cuts(samples, one, inpainter.frames)]
     started: dict[int, Restoration] = {}
@@ -115,15 +117,13 @@ def restore_slices(
     return [restored[number] for number in numbers]
 
 
-def _cuts(samples: Sequence[int], sample: int, frames: int) -> list[tuple[int, ...]]:
+def _cuts(samples: Sequence[int], sample: int, frames: int) -> list[Video]:
     """The slices of a sample, cut into as few videos as go."""
     found = [number for number, one in enumerate(samples) if one == sample]
     return [tuple(found[first : first + frames]) for first in range(0, len(found), frames)]
 
 
-def _sharing_a_call(
-    waiting: dict[int, Request], batch: int, videos: Sequence[tuple[int, ...]]
-) -> list[tuple[int, ...]]:
+def _sharing_a_call(waiting: dict[int, Request], batch: int, videos: Sequence[Video]) -> list[Video]:
     """The slices whose requests make the next call, those of a video together."""
     order = [video for video in videos if video[0] in waiting]
     strength, shape = waiting[order[0][0]].strength, waiting[order[0][0]].images[0].shape
@@ -148,12 +148,7 @@ def sample_keys(sample: int) -> int:
 
 
 def _restoration(
-    image_YX: np.ndarray,
-    mask_YX: np.ndarray,
-    plan: RestorationPlan | None,
-    shared: bool,
-    sample: int,
-    limits: tuple[float, float],
+    image_YX: np.ndarray, mask_YX: np.ndarray, plan: RestorationPlan | None, shared: bool, sample: int, limits: Limits
 ) -> Restoration:
     """One slice, request by request. plan: None where nothing is masked; shared: it is of other slices' masks too."""
     assert image_YX.shape == mask_YX.shape and mask_YX.dtype == bool, (image_YX.shape, mask_YX.shape, mask_YX.dtype)
@@ -194,8 +189,7 @@ def _known_pyramid(
 def _run_pass(
     image: np.ndarray, unknown_YX: np.ndarray, level: Level, tile_pass: TilePass, plan: RestorationPlan, keys_from: int
 ) -> Restoration:
-    """Run all tiles of a pass on the level's image [Y, X] and blend what they restored into it, where the slice is
-    unknown."""
+    """Run a pass on the level's image [Y, X], and blend what its tiles restored into it where the slice is unknown."""
     padding = level.padding
     # Reflection shows a small slice to the model at its native size without inventing an edge.
     image_padded = np.pad(image, padding, mode="symmetric")
@@ -220,8 +214,7 @@ def _run_pass(
 
 
 def _call(inpainter: Inpainter, videos: Sequence[Sequence[Request]]) -> np.ndarray:
-    """One call of the model on the tiles of all requests, of each video those of its frames; what it restored, float64
-    [B, F, Y, X]."""
+    """One call of the model on the tiles of all requests, those of a video's frames together; float64 [B, F, Y, X]."""
     import torch
 
     images = np.stack([tile for one in videos for tile in zip(*(frame.images for frame in one), strict=True)])

@@ -235,11 +235,10 @@ def _level(grid: Level, starts: np.ndarray, overlap: int, batch: int, settings: 
 
 def _tiles_from_noise(grid: Level, fresh: _Holes, overlap: int, settings: TilingSettings) -> tuple[Tile, ...]:
     """A tile around each hole that fits one, shared with the holes near it; a grid over the long and thin."""
-    native = grid.native
     if grid.padded == grid.tile:
         return (Tile(0, 0, tuple(fresh.labels_K.tolist()), blend=False),)
-    limit = settings.hole_limit * native
-    margin = round(native * (1 - settings.hole_limit) / 2)
+    limit = settings.hole_limit * grid.native
+    margin = round(grid.native * (1 - settings.hole_limit) / 2)
     waiting = fresh.only(fresh.sides_K <= limit)
     waiting = waiting.only(np.lexsort((waiting.boxes_K4[:, 1], waiting.boxes_K4[:, 0])))
     tiles = []
