@@ -19,22 +19,17 @@ from cocodiff_eval.data.intensity import downsample, halve_shape
 
 # A tile that reaches the mask only with a smaller weight is left out: every voxel has another with at least a quarter.
 FAINT = 0.02
+# Lengths as fractions of the model's native size.
+HOLE_LIMIT = 0.5  # longest side of a hole that one tile restores from noise
+DEPTH_LIMIT = 0.125  # a larger hole is also restored so where no voxel is farther than this from known ones
+OVERLAP = 0.25  # of neighbouring tiles; the blend takes the middle half of it
 
 
 @dataclass(frozen=True)
 class TilingSettings:
-    """How holes are cut into tiles; lengths are fractions of the model's native size.
+    """refine_strength: noise level from which finer levels are refined; 1 would forget the coarser result. strength:
+    that from which a hole is first restored; below 1 the fill from around it shines through."""
 
-    hole_limit      longest side of a hole that one tile restores from noise
-    depth_limit     a larger hole is also restored from noise where no voxel is farther than this from known ones
-    overlap         of neighbouring tiles; the blend takes the middle half of it
-    refine_strength noise level from which finer levels are refined; 1 would forget the coarser result
-    strength        noise level from which a hole is first restored; below 1 the fill from around it shines through
-    """
-
-    hole_limit: float = 0.5
-    depth_limit: float = 0.125
-    overlap: float = 0.25
     refine_strength: float = 0.2
     strength: float = 1.0
 
@@ -167,8 +162,8 @@ def plan_restoration(
         rows, columns = (min(native, -(-side // multiple) * multiple) for side in mask_YX.shape)
         tile = (rows, columns)
     grids = _grids(mask_YX, native, tile)
-    starts = _starts(grids, settings)
-    overlap = max(4, round(native * settings.overlap))
+    starts = _starts(grids)
+    overlap = max(4, round(native * OVERLAP))
     deepest = int(starts.max(initial=0))
     levels = tuple(_level(grid, starts, overlap, batch, settings) for grid in grids[: deepest + 1])
     return RestorationPlan(tile, overlap, levels)
@@ -185,8 +180,7 @@ def _grids(mask_YX: np.ndarray, native: int, tile: tuple[int, int]) -> list[Leve
         finer = grids[-1]
         shape = halve_shape(finer.shape)
         known_YX = downsample(known_YX, np.ones_like(known_YX))[0]
-        even = np.zeros((2 * shape[0], 2 * shape[1]), dtype=labels_YX.dtype)
-        even[: finer.shape[0], : finer.shape[1]] = labels_YX
+        even = np.pad(labels_YX, [(0, side % 2) for side in finer.shape])
         labels_YX = even.reshape(shape[0], 2, shape[1], 2).max(axis=(1, 3))
         # A sample can be mostly unknown though its own four are not: it then belongs to a neighbouring hole.
         labels_YX = np.where(labels_YX > 0, labels_YX, ndimage.grey_dilation(labels_YX, size=(3, 3)))
@@ -196,11 +190,9 @@ def _grids(mask_YX: np.ndarray, native: int, tile: tuple[int, int]) -> list[Leve
     return grids
 
 
-def _starts(grids: list[Level], settings: TilingSettings) -> np.ndarray:
+def _starts(grids: list[Level]) -> np.ndarray:
     """For each label the level on which its hole is restored from noise, [labels + 1].
-
-    It is the finest level where the hole fits, or the last on which it exists.
-    """
+    It is the finest level where the hole fits, or the last on which it exists."""
     starts = np.zeros(int(grids[0].labels_YX.max()) + 1, dtype=np.int64)
     searching = np.ones(len(starts), dtype=bool)
     depth = np.zeros(len(starts))
@@ -208,8 +200,8 @@ def _starts(grids: list[Level], settings: TilingSettings) -> np.ndarray:
     for grid in grids:
         holes = grid.holes.only(searching[grid.holes.labels_K])
         starts[holes.labels_K] = grid.exponent
-        fits_K = holes.sides_K <= settings.hole_limit * grid.native
-        fits_K |= depth[holes.labels_K] / 2**grid.exponent <= settings.depth_limit * grid.native
+        fits_K = holes.sides_K <= HOLE_LIMIT * grid.native
+        fits_K |= depth[holes.labels_K] / 2**grid.exponent <= DEPTH_LIMIT * grid.native
         searching[:] = False
         searching[holes.labels_K[~fits_K]] = True
     return starts
@@ -222,7 +214,7 @@ def _level(grid: Level, starts: np.ndarray, overlap: int, batch: int, settings: 
     passes = []
     if len(fresh.labels_K):
         # Holes of other levels are not known yet at this resolution, so the model may not take them for context.
-        tiles = _tiles_from_noise(grid, fresh, overlap, settings)
+        tiles = _tiles_from_noise(grid, fresh, overlap)
         passes.append(TilePass(settings.strength, grid.mask_YX, tiles, batch))
     if len(older_K):
         # Whatever is not being refined is by now as good as it gets here, and serves as context.
@@ -233,12 +225,12 @@ def _level(grid: Level, starts: np.ndarray, overlap: int, batch: int, settings: 
     return replace(grid, passes=tuple(passes))
 
 
-def _tiles_from_noise(grid: Level, fresh: _Holes, overlap: int, settings: TilingSettings) -> tuple[Tile, ...]:
+def _tiles_from_noise(grid: Level, fresh: _Holes, overlap: int) -> tuple[Tile, ...]:
     """A tile around each hole that fits one, shared with the holes near it; a grid over the long and thin."""
     if grid.padded == grid.tile:
         return (Tile(0, 0, tuple(fresh.labels_K.tolist()), blend=False),)
-    limit = settings.hole_limit * grid.native
-    margin = round(grid.native * (1 - settings.hole_limit) / 2)
+    limit = HOLE_LIMIT * grid.native
+    margin = round(grid.native * (1 - HOLE_LIMIT) / 2)
     waiting = fresh.only(fresh.sides_K <= limit)
     waiting = waiting.only(np.lexsort((waiting.boxes_K4[:, 1], waiting.boxes_K4[:, 0])))
     tiles = []
@@ -270,13 +262,12 @@ def _company(waiting: _Holes, grid: Level, margin: int) -> np.ndarray:
     inner = grid.native - 2 * margin
     top, left, _, right = waiting.boxes_K4[0].tolist()
     below_K = waiting.boxes_K4[:, 2] <= top + inner
-    best_K = np.zeros(len(below_K), dtype=bool)
+    tries = []
     for start in ((left + right - inner) // 2, left, right - inner):
         inside_K = below_K & (waiting.boxes_K4[:, 1] >= start) & (waiting.boxes_K4[:, 3] <= start + inner)
         inside_K[0] = True
-        if np.count_nonzero(inside_K) > np.count_nonzero(best_K):
-            best_K = inside_K
-    return best_K
+        tries.append(inside_K)
+    return max(tries, key=np.count_nonzero)
 
 
 def axis_starts(length: int, native: int, overlap: int) -> tuple[int, ...]:
@@ -290,9 +281,7 @@ def axis_starts(length: int, native: int, overlap: int) -> tuple[int, ...]:
 def axis_window(start: int, length: int, native: int, overlap: int) -> np.ndarray:
     """Blending weights of a window along one axis: 0 in the outer quarter of the overlap, a smooth ramp over its middle
     half, 1 inside. No ramp where the window ends with the image. float64 [native]."""
-    quarter = overlap / 4
-    place = np.arange(native) + 0.5
-    inward = np.clip((place - quarter) / (2 * quarter), 0.0, 1.0)
+    inward = np.clip((np.arange(native) + 0.5 - overlap / 4) / (overlap / 2), 0.0, 1.0)
     ramp = inward * inward * (3 - 2 * inward)
     window = np.ones(native)
     if start > 0:
