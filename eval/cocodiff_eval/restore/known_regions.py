@@ -150,6 +150,7 @@ def keeping(pipe: Any, known: tuple[Tensor, Tensor], start: int, fresh: float, g
     if [*signature(scheduler.step).parameters][:3] != ["model_output", "timestep", "sample"]:
         name = type(scheduler).__name__
         raise UserError(f"a {name} steps otherwise than most: name another in scheduler/ to inpaint")
+    own_prepare, own_set, own_step = pipe.prepare_latents, scheduler.set_timesteps, scheduler.step
     first: Tensor | None = None  # the latents that the call begins with, as the pipeline has drawn them
     scheduled = False
 
@@ -159,31 +160,29 @@ def keeping(pipe: Any, known: tuple[Tensor, Tensor], start: int, fresh: float, g
             image, noise = level_of(scheduler, ran)
             first.copy_(image * known_B + noise * first.float() / float(getattr(scheduler, "init_noise_sigma", 1.0)))
 
-    @functools.wraps(pipe.prepare_latents)
-    def prepare_latents(*args: Any, _prepare: Any = pipe.prepare_latents, **kwargs: Any) -> Any:
+    @functools.wraps(own_prepare)
+    def prepare_latents(*args: Any, **kwargs: Any) -> Any:
         nonlocal first
-        prepared = _prepare(*args, **kwargs)
+        prepared = own_prepare(*args, **kwargs)
         first = prepared[0] if isinstance(prepared, tuple) else prepared
         begin()
         return prepared
 
-    @functools.wraps(scheduler.set_timesteps)
-    def set_timesteps(*args: Any, _set: Any = scheduler.set_timesteps, **kwargs: Any) -> None:
+    @functools.wraps(own_set)
+    def set_timesteps(*args: Any, **kwargs: Any) -> None:
         nonlocal scheduled
-        _set(*args, **kwargs)
+        own_set(*args, **kwargs)
         scheduler.timesteps = scheduler.timesteps[start:]
         if getattr(scheduler, "sigmas", None) is not None:
             scheduler.sigmas = scheduler.sigmas[start:]
         scheduled = True
         begin()
 
-    @functools.wraps(scheduler.step)
-    def step(
-        output: Tensor, time: Any, sample: Tensor, *args: Any, _step: Any = scheduler.step, **kwargs: Any
-    ) -> _Output:
+    @functools.wraps(own_step)
+    def step(output: Tensor, time: Any, sample: Tensor, *args: Any, **kwargs: Any) -> _Output:
         nonlocal ran
         before = level_of(scheduler, ran)
-        made = _step(output.float(), time, sample.float(), *args, **kwargs)
+        made = own_step(output.float(), time, sample.float(), *args, **kwargs)
         made_B = made[0] if isinstance(made, tuple) else made.prev_sample
         ran += 1
         # What schedulers keep of earlier steps belongs to a path that what is known has left.
