@@ -23,11 +23,9 @@ def halve_shape(shape: tuple[int, int]) -> tuple[int, int]:
 def _smooth_halve(values: np.ndarray, axis: int) -> np.ndarray:
     """Weighted sums of four neighbours at every second place along `axis`; zeros lie beyond the ends."""
     values = np.moveaxis(values, axis, 0)
-    length = len(values)
-    half = (length + 1) // 2
-    padded = np.zeros((2 * half + 2, *values.shape[1:]), dtype=values.dtype)
-    padded[1 : length + 1] = values
-    result = sum(tap * padded[offset : offset + 2 * half : 2] for offset, tap in enumerate(_TAPS))
+    even = len(values) + len(values) % 2
+    padded = np.pad(values, [(1, even + 1 - len(values)), (0, 0)])
+    result = sum(tap * padded[offset : offset + even : 2] for offset, tap in enumerate(_TAPS))
     return np.moveaxis(np.asarray(result), 0, axis)
 
 
@@ -47,10 +45,8 @@ def _double(values: np.ndarray, axis: int, length: int) -> np.ndarray:
     values = np.moveaxis(values, axis, 0)
     before = np.concatenate([values[:1], values[:-1]])
     after = np.concatenate([values[1:], values[-1:]])
-    result = np.empty((2 * values.shape[0], *values.shape[1:]), dtype=values.dtype)
-    result[0::2] = 0.75 * values + 0.25 * before
-    result[1::2] = 0.75 * values + 0.25 * after
-    return np.moveaxis(result[:length], 0, axis)
+    result = np.stack([0.75 * values + 0.25 * before, 0.75 * values + 0.25 * after], axis=1)
+    return np.moveaxis(result.reshape(-1, values.shape[1])[:length], 0, axis)
 
 
 def upsample(image_YX: np.ndarray, shape: tuple[int, int]) -> np.ndarray:

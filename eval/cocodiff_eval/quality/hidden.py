@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import pairwise, product
 from typing import NamedTuple
 
 import numpy as np
@@ -211,18 +211,16 @@ def _parts(coarse_ZYX: np.ndarray, most: Sequence[int]) -> tuple[list[Box], np.n
     labels_ZYX, _ = ndimage.label(coarse_ZYX)
     boxes, sizes = [], []
     for number, found in enumerate(ndimage.find_objects(labels_ZYX), start=1):
-        cuts = []
+        stretches = []
         for part, limit, whole in zip(found, most, coarse_ZYX.shape, strict=True):
-            spans = part.stop - part.start >= SPANNING * whole
-            count = 1 if spans else -(-(part.stop - part.start) // limit)
-            cuts.append([round(part.start + n * (part.stop - part.start) / count) for n in range(count + 1)])
-        for corner in product(*(range(len(cut) - 1) for cut in cuts)):
-            start = tuple(cut[at] for cut, at in zip(cuts, corner, strict=True))
-            stop = tuple(cut[at + 1] for cut, at in zip(cuts, corner, strict=True))
-            sides = (stop[0] - start[0], stop[1] - start[1], stop[2] - start[2])
+            side = part.stop - part.start
+            count = 1 if side >= SPANNING * whole else -(-side // limit)
+            stretches.append(pairwise([round(part.start + n * side / count) for n in range(count + 1)]))
+        for (z, z_end), (y, y_end), (x, x_end) in product(*stretches):
+            start, sides = (z, y, x), (z_end - z, y_end - y, x_end - x)
             size = int((labels_ZYX[_box(start, sides)] == number).sum())
             if size:
-                boxes.append(((start[0], start[1], start[2]), sides))
+                boxes.append((start, sides))
                 sizes.append(size)
     return boxes, np.array(sizes, dtype=np.float64) / max(1, sum(sizes))
 
