@@ -75,10 +75,8 @@ class MaskStatistics:
     def starts(self) -> dict[str, np.ndarray]:
         """For each axis, where the masked voxels of each slice along it [N] begin in each slice along z [Z] when they
         lie in the order of slices, rows, columns: int64 [N, Z]; along z, of each slice, [Z]."""
-        found = {"z": np.cumsum(self.counts("z")) - self.counts("z")}
-        for axis, counts in (("y", self.rows_ZY.T), ("x", self.columns_ZX.T)):
-            found[axis] = (np.cumsum(counts.ravel()) - counts.ravel()).reshape(counts.shape)
-        return found
+        counts = {"z": self.counts("z"), "y": self.rows_ZY.T, "x": self.columns_ZX.T}
+        return {axis: (np.cumsum(each) - each.ravel()).reshape(each.shape) for axis, each in counts.items()}
 
 
 @dataclass(frozen=True)

@@ -350,8 +350,8 @@ class Part:
             raise UserError(f"--roi {self.roi!r}: give rows and columns as y0:y1,x0:x1, such as 0:512,128:640")
         words = (("slices", self.slices or ":"), ("roi", rows), ("roi", columns))
         ends = [_ends(option, word, side, volume) for (option, word), side in zip(words, volume.shape, strict=True)]
-        start, stop = zip(*ends, strict=True)
-        return volume.cropped(Region((start[0], start[1], start[2]), (stop[0], stop[1], stop[2])))
+        (z, z_end), (y, y_end), (x, x_end) = ends
+        return volume.cropped(Region((z, y, x), (z_end, y_end, x_end)))
 
 
 def _ends(option: str, word: str, side: int, volume: RawVolume) -> tuple[int, int]:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import reduce
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -124,7 +126,7 @@ def slice_jumps(
     read: of a slice its mask and its truth [Y, X], and the same slice restored, by name; masked: which slices have
     masked voxels: others are read beside such a one alone. Without a pair of finite truths that differ it is None.
     """
-    sums: dict[str, float] = {}
+    sums: dict[str, float] = defaultdict(float)
     true, before = 0.0, None
     for index in progress(range(1, len(masked)), "comparing neighbouring slices"):
         if not (masked[index - 1] or masked[index]):
@@ -137,7 +139,6 @@ def slice_jumps(
         judged_YX = (mask_YX | after[0]) & np.isfinite(step_YX)
         true += float(step_YX[judged_YX].sum())
         for name, one_YX in restored.items():
-            sums.setdefault(name, 0.0)
             sums[name] += float(np.abs(after[2][name].astype(np.float64) - one_YX)[judged_YX].sum())
     return {name: total / true if true > 0 else None for name, total in sums.items()}
 
@@ -317,10 +318,9 @@ Profile = Sequence[Mapping[str, Any]]
 
 def mean_profile(profiles: Sequence[Profile]) -> list[dict[str, Any]]:
     """Profiles of several runs as one: at each step the mean of the values that are there, of fractions by name."""
-    steps: dict[int, list[Mapping[str, Any]]] = {}
-    for profile in profiles:
-        for row in profile:
-            steps.setdefault(row["step"], []).append(row)
+    steps: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
+    for row in chain.from_iterable(profiles):
+        steps[row["step"]].append(row)
     return [
         {"step": step, **{name: _mean([row.get(name) for row in of_step]) for name in of_step[0] if name != "step"}}
         for step, of_step in steps.items()
@@ -353,10 +353,10 @@ class StepsFigure(NamedTuple):
 
 def step_figures(rows: Sequence[Mapping[str, Any]]) -> list[StepsFigure]:
     """A figure for each preset of some rows of `metrics.json` that coded or displaced tensors, over all these rows."""
-    profiles: dict[str, list[Profile]] = {}
+    profiles: dict[str, list[Profile]] = defaultdict(list)
     for row in rows:
         if row.get("drift") and "sent_fraction" in row["drift"][0]:
-            profiles.setdefault(row["mode"], []).append(row["drift"])
+            profiles[row["mode"]].append(row["drift"])
     return [_figure(mode, mean_profile(of_mode)) for mode, of_mode in profiles.items()]
 
 
