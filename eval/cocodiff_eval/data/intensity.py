@@ -158,11 +158,10 @@ def intensity_range(
     if low < within[0] or high > within[1]:
         extremes = ends
         ends, beyond = _within(stack, mask, progress, within)
-    if given is not None:
-        ends = given
-    if not np.isfinite(ends[1] - ends[0]):
-        raise UserError(f"{stack.path}: intensities from {ends[0]:g} to {ends[1]:g} are too far apart; rescale them")
-    return IntensityRange(*ends, extremes, beyond)
+    low, high = given or ends
+    if not np.isfinite(high - low):
+        raise UserError(f"{stack.path}: intensities from {low:g} to {high:g} are too far apart; rescale them")
+    return IntensityRange(low, high, extremes, beyond)
 
 
 def _extremes_and_fences(stack: Stack, mask: Mask, progress: Progress) -> tuple[float, float, tuple[float, float]]:

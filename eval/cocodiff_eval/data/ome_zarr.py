@@ -276,7 +276,9 @@ def leading(axes: Sequence[Mapping[str, Any]], shape: Sequence[int], path: str) 
         )
     outside = [_is_outside(axis) for axis in axes]
     lead = max(sum(outside), len(shape) - 3)
-    if not all(outside[: sum(outside)]) or _letters(axes) != sorted(_letters(axes), reverse=True):
+    of_space = [str(axis["name"]).lower() for axis in axes if not _is_outside(axis)]
+    letters = [name for name in of_space if name in ("z", "y", "x")]
+    if not all(outside[: sum(outside)]) or letters != sorted(letters, reverse=True):
         raise UserError(
             f"{path}: its axes are {_listed(axes)}; slices, rows and columns must be the last, in the order z, y, x: "
             "save it transposed"
@@ -302,10 +304,6 @@ def _is_outside(axis: Mapping[str, Any]) -> bool:
     """Whether an axis is none of space."""
     kind = axis.get("type")
     return kind != "space" if isinstance(kind, str) else str(axis["name"]).lower() in NO_SPACE
-
-
-def _letters(axes: Sequence[Mapping[str, Any]]) -> list[str]:
-    return [name for axis in axes if (name := str(axis["name"]).lower()) in ("z", "y", "x") and not _is_outside(axis)]
 
 
 def _listed(axes: Sequence[Mapping[str, Any]]) -> str:
