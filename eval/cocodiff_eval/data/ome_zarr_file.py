@@ -43,11 +43,13 @@ class ZarrStore:
 
     def write(self) -> None:
         zarr.create_group(self.path, zarr_format=self.version, attributes=self.attributes())
-        for level in range(len(self.shapes)):
-            array, above = self._make_level(level), self._open(level - 1) if level else None
-            for index in range(self.shapes[level][0]):
+        above = None
+        for level, (slices, *_) in enumerate(self.shapes):
+            array = self._make_level(level)
+            for index in range(slices):
                 image_YX = self.new.read(index) if above is None else self.smaller(above, self.shapes[level - 1], index)
                 array[self._place(index)] = image_YX
+            above = array
 
     def smaller(self, above: Any, shape: Triple, index: int) -> np.ndarray:
         """A slice of the next level [Y, X]: means of up to 2 x 2 x 2 voxels of the level before, `above`."""
@@ -73,11 +75,6 @@ class ZarrStore:
             shapes.append((n, y, x))
         return shapes
 
-    def _open(self, level: int) -> Any:
-        # A chunk of the fill value alone is written too: it may equal that value, as -0.0 and NaN do, and not its bits.
-        with zarr.config.set({"array.write_empty_chunks": True}):
-            return zarr.open_array(self.path, path=str(level), mode="r+")
-
     def _make_level(self, level: int) -> Any:
         source, dtype = self.source, self.new.dtype
         shape = (1,) * self.lead + self.shapes[level][-self.new.ndim :]
@@ -98,7 +95,9 @@ class ZarrStore:
         options |= {"dtype": dtype if self.version == 3 else self.new.stored, "zarr_format": self.version}
         chunks = (1,) * (len(shape) - 2) + fitting
         zarr.create_array(self.path, name=str(level), shape=shape, chunks=chunks, **options)
-        return self._open(level)
+        # A chunk of the fill value alone is written too: it may equal that value, as -0.0 and NaN do, and not its bits.
+        with zarr.config.set({"array.write_empty_chunks": True}):
+            return zarr.open_array(self.path, path=str(level), mode="r+")
 
     def attributes(self) -> dict[str, Any]:
         """The root's attributes: the input's, with the levels as they are now."""

@@ -317,17 +317,16 @@ def listed(found: Sequence[str], what: str) -> str:
 
 def same_channels(image_YXC: np.ndarray, path: str) -> np.ndarray:
     """The one grey image of several equal channels [Y, X]; UserError when the channels differ."""
-    first_YX = image_YXC[..., 0]
     channels = image_YXC.shape[-1]
     colours = image_YXC[..., : {2: 1, 4: 3}.get(channels, channels)]
-    if not np.array_equal(colours, np.repeat(first_YX[..., None], colours.shape[-1], axis=-1)):
+    if (colours != colours[..., :1]).any():
         raise UserError(f"{path}: a colour image whose channels differ; save it as grey (8 or 16 bit)")
     if channels in (2, 4):
         alpha_YX = image_YXC[..., -1]
         opaque = np.iinfo(alpha_YX.dtype).max if alpha_YX.dtype.kind in "ui" else 1.0
         if alpha_YX.size and not bool((alpha_YX == opaque).all()):
             raise UserError(f"{path}: has transparent pixels; remove the alpha channel and save it as grey")
-    return np.ascontiguousarray(first_YX)
+    return np.ascontiguousarray(image_YXC[..., 0])
 
 
 _RANGE = re.compile(r"^\s*(\d{0,9})\s*:\s*(\d{0,9})\s*$")
