@@ -74,8 +74,8 @@ class MaskStatistics:
     @cached_property
     def starts(self) -> dict[str, np.ndarray]:
         """For each axis, where the masked voxels of each slice along it [N] begin in each slice along z [Z] when they
-        lie in the order of slices, rows, columns: int64 [N, Z]; along z, of each slice, [Z]."""
-        counts = {"z": self.counts("z"), "y": self.rows_ZY.T, "x": self.columns_ZX.T}
+        lie in the order of slices, rows, columns: int64 [N, Z]; along z, of each slice, [N, 1]."""
+        counts = {"z": self.counts("z")[:, None], "y": self.rows_ZY.T, "x": self.columns_ZX.T}
         return {axis: (np.cumsum(each) - each.ravel()).reshape(each.shape) for axis, each in counts.items()}
 
 
@@ -147,19 +147,15 @@ class Restored:
     def write(self, index: int, values_P: np.ndarray) -> None:
         """The masked voxels of slice `index` along the axis, row by row. Returns when they are on the disk."""
         with self.path.open("r+b") as file:
-            file.seek(4 * self._start(index))
+            file.seek(4 * int(self.statistics.starts[self.axis][index, 0]))
             file.write(values_P.astype("<f4").tobytes())
             file.flush()
             os.fsync(file.fileno())
 
-    def _start(self, index: int) -> int:
-        starts = self.statistics.starts[self.axis]
-        return int(starts[index] if self.axis == "z" else starts[index, 0])
-
     def read(self, index: int) -> np.ndarray:
         """As they were written of slice `index` along the axis, float32 [P]."""
-        count = int(self.statistics.counts(self.axis)[index])
-        return np.fromfile(self.path, "<f4", count, offset=4 * self._start(index))
+        count, start = int(self.statistics.counts(self.axis)[index]), int(self.statistics.starts[self.axis][index, 0])
+        return np.fromfile(self.path, "<f4", count, offset=4 * start)
 
     def read_along_z(self, index: int, mask_YX: np.ndarray) -> np.ndarray:
         """The masked voxels of slice `index` along z, row by row, float32 [P]. mask_YX: of that slice."""
