@@ -11,7 +11,7 @@ Ulysses, groups of one rank are plain Ring.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -180,7 +180,12 @@ class Axes:
         return cls(topology, tuple(cut(topology, ranks, guidance, "guidance") for ranks in replicas))
 
     def coordinates(self, rank: int) -> Coordinates:
-        return self._coordinates[rank]
+        return next(
+            Coordinates(r, g)
+            for r, of_replica in enumerate(self.branches)
+            for g, branch in enumerate(of_replica)
+            if rank in branch
+        )
 
     def replica(self, rank: int) -> tuple[int, ...]:
         """The ranks of this rank's replica, ascending."""
@@ -195,15 +200,6 @@ class Axes:
         """The ranks with this rank's number in every branch of its replica, branch by branch."""
         number = self.branch(rank).index(rank)
         return tuple(branch[number] for branch in self.branches[self.coordinates(rank).replica])
-
-    @cached_property
-    def _coordinates(self) -> dict[int, Coordinates]:
-        return {
-            rank: Coordinates(r, g)
-            for r, of_replica in enumerate(self.branches)
-            for g, branch in enumerate(of_replica)
-            for rank in branch
-        }
 
 
 def cut(topology: Topology, ranks: tuple[int, ...], parts: int, name: str = "parts") -> tuple[tuple[int, ...], ...]:
@@ -231,10 +227,9 @@ def _slow_pairs(topology: Topology, ranks: tuple[int, ...]) -> tuple[int, int, i
     """The pairs of ranks whose link is between nodes, across planes of a node, and within a plane of a node."""
     places = [topology.places[rank] for rank in ranks]
 
-    def pairs(alike: Callable[[Place], Hashable]) -> int:
-        return sum(count * (count - 1) // 2 for count in Counter(map(alike, places)).values())
+    def pairs(alike: Iterable[Hashable]) -> int:
+        return sum(count * (count - 1) // 2 for count in Counter(alike).values())
 
-    on_node, on_card, in_plane = (
-        pairs(alike) for alike in (lambda p: p.node, lambda p: p.card, lambda p: (p.node, p.plane))
-    )
+    on_node, on_card = pairs(p.node for p in places), pairs(p.card for p in places)
+    in_plane = pairs((p.node, p.plane) for p in places)
     return len(places) * (len(places) - 1) // 2 - on_node, on_node - on_card - in_plane, in_plane

@@ -52,9 +52,8 @@ class Segment:
                 f"{topology.size} ranks for {self.tokens} {self.name} tokens: a rank needs at least one; "
                 f"use at most {self.tokens} ranks or a larger {self.name}"
             )
-        return even_shares(
-            self.tokens, topology.shard_order if self.extras_from == "front" else topology.shard_order[::-1]
-        )
+        order = topology.shard_order if self.extras_from == "front" else topology.shard_order[::-1]
+        return even_shares(self.tokens, order)
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@ nodes, which it may share. Rates are those of the machine file, one direction, i
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
+from collections import defaultdict, deque
 from itertools import combinations
 from typing import NamedTuple
 
@@ -26,25 +25,9 @@ class Wire(NamedTuple):
 def wires(topology: Topology) -> list[Wire]:
     """Every link between tiles of a node, once."""
     rates = {"sibling": topology.machine.links.sibling_gb_s, "plane": topology.machine.links.plane_gb_s}
-    nodes: dict[int, list[int]] = {}
-    for place in topology.places:
-        nodes.setdefault(place.node, []).append(place.rank)
-    found = []
-    for ranks in nodes.values():
-        for a, b in combinations(ranks, 2):
-            kind = topology.link_class(a, b)
-            if kind in rates:
-                found.append(Wire(a, b, kind, rates[kind]))
-    return found
-
-
-def neighbours_of(joined: Iterable[Wire]) -> dict[int, list[tuple[int, int]]]:
-    """Of every rank the ranks it has a wire to, each after a number that puts siblings first."""
-    neighbours: dict[int, list[tuple[int, int]]] = {}
-    for a, b, kind, _ in joined:
-        for one, other in ((a, b), (b, a)):
-            neighbours.setdefault(one, []).append((kind != "sibling", other))
-    return neighbours
+    nodes = [[place.rank for place in topology.places if place.node == node] for node in range(topology.nodes)]
+    pairs = [(a, b, topology.link_class(a, b)) for ranks in nodes for a, b in combinations(ranks, 2)]
+    return [Wire(a, b, kind, rates[kind]) for a, b, kind in pairs if kind in rates]
 
 
 def next_hops(topology: Topology, rank: int) -> dict[int, int]:
@@ -52,12 +35,15 @@ def next_hops(topology: Topology, rank: int) -> dict[int, int]:
 
     Of equal ways the one that crosses to the sibling first: the message leaves the card on the plane of its receiver.
     """
-    neighbours = neighbours_of(wires(topology))
+    neighbours: dict[int, list[tuple[bool, int]]] = defaultdict(list)
+    for a, b, kind, _ in wires(topology):
+        neighbours[a].append((kind != "sibling", b))  # siblings first
+        neighbours[b].append((kind != "sibling", a))
     hops: dict[int, int] = {}
     reached, waiting = {rank}, deque([(rank, rank)])
     while waiting:
         at, first = waiting.popleft()
-        for _, other in sorted(neighbours.get(at, [])):
+        for _, other in sorted(neighbours[at]):
             if other not in reached:
                 reached.add(other)
                 hops[other] = other if at == rank else first

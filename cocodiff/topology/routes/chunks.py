@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from itertools import accumulate
+from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 from cocodiff.config.machine import Topology
@@ -21,7 +20,6 @@ from cocodiff.topology.routes.plans import Block, Phase, Plan, reverse
 T = TypeVar("T")
 Chunks = tuple[tuple[int, ...], ...]
 StageParts = tuple[Plan, Plan, Plan]
-Messages = dict[int, tuple[Block, ...]]
 
 
 def chunk_ranks(topology: Topology, rank: int, chunks: int) -> Chunks:
@@ -39,12 +37,10 @@ def chunk_ranks(topology: Topology, rank: int, chunks: int) -> Chunks:
         grouped = [[card for node in group for card in cards_of[node]] for group in groups]
     else:
         most = min(len(cards) for cards in cards_of.values()) * topology.nodes
-        base, extra = divmod(min(chunks, most), topology.nodes)
         place, grouped = cards_of[own.node].index(own.card), []
-        for distance, node in enumerate(nodes):
-            share = base + (distance >= topology.nodes - extra)
+        for node, share in zip(nodes, _shares_for_the_last(min(chunks, most), topology.nodes), strict=True):
             cards = _from(place % len(cards_of[node]), cards_of[node])
-            near = [cards[:1]] if distance == 0 and share > 1 else []
+            near = [cards[:1]] if node == own.node and share > 1 else []
             grouped += near + consecutive(cards[len(near) :], share - len(near))
     return tuple(tuple(rank for card in group for rank in sorted(topology.cards[card])) for group in grouped)
 
@@ -55,43 +51,9 @@ def sequence_of(topology: Topology, rank: int, chunks: int) -> tuple[int, ...]:
     return tuple(other for ranks in found for other in ranks) if len(found) > 1 else ()
 
 
-def cut_by_stage(plan: Plan, stage_of: Callable[[Block], int], stages: int) -> list[Plan]:
-    """One plan for each stage, with the blocks of that stage alone: the same blocks over the same routes."""
-
-    def only(messages: Messages, stage: int) -> Messages:
-        of_stage = {peer: tuple(b for b in message if stage_of(b) == stage) for peer, message in messages.items()}
-        return {peer: message for peer, message in of_stage.items() if message}
-
-    return [
-        tuple(Phase(phase.lane, only(phase.sends, s), only(phase.receives, s), phase.hop) for phase in plan)
-        for s in range(stages)
-    ]
-
-
-def split_by_dependency(plan: Plan, late: Callable[[Block, int], bool], rank: int) -> StageParts:
-    """The plan in three: what leaves at once, what is passed on, and what comes over a slow link before it is passed
-    on. late: of a block and the rank that passes it on."""
-
-    def only(messages: Messages, sender: Callable[[int], int], wanted: bool) -> Messages:
-        of_kind = {
-            peer: tuple(b for b in message if late(b, sender(peer)) == wanted) for peer, message in messages.items()
-        }
-        return {peer: message for peer, message in of_kind.items() if message}
-
-    def passed_on(phase: Phase, wanted: bool) -> Phase:
-        sends, receives = only(phase.sends, lambda _: rank, wanted), only(phase.receives, lambda peer: peer, wanted)
-        return Phase(phase.lane, sends, receives, phase.hop)
-
-    relays = [phase for phase in plan if phase.hop == 2]
-    return (
-        tuple(phase for phase in plan if phase.hop != 2),
-        tuple(passed_on(phase, False) for phase in relays),
-        tuple(passed_on(phase, True) for phase in relays),
-    )
-
-
 class Stages:
-    """All stages of one rank's exchanges, each in the three parts of `split_by_dependency`."""
+    """All stages of one rank's exchanges, each in three parts: what leaves at once, what is passed on, and what comes
+    over a slow link before it is passed on."""
 
     def __init__(self, topology: Topology, rank: int, chunks: int) -> None:
         self._topology, self._rank = topology, rank
@@ -112,25 +74,39 @@ class Stages:
 
     def of(self, plan: Plan, way: str) -> list[StageParts]:
         """plan: forward, whole. way: "forward" or "back"."""
-        stages = cut_by_stage(plan if way == "forward" else reverse(plan), self._of_block, len(self.chunks))
-        return [split_by_dependency(stage, partial(self._is_late, way), self._rank) for stage in stages]
+        places, whole = self._topology.places, plan if way == "forward" else reverse(plan)
 
-    def _of_block(self, block: Block) -> int:
-        return self._stage[block.heads][block.rows]
+        def is_late(block: Block, sender: int) -> bool:
+            return places[block.rows if way == "forward" else block.heads].node != places[sender].node
 
-    def _is_late(self, way: str, block: Block, sender: int) -> bool:
-        places = self._topology.places
-        return places[block.rows if way == "forward" else block.heads].node != places[sender].node
+        def parts(stage: int) -> StageParts:
+            phases = [self._only(phase, lambda b, _: self._stage[b.heads][b.rows] == stage) for phase in whole]
+            relays = [phase for phase in phases if phase.hop == 2]
+            return (
+                tuple(phase for phase in phases if phase.hop != 2),
+                tuple(self._only(phase, lambda b, sender: not is_late(b, sender)) for phase in relays),
+                tuple(self._only(phase, is_late) for phase in relays),
+            )
+
+        return [parts(stage) for stage in range(len(self.chunks))]
+
+    def _only(self, phase: Phase, wanted: Callable[[Block, int], bool]) -> Phase:
+        """Some of a phase's blocks, over the same routes. wanted: of a block and the rank that sends it."""
+        sends = {peer: tuple(b for b in message if wanted(b, self._rank)) for peer, message in phase.sends.items()}
+        receives = {peer: tuple(b for b in message if wanted(b, peer)) for peer, message in phase.receives.items()}
+        not_empty = ({p: message for p, message in messages.items() if message} for messages in (sends, receives))
+        return Phase(phase.lane, *not_empty, phase.hop)
 
 
 def consecutive(items: Sequence[T], groups: int) -> list[list[T]]:
     """So many groups of neighbours, or one for each item where there are fewer; sizes differ by one, smaller first."""
     groups = min(groups, len(items))
-    if not groups:
-        return []
-    base, extra = divmod(len(items), groups)
-    ends = list(accumulate(base + (n >= groups - extra) for n in range(groups)))
-    return [list(items[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
+    return [list(items[part]) for part in slices(_shares_for_the_last(len(items), groups))] if groups else []
+
+
+def _shares_for_the_last(total: int, parts: int) -> tuple[int, ...]:
+    """Shares that differ by one at most; the last ones get what is left."""
+    return even_shares(total, range(parts)[::-1])
 
 
 def _from(first: int, items: Sequence[T]) -> list[T]:
@@ -140,10 +116,8 @@ def _from(first: int, items: Sequence[T]) -> list[T]:
 
 def _cards_by_node(topology: Topology) -> dict[int, list[int]]:
     found: dict[int, list[int]] = {}
-    for place in topology.places:
-        cards = found.setdefault(place.node, [])
-        if place.card not in cards:
-            cards.append(place.card)
+    for node, card in dict.fromkeys((place.node, place.card) for place in topology.places):
+        found.setdefault(node, []).append(card)
     return found
 
 

@@ -9,12 +9,12 @@ phase by phase; it can be printed and checked without any communication.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from cocodiff.config.machine import Topology
+from cocodiff.config.machine import Place, Topology
 
 
 class Block(NamedTuple):
@@ -47,13 +47,8 @@ Plan = tuple[Phase, ...]
 def flat_plan(topology: Topology, rank: int) -> Plan:
     """Ulysses: every block goes straight to the rank that owns its heads."""
     others = [other for other in range(topology.size) if other != rank]
-    return (
-        Phase(
-            "plane",
-            sends={other: (Block(rank, other),) for other in others},
-            receives={other: (Block(other, rank),) for other in others},
-        ),
-    )
+    sends = {other: (Block(rank, other),) for other in others}
+    return (Phase("plane", sends, receives={other: (Block(other, rank),) for other in others}),)
 
 
 def tapa_plan(topology: Topology, rank: int) -> Plan:
@@ -62,30 +57,34 @@ def tapa_plan(topology: Topology, rank: int) -> Plan:
     Phase 1 leaves a rank with all tokens of its card for the heads of the planes that it serves; phase 2 takes them to
     the plane's tiles on the other cards and nodes. So nothing crosses from one plane to another between cards.
     """
-    place, serves = topology.places[rank], topology.served_planes
-    card = topology.cards[place.card]
-
-    def heads_of(planes: frozenset[int]) -> list[int]:
-        return [other.rank for other in topology.places if other.plane in planes]
-
-    siblings = topology.siblings(rank)
-    swap = Phase(
-        "sibling",
-        sends={s: tuple(Block(rank, heads) for heads in heads_of(serves[s])) for s in siblings},
-        receives={s: tuple(Block(s, heads) for heads in heads_of(serves[rank])) for s in siblings},
-        hop=1,
-    )
-    off_card = [other for other in heads_of(serves[rank]) if topology.places[other].card != place.card]
+    place = topology.places[rank]
+    swap, off_card = _swap(topology, rank, topology.places)
     other_cards = [(c, ranks) for c, ranks in topology.cards.items() if c != place.card]
     across = Phase(
         "plane",
-        sends={other: tuple(Block(rows, other) for rows in card) for other in off_card},
+        sends={other: tuple(Block(rows, other) for rows in topology.cards[place.card]) for other in off_card},
         receives={
             topology.server(c, place.plane): tuple(Block(rows, rank) for rows in ranks) for c, ranks in other_cards
         },
         hop=2,
     )
     return (swap, across)
+
+
+def _swap(topology: Topology, rank: int, places: Sequence[Place]) -> tuple[Phase, list[int]]:
+    """What siblings swap of the heads at some places, and those of these ranks on other cards that this rank serves."""
+
+    def served_by(server: int) -> list[int]:
+        return [other.rank for other in places if other.plane in topology.served_planes[server]]
+
+    siblings, own_card = topology.siblings(rank), topology.cards[topology.places[rank].card]
+    swap = Phase(
+        "sibling",
+        sends={s: tuple(Block(rank, heads) for heads in served_by(s)) for s in siblings},
+        receives={s: tuple(Block(s, heads) for heads in served_by(rank)) for s in siblings},
+        hop=1,
+    )
+    return swap, [other for other in served_by(rank) if other not in own_card]
 
 
 def split_plan(topology: Topology, rank: int, detours: Mapping[tuple[int, int], int] | None = None) -> Plan:
@@ -96,20 +95,9 @@ def split_plan(topology: Topology, rank: int, detours: Mapping[tuple[int, int], 
     So every link carries what it carries in TAPA, but the slow ones start at once: what siblings swap travels while
     they are busy. Phases stand in the order in which their messages are posted; only the relay needs an earlier one.
     """
-    here, serves = topology.places[rank], topology.served_planes
+    here, siblings = topology.places[rank], topology.siblings(rank)
     on_node = [place for place in topology.places if place.node == here.node]
-    siblings = topology.siblings(rank)
-
-    def heads_of(planes: frozenset[int]) -> list[int]:
-        return [other.rank for other in on_node if other.plane in planes]
-
-    swap = Phase(
-        "sibling",
-        sends={s: tuple(Block(rank, heads) for heads in heads_of(serves[s])) for s in siblings},
-        receives={s: tuple(Block(s, heads) for heads in heads_of(serves[rank])) for s in siblings},
-        hop=1,
-    )
-    off_card = [other for other in heads_of(serves[rank]) if topology.places[other].card != here.card]
+    swap, off_card = _swap(topology, rank, on_node)
     servers = {topology.server(c, here.plane): topology.cards[c] for c in {p.card for p in on_node} - {here.card}}
     off_node = [other.rank for other in topology.places if other.node != here.node]
     detours = detours or {}
@@ -189,9 +177,7 @@ def _balance(topology: Topology, node: int, leaving: bool, detours: dict[Pair, i
     """Moves blocks that leave (or reach) a node from its fullest NIC to its emptiest, until they differ by one."""
     here = [place.rank for place in topology.places if place.node == node]
     away = [place.rank for place in topology.places if place.node != node]
-    load = Counter({topology.nics[rank]: 0 for rank in here})
-    for rank in here:
-        load[topology.nics[rank]] += len(away)
+    load = {nic: tiles * len(away) for nic, tiles in Counter(topology.nics[rank] for rank in here).items()}
     tiles_of = Counter((topology.places[rank].node, topology.nics[rank]) for rank in range(topology.size))
     moved: Counter[int] = Counter()  # blocks that a rank gave away
     helped: Counter[Pair] = Counter()  # blocks between a rank and its helper

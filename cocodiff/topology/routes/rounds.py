@@ -10,7 +10,7 @@ data.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -57,8 +57,8 @@ class Grid:
         """places: of the members. Where cards have unequal parts in the ring it goes from tile to tile through a node,
         to and fro on each card so that a message stays on a card or in a plane wherever it can; where nodes have, it
         does through all of them."""
-        nodes = _sizes([place.node for place in places])
-        cards = _sizes([(place.node, place.card) for place in places])
+        nodes = list(Counter(place.node for place in places).values())
+        cards = list(Counter((place.node, place.card) for place in places).values())
         of_node = len(places) // len(nodes) if len(set(nodes)) == 1 else 0
         if of_node and len(set(cards)) == 1:
             order = sorted(range(len(places)), key=lambda n: (places[n].node, places[n].card, places[n].plane))
@@ -116,11 +116,6 @@ class Grid:
         return members_G[np.ravel_multi_index(tuple(np.moveaxis(there_MNL, -1, 0)), self.shape)]
 
 
-def _sizes(keys: Sequence[Hashable]) -> list[int]:
-    """How often each key is there."""
-    return list(Counter(keys).values())
-
-
 def _to_and_fro(places: Sequence[Place]) -> tuple[int, ...]:
     cards = sorted({(place.node, place.card) for place in places})
     turn = {card: (-1) ** number for number, card in enumerate(cards)}
@@ -134,13 +129,11 @@ def _to_and_fro(places: Sequence[Place]) -> tuple[int, ...]:
 
 def rounds_of(mesh: Mesh, along: tuple[int, ...] = LEVELS) -> tuple[Grid, ...]:
     """For every slot how blocks go round along these levels; members are groups."""
-    places, slots = mesh.topology.places, range(mesh.ulysses)
-    grids = [Grid.of([places[group[slot]] for group in mesh.groups]) for slot in slots]
-    return tuple(replace(grid, along=along) for grid in grids)
+    places, rings = mesh.topology.places, zip(*mesh.groups, strict=True)
+    return tuple(replace(Grid.of([places[rank] for rank in ring]), along=along) for ring in rings)
 
 
 def visits_of(mesh: Mesh, rank: int, along: tuple[int, ...] = LEVELS) -> tuple[Visit, ...]:
     """The blocks that a rank attends to, group by group, and where each goes on to along these levels."""
     group, slot = mesh.group_and_slot(rank)
-    grid = Grid.of([mesh.topology.places[ranks[slot]] for ranks in mesh.groups])
-    return replace(grid, along=along).visits(group)
+    return rounds_of(mesh, along)[slot].visits(group)
