@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cocodiff.comm.health import Health
-from cocodiff.comm.transport import Group, LaneOwner, Pending
+from cocodiff.comm.transport import Group, LaneOwner, Messages, Pending, not_empty
 from cocodiff.config.errors import PeerLost
 from cocodiff.kernels.device import digest
 
@@ -34,7 +34,7 @@ class CheckedMessage(NamedTuple):
     lane: str
 
     @property
-    def both(self) -> list[tuple[Tensor, int]]:
+    def both(self) -> Messages:
         return [(self.tensor, self.peer), (self.total, self.peer)]
 
 
@@ -48,25 +48,21 @@ class CheckedGroup(Group):
         self.ranks, self.index, self.receives_ahead = group.ranks, group.index, group.receives_ahead
         self._sent, self._awaited = Counter[int](), Counter[int]()
 
-    def send_recv(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> Pending:
+    def send_recv(self, sends: Messages, recvs: Messages) -> Pending:
         return self._checked(self._group.send_recv, sends, recvs)
 
-    def collective(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> Pending:
+    def collective(self, sends: Messages, recvs: Messages) -> Pending:
         return self._checked(self._group.collective, sends, recvs)
 
-    def _checked(
-        self, post: Callable[..., Pending], sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]
-    ) -> Pending:
+    def _checked(self, post: Callable[..., Pending], sends: Messages, recvs: Messages) -> Pending:
         leaving, coming = [], []
-        for tensor, peer in sends:
-            if tensor.numel():
-                self._sent[peer] += 1
-                leaving += [(tensor, peer), (checksum(tensor, self._sent[peer]), peer)]
-        for tensor, peer in recvs:
-            if tensor.numel():
-                self._awaited[peer] += 1
-                total = torch.empty(1, dtype=torch.int64, device=tensor.device)
-                coming.append(CheckedMessage(tensor, total, peer, self._awaited[peer], threading.current_thread().name))
+        for tensor, peer in not_empty(sends):
+            self._sent[peer] += 1
+            leaving += [(tensor, peer), (checksum(tensor, self._sent[peer]), peer)]
+        for tensor, peer in not_empty(recvs):
+            self._awaited[peer] += 1
+            total = torch.empty(1, dtype=torch.int64, device=tensor.device)
+            coming.append(CheckedMessage(tensor, total, peer, self._awaited[peer], threading.current_thread().name))
         if not self.receives_ahead:
             both = [one for message in coming for one in message.both]
             return CheckedPending(self, [(post(leaving, both), coming)])
@@ -119,8 +115,8 @@ class CheckedPending:
         if came:
             found = torch.cat([checksum(message.tensor, message.number) for message in came])
             wrong = (found != torch.cat([message.total for message in came])).tolist()
-            for message in (message for message, is_wrong in zip(came, wrong, strict=True) if is_wrong):
-                raise self._group.refuse(message)
+            if any(wrong):
+                raise self._group.refuse(came[wrong.index(True)])
 
 
 def checksum(message: Tensor, number: int) -> Tensor:

@@ -45,23 +45,16 @@ class Killer(NamedTuple):
 def overlap_killers(environment: Mapping[str, str], library: str, device: str) -> list[Killer]:
     """Variables in the environment that make messages of `library` block on a device ("cpu", "xpu", "cuda")."""
 
-    def is_on(name: str) -> bool:
-        return environment.get(name, "").strip().lower() in ("1", "true", "yes", "on")
-
-    found = []
-    if library in ONECCL and is_on("CCL_OP_SYNC"):
-        found.append(Killer("CCL_OP_SYNC=1", "makes every oneCCL call wait for its end", "unset CCL_OP_SYNC"))
+    switches = [
+        ("CCL_OP_SYNC", library in ONECCL, "makes every oneCCL call wait for its end"),
+        ("TORCH_NCCL_BLOCKING_WAIT", library == "nccl", "makes waiting block the host"),
+        ("CUDA_LAUNCH_BLOCKING", device == "cuda", "makes every kernel launch wait for its end"),
+    ]
+    on = {name for name, _, _ in switches if environment.get(name, "").strip().lower() in ("1", "true", "yes", "on")}
+    found = [Killer(f"{name}=1", harm, f"unset {name}") for name, matters, harm in switches if matters and name in on]
     if library in ONECCL and device == "xpu" and environment.get("CCL_ATL_TRANSPORT", "").lower() == "ofi":
         found.append(
             Killer("CCL_ATL_TRANSPORT=ofi", "makes oneCCL synchronous on GPU buffers", "export CCL_ATL_TRANSPORT=mpi")
-        )
-    if library == "nccl" and is_on("TORCH_NCCL_BLOCKING_WAIT"):
-        found.append(
-            Killer("TORCH_NCCL_BLOCKING_WAIT=1", "makes waiting block the host", "unset TORCH_NCCL_BLOCKING_WAIT")
-        )
-    if device == "cuda" and is_on("CUDA_LAUNCH_BLOCKING"):
-        found.append(
-            Killer("CUDA_LAUNCH_BLOCKING=1", "makes every kernel launch wait for its end", "unset CUDA_LAUNCH_BLOCKING")
         )
     return found
 

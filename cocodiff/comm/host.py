@@ -11,13 +11,12 @@ On a CPU tensors take the same way, without pinned memory: so the tests of the o
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cocodiff.comm.transport import Group, LaneOwner, Pending
+from cocodiff.comm.transport import Group, LaneOwner, Messages, Pending, not_empty
 from cocodiff.kernels.device import StreamMark, used_on_current_stream
 
 ALIGNED = 64  # bytes; where messages of a call begin in their common buffer
@@ -33,7 +32,7 @@ def host_memory(size: int, device: torch.device) -> Tensor:
 class Staged:
     """Tensors of one call in a common buffer in host memory."""
 
-    def __init__(self, messages: Sequence[tuple[Tensor, int]], device: torch.device) -> None:
+    def __init__(self, messages: Messages, device: torch.device) -> None:
         """messages: tensors on the device, with their peers."""
         starts = [0]
         for tensor, _ in messages:
@@ -76,8 +75,7 @@ class HostPending:
                 self._done = StreamMark(self._device)
                 return
         self._done.wait()
-        for tensor in self._on_device:
-            used_on_current_stream(tensor)
+        used_on_current_stream(self._on_device)
 
     def _finish(self) -> None:
         if self._received is not None:
@@ -100,9 +98,8 @@ class HostGroup(Group):
         self._group, self._device = group, device
         self.ranks, self.index = group.ranks, group.index
 
-    def send_recv(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> Pending:
-        sends = [(tensor, peer) for tensor, peer in sends if tensor.numel()]
-        recvs = [(tensor, peer) for tensor, peer in recvs if tensor.numel()]
+    def send_recv(self, sends: Messages, recvs: Messages) -> Pending:
+        sends, recvs = not_empty(sends), not_empty(recvs)
         received = sent = None
         if recvs:
             staged = Staged(recvs, self._device)
@@ -126,13 +123,10 @@ class HostTransport(LaneOwner):
         super().__init__(device, carrier.health)
         self.rank, self.size, self.library = carrier.rank, carrier.size, f"{THROUGH_HOST} over {carrier.library}"
         self.carrier, self._group_on_host, self.drawback = carrier, carrier.group, carrier.drawback
-        self.world = self._over(carrier.world)
+        self.world = HostGroup(carrier.world, device)
 
     def _new_group(self, ranks: tuple[int, ...]) -> HostGroup:
-        return self._over(self._group_on_host(ranks))
-
-    def _over(self, group: Group) -> HostGroup:
-        return HostGroup(group, self.device)
+        return HostGroup(self._group_on_host(ranks), self.device)
 
 
 def _bits(tensor: Tensor) -> Any:

@@ -96,9 +96,8 @@ def emulated() -> dict[str, Any]:
     try:
         return dict(json.loads(os.environ.get(EMULATED) or "{}"))
     except (ValueError, TypeError) as error:
-        raise UserError(
-            f"{EMULATED}={os.environ[EMULATED][:40]!r}: cocodiff emulate alone sets it: unset it"
-        ) from error
+        found = f"{EMULATED}={os.environ[EMULATED][:40]!r}"
+        raise UserError(f"{found}: cocodiff emulate alone sets it: unset it") from error
 
 
 def find_mpiexec() -> str | None:
@@ -130,7 +129,6 @@ def _number(env: Mapping[str, str], names: Sequence[str]) -> int | None:
     if name is None:
         return None
     if not re.fullmatch("[0-9]{1,9}", env[name]):
-        raise UserError(
-            f"{name}={env[name][:40]!r} in the environment: launchers set a number from 0 on; unset it to use none"
-        )
+        found = f"{name}={env[name][:40]!r} in the environment"
+        raise UserError(f"{found}: launchers set a number from 0 on; unset it to use none")
     return int(env[name])

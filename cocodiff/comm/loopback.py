@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cocodiff.comm.health import Health
-from cocodiff.comm.transport import CHECK_S, Group, LaneOwner, Pending
+from cocodiff.comm.transport import CHECK_S, Group, LaneOwner, Messages, Pending, not_empty
 from cocodiff.config.errors import PeerLost, UserError
 
 T = TypeVar("T")
@@ -114,13 +114,11 @@ class LoopbackGroup(Group):
         self.ranks, self.index = ranks, ranks.index(rank)
         self._inboxes = [_Inbox(world, ranks[p], world.mailbox(context, p, self.index)) for p in range(len(ranks))]
 
-    def send_recv(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> Pending:
-        for tensor, peer in sends:
-            if tensor.numel():
-                self._world.mailbox(self._context, self.index, peer).put(tensor.clone())
-        return _Receipts(
-            [(self._inboxes[peer], self._inboxes[peer].post(tensor)) for tensor, peer in recvs if tensor.numel()]
-        )
+    def send_recv(self, sends: Messages, recvs: Messages) -> Pending:
+        for tensor, peer in not_empty(sends):
+            self._world.mailbox(self._context, self.index, peer).put(tensor.clone())
+        inboxes = [(self._inboxes[peer], tensor) for tensor, peer in not_empty(recvs)]
+        return _Receipts([(inbox, inbox.post(tensor)) for inbox, tensor in inboxes])
 
 
 class LoopbackHealth(Health):
@@ -173,7 +171,7 @@ def run_ranks(size: int, work: Callable[[LoopbackTransport], T], timeout_s: floa
     return run_threads(size, rank_main)
 
 
-def run_threads(size: int, rank_main: Callable[[int], T], name: str = "rank") -> list[T]:
+def run_threads(size: int, rank_main: Callable[[int], T]) -> list[T]:
     """Runs `rank_main(rank)` on a thread of its own for each rank and returns the results in rank order.
 
     The first rank that fails fails the call: its exception is raised, with the rank's number in a note.
@@ -188,14 +186,14 @@ def run_threads(size: int, rank_main: Callable[[int], T], name: str = "rank") ->
         except BaseException as error:
             errors[rank] = error
 
-    threads = [threading.Thread(target=run, args=(rank,), name=f"{name}-{rank}") for rank in range(size)]
+    threads = [threading.Thread(target=run, args=(rank,), name=f"rank-{rank}") for rank in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     if errors:
         culprit = next((rank for rank, e in sorted(errors.items()) if not isinstance(e, PeerLost)), min(errors))
-        errors[culprit].add_note(f"in {name} {culprit} of {size}")
+        errors[culprit].add_note(f"in rank {culprit} of {size}")
         raise errors[culprit]
     return results
 

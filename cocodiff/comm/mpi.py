@@ -22,7 +22,7 @@ from torch import Tensor
 from cocodiff.comm.checked import WrongMessage
 from cocodiff.comm.health import Health
 from cocodiff.comm.launch import detect
-from cocodiff.comm.transport import Group, LaneOwner, Pending
+from cocodiff.comm.transport import Group, LaneOwner, Messages, Pending, not_empty
 from cocodiff.config.errors import UserError
 
 SPINS = 20
@@ -35,11 +35,10 @@ def lacking_shared_memory(ranks: int) -> str:
     Intel MPI 2021.17 took 2.9 MiB for each of 2 ranks, 1.8 for each of 12, and over ofi 176 KiB in all."""
     least = 256 if os.environ.get("I_MPI_FABRICS") == "ofi" else 2048 * (ranks + 1)
     free = shutil.disk_usage(SHARED_MEMORY).free >> 10 if SHARED_MEMORY.exists() else least
-    told = (
-        f"{SHARED_MEMORY} has {free} KiB free, and MPI needs {least} for {ranks} ranks of a host: enlarge it (docker "
-    )
-    told += "run --shm-size=1g), or with Intel MPI export I_MPI_FABRICS=ofi, which needs 256"
-    return told if free < least else ""
+    if free >= least:
+        return ""
+    lack = f"{SHARED_MEMORY} has {free} KiB free, and MPI needs {least} for {ranks} ranks of a host"
+    return f"{lack}: enlarge it (docker run --shm-size=1g), or with Intel MPI export I_MPI_FABRICS=ofi, which needs 256"
 
 
 def initialised_mpi() -> Any:
@@ -96,7 +95,7 @@ def wait_until(done: Callable[[], bool], health: Health) -> None:
 
 
 class _Requests:
-    def __init__(self, group: MpiGroup, requests: list[Any], recvs: list[tuple[Tensor, int]], kept: list[Any]) -> None:
+    def __init__(self, group: MpiGroup, requests: list[Any], recvs: Messages, kept: list[Any]) -> None:
         """requests: first those of `recvs`, in their order. kept: tensors that live until then."""
         self._group, self._requests, self._recvs, self._kept = group, requests, recvs, kept
 
@@ -114,15 +113,15 @@ class MpiGroup(Group):
     def _buffer(self, tensor: Tensor) -> list[Any]:
         return [bits_of(tensor), self._mpi.BYTE]
 
-    def _posted(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> list[Any]:
-        requests = [self._communicator.Irecv(self._buffer(t), peer) for t, peer in recvs if t.numel()]
-        return requests + [self._communicator.Isend(self._buffer(t), peer) for t, peer in sends if t.numel()]
+    def _posted(self, sends: Messages, recvs: Messages) -> list[Any]:
+        requests = [self._communicator.Irecv(self._buffer(t), peer) for t, peer in recvs]
+        return requests + [self._communicator.Isend(self._buffer(t), peer) for t, peer in sends]
 
-    def send_recv(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> Pending:
-        recvs = [(tensor, peer) for tensor, peer in recvs if tensor.numel()]
+    def send_recv(self, sends: Messages, recvs: Messages) -> Pending:
+        sends, recvs = not_empty(sends), not_empty(recvs)
         return _Requests(self, self._posted(sends, recvs), recvs, sends)
 
-    def complete(self, requests: list[Any], recvs: list[tuple[Tensor, int]]) -> None:
+    def complete(self, requests: list[Any], recvs: Messages) -> None:
         """Waits for requests, of which the first are those of `recvs`. Raises WrongMessage where one of these came with
         another length."""
         statuses = [self._mpi.Status() for _ in recvs]

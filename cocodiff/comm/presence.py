@@ -76,23 +76,19 @@ class Presence:
 
     def faults(self) -> dict[int, str]:
         """The ranks of this host that died or are stopped, and which of the two."""
-        found = {}
-        for rank, (process, _) in sorted(self._entries().items()):
-            state = _state(process)
-            if state in ("", "Z", "X"):
-                found[rank] = "died before the ranks had met"
-            elif state in ("T", "t"):
-                found[rank] = "is stopped"
-        return found
+        faults = dict.fromkeys(("", "Z", "X"), "died before the ranks had met") | dict.fromkeys(
+            ("T", "t"), "is stopped"
+        )
+        states = {rank: _state(process) for rank, (process, _) in sorted(self._entries().items())}
+        return {rank: faults[state] for rank, state in states.items() if state in faults}
 
     def absent(self) -> str:
         """Who is missing, in words."""
         there = sorted(self._entries())
         if len(there) < self.local_ranks:
             return f"of this host's {self.local_ranks} ranks there are {', '.join(map(str, there)) or 'none'}"
-        return (
-            f"all {self.local_ranks} ranks of this host are there: one of them hangs, or one of another host is missing"
-        )
+        there_are = f"all {self.local_ranks} ranks of this host are there"
+        return f"{there_are}: one of them hangs, or one of another host is missing"
 
     def _write(self, content: str) -> None:
         whole = self.folder / f".{self.rank}"

@@ -22,11 +22,10 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from cocodiff.comm.health import Health
 from cocodiff.comm.mpi import SHARED_MEMORY, MpiGroup, MpiTransport, bits_of, wait_until
-from cocodiff.comm.transport import Pending
+from cocodiff.comm.transport import Messages, Pending, not_empty
 from cocodiff.config.errors import PeerLost, UserError
 
 WINDOW_BYTES = 2**23  # of a group, on each rank
@@ -167,17 +166,16 @@ class RmaGroup(MpiGroup):
 
         return Peer(self, number, put_there, self._counters[number], self._rings[number])
 
-    def send_recv(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> Pending:
+    def send_recv(self, sends: Messages, recvs: Messages) -> Pending:
         capacity, opened = self._rings.shape[1], []
         with self.lock:
             for listed, leaving in ((recvs, False), (sends, True)):
-                for tensor, peer in listed:
-                    if tensor.nbytes:
-                        bits, length = bits_of(tensor), Message.announcing(tensor.nbytes)
-                        both = [length, Message(bits)] if tensor.nbytes <= capacity else [length]
-                        of = self._peers[peer]
-                        (of.outgoing if leaving else of.incoming).extend(both)
-                        opened += both
+                for tensor, peer in not_empty(listed):
+                    bits, length = bits_of(tensor), Message.announcing(tensor.nbytes)
+                    both = [length, Message(bits)] if tensor.nbytes <= capacity else [length]
+                    of = self._peers[peer]
+                    (of.outgoing if leaving else of.incoming).extend(both)
+                    opened += both
             while self._send():
                 pass
             self._seen = b""

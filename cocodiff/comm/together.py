@@ -10,10 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cocodiff.comm.transport import Group, Pending
+from cocodiff.comm.transport import Group, Messages, Pending
 from cocodiff.kernels.device import StreamMark, used_on_current_stream
-
-Messages = list[tuple[Tensor, int]]
 
 
 class TogetherGroup(Group):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cocodiff.comm.health import Health
-from cocodiff.comm.transport import Group, LaneOwner, Pending
+from cocodiff.comm.transport import Group, LaneOwner, Messages, Pending, not_empty
 from cocodiff.config.errors import UserError
 from cocodiff.kernels.device import used_on_current_stream
 
@@ -80,9 +80,8 @@ class TorchDistGroup(Group):
 
         return TogetherGroup(self, self._process_group)
 
-    def send_recv(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> Pending:
-        sends = [(tensor, peer) for tensor, peer in sends if tensor.numel()]
-        recvs = [(tensor, peer) for tensor, peer in recvs if tensor.numel()]
+    def send_recv(self, sends: Messages, recvs: Messages) -> Pending:
+        sends, recvs = not_empty(sends), not_empty(recvs)
         group = self._process_group
         if self._on_cpu:
             # The group's own calls: irecv and isend check in Python what is so here, which takes as long as the call.
@@ -96,7 +95,7 @@ class TorchDistGroup(Group):
         tensors = [tensor for tensor, _ in sends + recvs]
         return _Works(dist.batch_isend_irecv(operations) if operations else [], tensors)
 
-    def _both_ways(self, *lists: list[tuple[Tensor, int]]) -> list[list[tuple[Tensor, int]]]:
+    def _both_ways(self, *lists: Messages) -> list[Messages]:
         """Sends and receives with a byte more where two ranks have messages one way alone in a call, as both of them
         see: sends or receives alone may never end in oneCCL 2021.17 (torch-xpu-ops 2688, oneCCL 192)."""
         sent, received = ({peer: x for x, peer in messages} for messages in lists)
@@ -126,10 +125,10 @@ class TorchDistTransport(LaneOwner):
         device: torch.device,
         health: Health,
         owns_process_group: bool,
-        library: str | None = None,
-        carrier: LaneOwner | None = None,
+        library: str | None,
+        carrier: LaneOwner | None,
     ) -> None:
-        """library: the backend of its groups, by default that of the default process group. carrier: of a device's
+        """library: the backend of its groups; None for that of the default process group. carrier: of a device's
         transport, what carries its values, over host memory; closed with this one."""
         self.one_thread, self.carrier = device.type != "cpu", carrier
         super().__init__(device, health)
@@ -180,14 +179,8 @@ class TorchDistTransport(LaneOwner):
 def initialise(backend: str, store: Any, rank: int, size: int, device: torch.device) -> None:
     """Starts the default process group. The device is set before, as xccl and nccl want it; `ccl` of older stacks makes
     its communicators without being told of it."""
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=rank,
-        world_size=size,
-        timeout=NEVER,
-        device_id=device if backend in ("xccl", "nccl") else None,
-    )
+    device_id = device if backend in ("xccl", "nccl") else None
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=NEVER, device_id=device_id)
 
 
 BACKENDS = {"cpu": ("gloo",), "xpu": ("xccl", "ccl"), "cuda": ("nccl",)}
@@ -197,17 +190,14 @@ def check_backend(backend: str, device: torch.device) -> None:
     """Loads what registers a backend. Raises UserError where it is not there or does not carry a device's tensors."""
     fitting = _backends_of(device)
     if backend not in fitting:
-        raise UserError(
-            f"transport {backend} does not carry {device.type} tensors: use --transport {' or '.join(fitting)}"
-        )
+        remedy = f"use --transport {' or '.join(fitting)}"
+        raise UserError(f"transport {backend} does not carry {device.type} tensors: {remedy}")
     if backend == "ccl":
         try:
             import_module(CCL_BINDINGS)
         except ImportError as error:
-            raise UserError(
-                f"transport ccl needs {CCL_BINDINGS} ({error}): install the one of this PyTorch, or use --transport "
-                f"{fitting[0]}"
-            ) from error
+            remedy = f"install the one of this PyTorch, or use --transport {fitting[0]}"
+            raise UserError(f"transport ccl needs {CCL_BINDINGS} ({error}): {remedy}") from error
     there = {"xccl": dist.is_xccl_available, "nccl": dist.is_nccl_available, "gloo": dist.is_gloo_available}
     if backend in there and not there[backend]():
         raise UserError(f"this PyTorch {torch.__version__} was built without {backend}: use a build for {device.type}")

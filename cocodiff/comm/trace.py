@@ -62,10 +62,6 @@ class Trace:
             with self._lock:
                 self._bytes[purpose, link_class] += payload_bytes
 
-    def counted_as(self, purpose: str) -> CountedAs:
-        """This trace, for bytes of another purpose than the usual one."""
-        return CountedAs(self, purpose)
-
     def note_kernel(self, operation: str, path: str) -> None:
         """Counts an operation that "sycl" or "torch" ran."""
         with self._lock:
@@ -144,7 +140,7 @@ def save_traces(path: str | Path, records: dict[str, list[dict[str, Any]]]) -> N
         {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}}
         for rank in sorted({record["rank"] for _, record in every})
     ]
-    sent: Counter[str] = Counter()
+    sent, ran = Counter[str](), Counter[str]()
     for mode, record in every:
         for name, lane, begin, end, layer, late_bytes in record["spans"]:
             times = {"ts": (begin - start) / 1e3, "dur": (end - begin) / 1e3}
@@ -152,8 +148,6 @@ def save_traces(path: str | Path, records: dict[str, list[dict[str, Any]]]) -> N
             about = {"name": name, "args": {"mode": mode, "lane": lane, "layer": layer, **late}}
             events.append({"ph": "X", "pid": record["rank"], "tid": f"{mode} {lane}", **about, **times})
         sent.update({f"{mode} {purpose} {link}": count for (purpose, link), count in record["bytes"].items()})
-    ran: Counter[str] = Counter()
-    for mode, record in every:
         ran.update({f"{mode} {operation} {path}": count for (operation, path), count in record["kernels"].items()})
     other = {"bytes": dict(sent), "kernels": dict(ran), "spans_not_kept": sum(record["dropped"] for _, record in every)}
     Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}))

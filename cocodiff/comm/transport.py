@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from cocodiff.config.errors import PeerLost, UserError
 from cocodiff.kernels.device import HandedOver, OwnStream
 
 T = TypeVar("T")
+Messages = list[tuple[Tensor, int]]  # with the peer that each goes to or comes from
 CHECK_S = 0.25  # how often a blocked wait asks whether a peer was lost
 
 
@@ -53,10 +54,10 @@ class Group(ABC):
     device = torch.device("cpu")
 
     @abstractmethod
-    def send_recv(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> Pending:
+    def send_recv(self, sends: Messages, recvs: Messages) -> Pending:
         """(tensor, peer) pairs; both sides list the messages between two peers in the same order."""
 
-    def collective(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> Pending:
+    def collective(self, sends: Messages, recvs: Messages) -> Pending:
         """The same, in a call that every rank of the group makes: for libraries that have a collective of their own."""
         return self.send_recv(sends, recvs)
 
@@ -222,10 +223,10 @@ class PartGroup(Group):
         self._group, self._members, self.ranks, self.device = group, tuple(members), ranks, device
         self.index, self.receives_ahead = self._members.index(group.index), group.receives_ahead
 
-    def send_recv(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> Pending:
+    def send_recv(self, sends: Messages, recvs: Messages) -> Pending:
         return self._group.send_recv(*([(x, self._members[peer]) for x, peer in some] for some in (sends, recvs)))
 
-    def collective(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> Pending:
+    def collective(self, sends: Messages, recvs: Messages) -> Pending:
         post = self._group.send_recv if len(self.ranks) < len(self._group.ranks) else self._group.collective
         return post(*([(x, self._members[peer]) for x, peer in some] for some in (sends, recvs)))
 
@@ -333,15 +334,13 @@ def broadcast_value(group: Group, value: Any) -> Any:
     return value if own == 0 else as_value(content)
 
 
-def _by_peer(tensors: Mapping[int, Tensor]) -> list[tuple[Tensor, int]]:
+def _by_peer(tensors: Mapping[int, Tensor]) -> Messages:
     return [(tensor, peer) for peer, tensor in tensors.items()]
 
 
-class LaneJob(NamedTuple):
-    work: Callable[..., Any]
-    given: HandedOver[tuple[Any, ...]]
-    future: Future[HandedOver[Any]]
-    inference: bool  # whether its submitter is in torch's inference mode, which is a mode of each thread
+def not_empty(messages: Messages) -> Messages:
+    """Those that are posted."""
+    return [(tensor, peer) for tensor, peer in messages if tensor.numel()]
 
 
 class LaneFuture(Generic[T]):
@@ -354,7 +353,6 @@ class LaneFuture(Generic[T]):
         while True:
             try:
                 handed = self._future.result(timeout=CHECK_S)
-                break
             except FutureTimeout as late:
                 # Done by now does not say whose this is: the job may have ended just after this wait gave up.
                 if self._future.done() and self._future.exception() is late:
@@ -367,7 +365,8 @@ class LaneFuture(Generic[T]):
                 if blamed is error:
                     raise
                 raise blamed from error
-        return handed.take()
+            else:
+                return handed.take()
 
 
 class Worker:
@@ -411,19 +410,21 @@ class Lane:
         if not self._open:
             raise RuntimeError(f"lane {self.name} is closed, and its transport with it: nobody would run this job")
         future: Future[Any] = Future()
-        job = LaneJob(work, HandedOver(given, self._device), future, torch.is_inference_mode_enabled())
-        self.worker.run(partial(self._run, job))
+        inference = torch.is_inference_mode_enabled()  # a mode of each thread
+        self.worker.run(partial(self._run, work, HandedOver(given, self._device), future, inference))
         return LaneFuture(future, self._health)
 
     def close(self) -> None:
         self._open = False
         self.worker.close()
 
-    def _run(self, job: LaneJob) -> None:
+    def _run(
+        self, work: Callable[..., T], given: HandedOver[Any], future: Future[HandedOver[T]], inference: bool
+    ) -> None:
         try:
             # Tensors made in inference mode are changed in place in that mode alone, on whichever thread. Leaving that
             # mode turns gradients on, so they are turned off inside.
-            with self._stream.current(), torch.inference_mode(job.inference), torch.no_grad():
-                job.future.set_result(HandedOver(job.work(*job.given.take()), self._device))
+            with self._stream.current(), torch.inference_mode(inference), torch.no_grad():
+                future.set_result(HandedOver(work(*given.take()), self._device))
         except BaseException as error:
-            job.future.set_exception(error)
+            future.set_exception(error)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from cocodiff.comm.trace import Trace
+from cocodiff.comm.trace import CountedAs, Trace
 from cocodiff.comm.transport import Transport
 from cocodiff.config.errors import PeerLost, UserError
 from cocodiff.config.machine import Topology
@@ -137,7 +137,7 @@ class GuidedRanks:
         self._topology, self._transport, self._rule = topology, transport, rule
         self._trace, self._sequence_of = trace, sequence_of
         # Where guidance is split, calls that all ranks compute together are counted apart.
-        self._trace_together = trace.counted_as("unsplit" if rule.pinned else "attention")
+        self._trace_together = CountedAs(trace, "unsplit" if rule.pinned else "attention")
         self._together = sequence_of(topology, transport, self._trace_together)
         self._parts: GuidanceParts | None = None
         self.current = self._split().sequence if rule.pinned else self._together
