@@ -40,8 +40,7 @@ class CheckedMessage(NamedTuple):
 
 class CheckedGroup(Group):
     """A group whose every message is followed by its checksum, 8 bytes in the same batch, made and compared where the
-    message lies. The message's number is in it: one that was lost is not replaced by the next. The bits of sums are
-    those of rank order."""
+    message lies. The message's number is in it: one that was lost is not replaced by the next."""
 
     def __init__(self, group: Group, health: Health) -> None:
         self._group, self._health = group, health

@@ -53,9 +53,8 @@ def overlap_killers(environment: Mapping[str, str], library: str, device: str) -
     on = {name for name, _, _ in switches if environment.get(name, "").strip().lower() in ("1", "true", "yes", "on")}
     found = [Killer(f"{name}=1", harm, f"unset {name}") for name, matters, harm in switches if matters and name in on]
     if library in ONECCL and device == "xpu" and environment.get("CCL_ATL_TRANSPORT", "").lower() == "ofi":
-        found.append(
-            Killer("CCL_ATL_TRANSPORT=ofi", "makes oneCCL synchronous on GPU buffers", "export CCL_ATL_TRANSPORT=mpi")
-        )
+        harm = "makes oneCCL synchronous on GPU buffers"
+        found.append(Killer("CCL_ATL_TRANSPORT=ofi", harm, "export CCL_ATL_TRANSPORT=mpi"))
     return found
 
 
@@ -81,8 +80,7 @@ class _Meeting(NamedTuple):
 
 def place_rank(launch: Launch, device: str, transport: str) -> tuple[torch.device, str]:
     """A rank's device and what carries its messages, from the settings of these names. Ranks that were forked here see
-    the same devices, so that auto is host where they outnumber these; what a launcher's ranks see may be each its own.
-    """
+    the same devices, so that auto is host where they outnumber these; a launcher's may see devices of their own."""
     in_turns = transport in THROUGH_HOST or (transport == "auto" and launch.kind == "forked")
     found = rank_device(device, launch.local_rank, in_turns)
     sharing = ranks_on_device(found, launch.local_size or 1) if in_turns else 1
@@ -192,8 +190,7 @@ def _library(launch: Launch, name: str, carried: torch.device) -> str:
 
 
 def _tell_of_blocking(transport: LaneOwner) -> None:
-    """Rank 0 says what is wrong with windows, and in one line which settings take the overlap of messages and
-    computation away."""
+    """Rank 0 says what is wrong with windows, and in one line which settings keep messages from being hidden."""
     if transport.drawback and not transport.rank:
         log.warning("transport mpi-rma: %s", transport.drawback)
     killers = overlap_killers(os.environ, transport.library, transport.device.type)
@@ -288,8 +285,7 @@ def is_loopback(address: str) -> bool:
 
 
 def listening_socket(host: str, port: int, one_host: bool, ranks: int) -> socket.socket:
-    """Listens on the one interface that `host` names, or on all where that cannot be told. one_host: whether all ranks
-    are on this host."""
+    """Listens on the one interface that `host` names, or on all where that cannot be told. one_host: all are on it."""
     try:  # IPv4, where the name has both
         family, *_, (address, *_) = min(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM), key=lambda one: one[0])
     except OSError:
@@ -316,10 +312,8 @@ def launcher_store(
     host: str, port: int, rank: int, size: int, hosted: bool, attempt: str, start_s: float, one_host: bool
 ) -> Any:
     """The store of torchrun, or of whoever set MASTER_ADDR and MASTER_PORT, kept as long as the process: a later run of
-    the same ranks meets at the same one. hosted: rank 0 has none to connect to and makes it.
-
-    Raises PeerLost where rank 0 does not answer within `start_s`.
-    """
+    the same ranks meets at the same one. hosted: rank 0 has none to connect to and makes it. Raises PeerLost where rank
+    0 does not answer within `start_s`."""
     limit = timedelta(seconds=start_s)
     try:
         if rank == 0 and not hosted:
@@ -359,9 +353,7 @@ def environment_store(
 
 def _initialise(meeting: _Meeting, backend: str, device: torch.device, limits: Limits) -> None:
     """Starts torch.distributed's default process group. Its store is the launcher's; under MPI rank 0 makes one."""
-    store = meeting.store
-    if store is None:
-        store = _store_over_mpi(meeting, limits)
+    store = _store_over_mpi(meeting, limits) if meeting.store is None else meeting.store
     store.set_timeout(NEVER)
     initialise(backend, store, meeting.rank, meeting.size, device)
 

@@ -39,10 +39,8 @@ class Staged:
             starts.append(-(-(starts[-1] + tensor.nbytes) // ALIGNED) * ALIGNED)
         buffer = host_memory(starts[-1], device)
         self.tensors = [tensor for tensor, _ in messages]
-        self.on_host = [
-            (buffer[start : start + tensor.nbytes], peer)
-            for start, (tensor, peer) in zip(starts, messages, strict=False)
-        ]
+        placed = zip(starts, messages, strict=False)
+        self.on_host = [(buffer[start : start + tensor.nbytes], peer) for start, (tensor, peer) in placed]
 
     def to_host(self) -> None:
         for tensor, (host, _) in zip(self.tensors, self.on_host, strict=True):

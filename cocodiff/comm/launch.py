@@ -65,8 +65,7 @@ class Launch:
 
 
 def detect(environment: Mapping[str, str] | None = None) -> Launch:
-    """The launcher that the environment shows: torchrun, MPI's or srun, else none. Raises UserError where what it tells
-    is not a rank and a size."""
+    """The launcher that the environment shows: torchrun, MPI's, srun or none. Raises UserError for a wrong rank."""
     env = os.environ if environment is None else environment
     if "TORCHELASTIC_RUN_ID" in env or all(name in env for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")):
         rank, size = _number(env, ("RANK",)), _number(env, ("WORLD_SIZE",))

@@ -154,7 +154,9 @@ class LoopbackTransport(LaneOwner):
 
 def run_ranks(size: int, work: Callable[[LoopbackTransport], T], timeout_s: float = 120.0) -> list[T]:
     """Runs `work(transport)` once per rank and returns the results in rank order. Raises as `run_threads`."""
-    world, core = LoopbackWorld(size, timeout_s), _one_core()
+    world = LoopbackWorld(size, timeout_s)
+    # Python runs one thread at a time, and hands over between threads of one core in half the time.
+    core = random.choice(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_setaffinity") else None
 
     def rank_main(rank: int) -> T:
         if core is not None:
@@ -172,10 +174,8 @@ def run_ranks(size: int, work: Callable[[LoopbackTransport], T], timeout_s: floa
 
 
 def run_threads(size: int, rank_main: Callable[[int], T]) -> list[T]:
-    """Runs `rank_main(rank)` on a thread of its own for each rank and returns the results in rank order.
-
-    The first rank that fails fails the call: its exception is raised, with the rank's number in a note.
-    """
+    """Runs `rank_main(rank)` on a thread of its own for each rank and returns the results in rank order. The first rank
+    that fails fails the call: its exception is raised, with the rank's number in a note."""
     results: list[Any] = [None] * size
     errors: dict[int, BaseException] = {}
 
@@ -196,9 +196,3 @@ def run_threads(size: int, rank_main: Callable[[int], T]) -> list[T]:
         errors[culprit].add_note(f"in rank {culprit} of {size}")
         raise errors[culprit]
     return results
-
-
-def _one_core() -> int | None:
-    """A core for all ranks of a world. Python runs one thread at a time, and hands over between threads of one core in
-    half the time; None where threads cannot be bound."""
-    return random.choice(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_setaffinity") else None

@@ -43,11 +43,8 @@ def lacking_shared_memory(ranks: int) -> str:
 
 def initialised_mpi() -> Any:
     """mpi4py's MPI module, started with full thread support. `cocodiff.comm.connect` sees to its end: after a fault
-    MPI_Finalize would wait for the dead.
-
-    Raises RuntimeError when the library grants less than MPI_THREAD_MULTIPLE, and UserError where it would be killed
-    for want of shared memory.
-    """
+    MPI_Finalize would wait for the dead. Raises RuntimeError when the library grants less than MPI_THREAD_MULTIPLE, and
+    UserError where it would be killed for want of shared memory."""
     ranks = detect().local_size or 2
     if "mpi4py.MPI" not in sys.modules and ranks > 1 and (lack := lacking_shared_memory(ranks)):
         raise UserError(lack)
@@ -122,8 +119,7 @@ class MpiGroup(Group):
         return _Requests(self, self._posted(sends, recvs), recvs, sends)
 
     def complete(self, requests: list[Any], recvs: Messages) -> None:
-        """Waits for requests, of which the first are those of `recvs`. Raises WrongMessage where one of these came with
-        another length."""
+        """Waits for requests, first those of `recvs`. Raises WrongMessage where one of these has another length."""
         statuses = [self._mpi.Status() for _ in recvs]
         try:
             wait_until(lambda: self._mpi.Request.Testall(requests, statuses), self.health)

@@ -23,11 +23,9 @@ PACKAGES = ("cocodiff", "cocodiff_eval", "cocodiff_bench")  # whose records are 
 
 
 def as_bytes(value: Any) -> Tensor:
-    """A value as uint8 [bytes] on the CPU.
-
-    value: None, numbers, texts, bytes, tensors (which arrive on the CPU), arrays, dtypes, our dataclasses and named
-    tuples, and lists, tuples, sets, dicts and Counters of these. Raises TypeError for anything else.
-    """
+    """A value as uint8 [bytes] on the CPU. value: None, numbers, texts, bytes, tensors (which arrive on the CPU),
+    arrays, dtypes, our dataclasses and named tuples, and lists, tuples, sets, dicts and Counters of these. Raises
+    TypeError for anything else."""
     blobs: list[bytes] = []
     text = json.dumps(_to_json(value, blobs)).encode()
     return torch.frombuffer(bytearray(b"".join((LENGTH.pack(len(text)), text, *blobs))), dtype=torch.uint8)

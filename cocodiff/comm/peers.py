@@ -30,11 +30,8 @@ RECENT_S = 1.0  # a wait that was noted within this time still goes on; a waitin
 
 @dataclass(frozen=True)
 class Limits:
-    """How long what may take, in seconds.
-
-    timeout_s: without a heartbeat. start_s: until all ranks have met. stall_s: until a rank comes to a call that
-    another rank waits in.
-    """
+    """How long what may take, in seconds. timeout_s: without a heartbeat. start_s: until all ranks have met. stall_s:
+    until a rank comes to a call that another rank waits in."""
 
     timeout_s: float = 300.0
     start_s: float = 600.0
@@ -108,11 +105,9 @@ class OwnProgress:
 
 
 class Peers:
-    """lost: why the run has failed, None while it has not. left: ranks that said goodbye or are gone.
-
-    agreed: all ranks have met and were started alike. closing: this rank has said goodbye, so the others may go.
-    raised: this rank's own code knows that the run has failed. Times are `own.now()`, in seconds.
-    """
+    """lost: why the run has failed, None while it has not. left: ranks that said goodbye or are gone. agreed: all ranks
+    have met and were started alike. closing: this rank has said goodbye, so the others may go. raised: this rank's own
+    code knows that the run has failed. Times are `own.now()`, in seconds."""
 
     def __init__(
         self, rank: int, size: int, settings: dict[str, str], limits: Limits, clock: Callable[[], float]
@@ -260,10 +255,8 @@ def describe_difference(ours: dict[str, str], theirs: dict[str, str]) -> str:
 
 
 def find_stalled(progress: Mapping[int, Progress], stall_s: float, left_s: float) -> tuple[int, str] | None:
-    """The rank that others have been waiting for too long, and why it is the one; None while all goes on.
-
-    stall_s: for how long a rank may wait for another. left_s: the same for a rank that has said goodbye.
-    """
+    """The rank that others have been waiting for too long, and why it is the one; None while all goes on. stall_s: for
+    how long a rank may wait for another. left_s: the same for a rank that has said goodbye."""
     # Nobody else comes to the set-up of a part of one rank: who waits after it waits in a call of the whole run.
     progress = {rank: replace(one, among=ALL) if len(one.among) == 1 else one for rank, one in progress.items()}
     # A rank that waits in its part keeps the whole run waiting: so the smallest parts come first.
@@ -333,8 +326,7 @@ def _find_stalled_among(
 
 
 def _in_another_call(progress: Mapping[int, Progress], waiting: int) -> tuple[int, str]:
-    """All wait, in calls of the same number or for each other: the rank whose call is another one, as most ranks are
-    in."""
+    """All wait, in calls of the same number or for each other: the rank whose call is another than most ranks'."""
     calls = {rank: f"{one.at}{_of_ranks(one.among)}" for rank, one in progress.items()}
     names = [*calls.values()]
     odd = min(progress, key=lambda rank: (names.count(calls[rank]), rank))

@@ -76,9 +76,8 @@ class Presence:
 
     def faults(self) -> dict[int, str]:
         """The ranks of this host that died or are stopped, and which of the two."""
-        faults = dict.fromkeys(("", "Z", "X"), "died before the ranks had met") | dict.fromkeys(
-            ("T", "t"), "is stopped"
-        )
+        faults = dict.fromkeys(("", "Z", "X"), "died before the ranks had met")
+        faults |= dict.fromkeys(("T", "t"), "is stopped")
         states = {rank: _state(process) for rank, (process, _) in sorted(self._entries().items())}
         return {rank: faults[state] for rank, state in states.items() if state in faults}
 

@@ -52,11 +52,6 @@ class Message:
     def __init__(self, bits: Any, length: int = 0) -> None:
         self.bits, self.done, self.length = bits, 0, length
 
-    @classmethod
-    def announcing(cls, length: int) -> Message:
-        """What goes before a message of so many bytes."""
-        return cls(np.array([length]).view(np.uint8), length)
-
     @property
     def is_through(self) -> bool:
         return bool(self.done == len(self.bits))
@@ -171,8 +166,8 @@ class RmaGroup(MpiGroup):
         with self.lock:
             for listed, leaving in ((recvs, False), (sends, True)):
                 for tensor, peer in not_empty(listed):
-                    bits, length = bits_of(tensor), Message.announcing(tensor.nbytes)
-                    both = [length, Message(bits)] if tensor.nbytes <= capacity else [length]
+                    length, message = np.array([tensor.nbytes]).view(np.uint8), Message(bits_of(tensor))
+                    both = [Message(length, tensor.nbytes), *([message] if tensor.nbytes <= capacity else [])]
                     of = self._peers[peer]
                     (of.outgoing if leaving else of.incoming).extend(both)
                     opened += both

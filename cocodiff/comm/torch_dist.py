@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import threading
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch import Tensor
 from cocodiff.comm.health import Health
 from cocodiff.comm.transport import Group, LaneOwner, Messages, Pending, not_empty
 from cocodiff.config.errors import UserError
-from cocodiff.kernels.device import used_on_current_stream
+from cocodiff.kernels.device import StreamMark, used_on_current_stream
 
 CCL_BINDINGS = "oneccl_bindings_for_pytorch"  # registers "ccl"
 # A busy peer is not a lost one: the watch tells them apart, so the library's own clock is set far away.
@@ -31,11 +33,9 @@ def new_group(ranks: tuple[int, ...], backend: str | None = None) -> Any:
 
 def gloo_group(ranks: tuple[int, ...], rank: int) -> Any:
     """A gloo group on the default group's devices; a group as torch.distributed makes them where these are not told.
-
     Each gloo device has a thread that looks for messages a hundred times a second even when none come, and
     torch.distributed gives each group a device of its own: where 12 ranks on two cores had made the groups of 30
-    engines, these threads took half of both.
-    """
+    engines, these threads took half of both."""
     if dist.get_backend() != "gloo":
         return new_group(ranks, "gloo")
     gloo: Any = dist.ProcessGroupGloo
@@ -76,8 +76,6 @@ class TorchDistGroup(Group):
         self.receives_ahead = self._on_cpu  # device backends match the two lists of one batch
 
     def together(self) -> Group:
-        from cocodiff.comm.together import TogetherGroup
-
         return TogetherGroup(self, self._process_group)
 
     def send_recv(self, sends: Messages, recvs: Messages) -> Pending:
@@ -116,9 +114,67 @@ class TorchDistGroup(Group):
             dist.barrier(group=self._process_group)
 
 
+class TogetherGroup(Group):
+    """A group whose `collective` calls are one all-to-all of torch.distributed's backend, with a size for each peer:
+    the flat baseline of CoCoDiff, and a way around backends that deliver batches of sends and receives wrong
+    (torch-xpu-ops 3022). All others go as the group itself sends them."""
+
+    receives_ahead = False
+
+    def __init__(self, group: Group, process_group: Any) -> None:
+        """process_group: torch.distributed's, of these ranks."""
+        self._group, self._process_group = group, process_group
+        self.ranks, self.index, self.device = group.ranks, group.index, group.device
+
+    def send_recv(self, sends: Messages, recvs: Messages) -> Pending:
+        return self._group.send_recv(sends, recvs)
+
+    def collective(self, sends: Messages, recvs: Messages) -> Pending:
+        outgoing, sizes_out = self._by_peer(sends)
+        incoming, sizes_in = self._by_peer(recvs)
+        sent = torch.cat([x for of_peer in outgoing for x in of_peer])
+        came = torch.empty(sum(sizes_in), dtype=torch.uint8, device=self.device)
+        work = self._process_group.alltoall_base(came, sent, sizes_in, sizes_out, dist.AllToAllOptions())
+        return _Arriving(work, sent, came, [x for of_peer in incoming for x in of_peer], self.device)
+
+    def _by_peer(self, messages: Messages) -> tuple[list[list[Tensor]], list[int]]:
+        """Each peer's messages as bytes, in order, and how many bytes they have; a byte where nothing is due, for sizes
+        of zero were seen to fail in oneCCL."""
+        parts: list[list[Tensor]] = [[] for _ in self.ranks]
+        for tensor, peer in messages:
+            parts[peer] += [tensor.view(-1).view(torch.uint8)] if tensor.numel() else []
+        parts = [of_peer or [torch.zeros(1, dtype=torch.uint8, device=self.device)] for of_peer in parts]
+        return parts, [sum(x.numel() for x in of_peer) for of_peer in parts]
+
+    def barrier(self) -> None:
+        self._group.barrier()
+
+
+class _Arriving:
+    """Messages that come in one buffer. The first `wait` copies them from there, on its stream; every `wait` orders its
+    stream behind these copies."""
+
+    def __init__(self, work: Any, sent: Tensor, came: Tensor, messages: list[Tensor], device: torch.device) -> None:
+        """messages: bytes that belong elsewhere, in the order in which they lie in `came`."""
+        self._work, self._held, self._messages, self._device = work, [sent, came], messages, device
+        self._lock = threading.Lock()
+        self._done: StreamMark | None = None
+
+    def wait(self) -> None:
+        with self._lock:
+            if self._done is None:
+                self._work.wait()
+                _, came = used_on_current_stream(self._held)
+                parts = came.split([message.numel() for message in self._messages])
+                for message, part in zip(self._messages, parts, strict=True):
+                    message.copy_(part)
+                self._work, self._held, self._done = None, [], StreamMark(self._device)
+        self._done.wait()
+        used_on_current_stream(self._messages)
+
+
 class TorchDistTransport(LaneOwner):
-    """A process group, found initialised or initialised here; only the latter is destroyed, when the last transport
-    over it is closed."""
+    """A process group. One that was initialised here is destroyed when the last transport over it is closed."""
 
     def __init__(
         self,
@@ -145,10 +201,8 @@ class TorchDistTransport(LaneOwner):
 
     def _new_group(self, members: tuple[int, ...]) -> TorchDistGroup:
         # Only the members meet here: cards and planes are set up side by side.
-        on_gloo = self.library == "gloo"
-        process_group = self.blocking(
-            lambda: gloo_group(members, self.rank) if on_gloo else new_group(members), among=members
-        )
+        make = partial(gloo_group, members, self.rank) if self.library == "gloo" else partial(new_group, members)
+        process_group = self.blocking(make, among=members)
         self._groups.append(process_group)
         return self._group_over(process_group, members)
 
@@ -204,8 +258,7 @@ def check_backend(backend: str, device: torch.device) -> None:
 
 
 def device_backend(device: torch.device) -> str:
-    """The backend that fits a device; Intel's older stacks bring ccl through oneccl_bindings_for_pytorch. Raises
-    UserError where none does."""
+    """The backend that fits a device; Intel's older stacks bring ccl. Raises UserError where none does."""
     if device.type == "xpu" and not dist.is_xccl_available():
         return "ccl"
     return _backends_of(device)[0]

@@ -86,13 +86,8 @@ class Trace:
     def record(self) -> dict[str, Any]:
         """Everything as plain data, to be gathered from other ranks."""
         with self._lock:
-            return {
-                "rank": self.rank,
-                "spans": list(self.spans),
-                "dropped": self.dropped,
-                "bytes": dict(self._bytes),
-                "kernels": dict(self._kernels),
-            }
+            counts = {"dropped": self.dropped, "bytes": dict(self._bytes), "kernels": dict(self._kernels)}
+            return {"rank": self.rank, "spans": list(self.spans), **counts}
 
 
 class CountedAs(Trace):
@@ -130,10 +125,7 @@ class _Running:
 
 def save_traces(path: str | Path, records: dict[str, list[dict[str, Any]]]) -> None:
     """Writes the records of all ranks, by mode, as one Chrome trace, which Perfetto opens: a process per rank, a thread
-    per mode and lane.
-
-    Times are in microseconds; clocks of different hosts are not aligned.
-    """
+    per mode and lane. Times are in microseconds; clocks of different hosts are not aligned."""
     every = [(mode, record) for mode, of_mode in records.items() for record in of_mode]
     start = min((span[2] for _, record in every for span in record["spans"]), default=0)
     events: list[dict[str, Any]] = [

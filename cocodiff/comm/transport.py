@@ -66,8 +66,7 @@ class Group(ABC):
         raise UserError("messages alltoall: these ranks have no all-to-all of a library: use --transport gloo or xccl")
 
     def all_to_all(self, sends: list[Tensor], recvs: list[Tensor]) -> Pending:
-        """sends[p] goes to peer p, recvs[p] comes from peer p; the own entry is copied. Every peer is served at once,
-        none waits for another's turn."""
+        """sends[p] goes to peer p, recvs[p] comes from peer p; the own one is copied. All peers are served at once."""
         check_counts(len(self.ranks), sends, recvs)
         recvs[self.index].copy_(sends[self.index])
         others = [peer for peer in range(len(self.ranks)) if peer != self.index]
@@ -85,11 +84,9 @@ class Group(ABC):
 
 
 class Ranks(ABC):
-    """Ranks that can talk: those of a transport, or some of them.
-
-    control: the lane of what all ranks do now and then, in program order: set-up, selections, the gather of outputs.
-    One of its jobs waits for no other lane. world: a group of all these ranks, for jobs of the control lane.
-    """
+    """Ranks that can talk: those of a transport, or some of them. control: the lane of what all ranks do now and then,
+    in program order: set-up, selections, the gather of outputs. One of its jobs waits for no other lane. world: a group
+    of all these ranks, for jobs of the control lane."""
 
     rank: int
     size: int
@@ -108,11 +105,9 @@ class Ranks(ABC):
 
 
 class Transport(Ranks):
-    """One object per rank.
-
-    run_ranks, run_size: the numbers of these ranks in the whole run, and how many ranks that has. They differ from
-    `rank` and `size` for a part of a run. Errors and `health` name ranks by their numbers in the whole run.
-    """
+    """One object per rank. run_ranks, run_size: the numbers of these ranks in the whole run, and how many ranks that
+    has. They differ from `rank` and `size` for a part of a run. Errors and `health` name ranks by their numbers in the
+    whole run."""
 
     device: torch.device
     health: Health
@@ -149,8 +144,7 @@ class Transport(Ranks):
         return found[0]
 
     def gather_object(self, value: Any) -> list[Any] | None:
-        """The values of all ranks on rank 0, None elsewhere: plain data as `objects.as_bytes` takes it, tensors on the
-        CPU. Blocks; for set-up and results."""
+        """All ranks' values, see `objects.as_bytes`, on rank 0; None elsewhere. Blocks; for set-up and results."""
         return self.blocking(lambda: gather_values(self.host_world, value), "gather_object")
 
     def broadcast_object(self, value: Any) -> Any:
@@ -239,22 +233,18 @@ class PartGroup(Group):
 
 class Part(Transport):
     """The ranks `ranks` of a transport, in that order, this one among them. Lanes, control lane and world group are the
-    whole's, so a part costs no threads and no communicators until it makes groups.
-
-    The ranks of a part make its groups alike, as often and in the same order (see `Ranks.group`). What one part does is
-    independent of the others. Closing a part leaves the whole open.
-    """
+    whole's, so a part costs no threads and no communicators until it makes groups. The ranks of a part make its groups
+    alike, as often and in the same order (see `Ranks.group`). What one part does is independent of the others. Closing
+    a part leaves the whole open."""
 
     def __init__(self, whole: Transport, ranks: Sequence[int]) -> None:
         self._whole, self._ranks = whole, tuple(ranks)
         self.rank, self.size, self.control = self._ranks.index(whole.rank), len(self._ranks), whole.control
         self.device = whole.device
         self.health = whole.health  # a rank lost anywhere ends the part too, and is named by its number in the run
-        self.world = self._part_of(whole.world, self.device)
-        self._host_world = self._part_of(whole.host_world, torch.device("cpu"))
-
-    def _part_of(self, group: Group, device: torch.device) -> PartGroup:
-        return PartGroup(group, tuple(range(self.size)), self._ranks, device)
+        everyone = tuple(range(self.size))
+        self.world = PartGroup(whole.world, everyone, self._ranks, self.device)
+        self._host_world = PartGroup(whole.host_world, everyone, self._ranks, torch.device("cpu"))
 
     @property
     def host_world(self) -> Group:
@@ -394,10 +384,8 @@ class Worker:
 
 
 class Lane:
-    """An ordered background worker, on accelerators with a stream of its own.
-
-    Tensors pass between the caller's stream and the lane's as a job's arguments and its result alone, for
-    `used_on_current_stream` to find them there."""
+    """An ordered background worker, on accelerators with a stream of its own. Tensors pass between the caller's stream
+    and the lane's as a job's arguments and its result alone, for `used_on_current_stream` to find them there."""
 
     def __init__(self, name: str, device: torch.device, health: Health, worker: Worker | None = None) -> None:
         """worker: what runs its jobs, by default one of its own."""

@@ -112,8 +112,7 @@ class Codec:
         """The layer's next call is made elsewhere: what is kept for it is given back."""
 
     def end(self, drain: bool = True) -> None:
-        """The engine is left: memory is given back. drain: once nothing is under way any more; not where ranks may have
-        stopped at different places."""
+        """The engine is left: memory is given back. drain: when nothing is under way; not after a failure."""
 
     def bytes_held(self) -> int:
         """Bytes that are held between calls now, at most: also where messages are in flight between calls."""

@@ -53,7 +53,12 @@ class Exchange:
         self.plans: dict[str, Plan] = {one: load(EXCHANGES, one)(topology, self.rank) for one in known}
         if "split" in self.plans and nic_balance:
             self.plans["split"] = split_plan(topology, self.rank, nic_detours(topology))
-        self._routes = {one: _both_ways(plan) for one, plan in self.plans.items()}
+        self._routes: dict[str, dict[str, Plan]] = {}
+        for one, plan in self.plans.items():
+            forward = tuple(
+                phase for phase in plan if phase.sends or phase.receives
+            )  # those with messages for this rank
+            self._routes[one] = {"forward": forward, "back": reverse(forward)}
         self._name = next(iter(self.plans))
         # TAPA's phases have a lane each: V-Major's scoring by card stands between them, and v can be in its second
         # phase while q and k are in their first. All others are one job on the plane lane.
@@ -80,10 +85,6 @@ class Exchange:
             return self._name
         return self._table.exchange_for(megabytes_per_rank(blocks.layout, blocks.cell_bytes))
 
-    def both_phases(self) -> tuple[Phase, ...]:
-        """TAPA's forward phases, also those without messages for this rank."""
-        return self.plans[self._name]
-
     def submit(self, outgoing: Outgoing) -> LaneFuture[Target]:
         """Sends tensors on their way: encoded, packed, sent and put in place by the lanes."""
         if not self._in_phases:
@@ -107,16 +108,14 @@ class Exchange:
             for phase in plan:
                 self._run_phase(phase, outgoing, blocks)
             return _placed(outgoing, blocks)
-        with self.trace.span(
-            f"{outgoing.label} plane", "plane", outgoing.layer, self._set_apart(outgoing, plan, blocks)
-        ):
+        apart = self._set_apart(outgoing, plan, blocks)
+        with self.trace.span(f"{outgoing.label} plane", "plane", outgoing.layer, apart):
             target = outgoing.target(blocks)
             run_pipelined(self.port, plan, blocks, self.groups, target)
             return target
 
     def phase(self, phase: Phase, earlier: LaneFuture[BlockSet] | None, outgoing: Outgoing) -> BlockSet:
-        """One phase on its own lane, after the one before it, or of tensors that have not been encoded. Returns the
-        blocks that are here then."""
+        """One phase on its own lane, the first one or after an earlier one. Returns the blocks that are here then."""
         blocks = outgoing.blocks() if earlier is None else earlier.wait()
         self._run_phase(phase, outgoing, blocks)
         return blocks
@@ -127,7 +126,7 @@ class Exchange:
         return _placed(outgoing, blocks)
 
     def _last_phase(self, phase: Phase, earlier: LaneFuture[BlockSet] | None, outgoing: Outgoing) -> Target:
-        return self.last_phase(phase, outgoing, outgoing.blocks() if earlier is None else earlier.wait())
+        return _placed(outgoing, self.phase(phase, earlier, outgoing))
 
     def _run_phase(self, phase: Phase, outgoing: Outgoing, blocks: BlockSet) -> None:
         if phase.sends or phase.receives:
@@ -143,12 +142,6 @@ class Exchange:
         for peer, count in sent:
             self.trace.count(self.topology.link_class(self.rank, peer), count, purpose=outgoing.purpose)
         return sum(count for _, count in sent)
-
-
-def _both_ways(plan: Plan) -> dict[str, Plan]:
-    """Forward and back through those phases that have messages for this rank."""
-    forward = tuple(phase for phase in plan if phase.sends or phase.receives)
-    return {"forward": forward, "back": reverse(forward)}
 
 
 def _placed(outgoing: Outgoing, blocks: BlockSet) -> Target:

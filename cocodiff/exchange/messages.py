@@ -47,14 +47,11 @@ class EncodedBlocks:
 
 
 class BlockSet:
-    """The blocks that a rank holds during an exchange, and their sizes in messages.
+    """The blocks that a rank holds during an exchange, and their sizes in messages. blocks: one payload for each tensor
+    that travels together. layout: rows and heads of every rank in this exchange. whole: the layout of the tensors
+    themselves, before they were coded, and their bytes of a token and head, of all together."""
 
-    blocks: one payload for each tensor that travels together. layout: rows and heads of every rank in this exchange.
-    whole: the layout of the tensors themselves, before they were coded, and their bytes of a token and head, of all
-    together; None: they travel as they are.
-    """
-
-    def __init__(self, blocks: Blocks, layout: Layout, whole: tuple[Layout, int] | None = None) -> None:
+    def __init__(self, blocks: Blocks, layout: Layout, whole: tuple[Layout, int]) -> None:
         self.blocks, self.layout, self.whole = dict(blocks), layout, whole
         some = next(iter(blocks.values()))
         self.like, self.widths = some[0], [one.shape[-1] for one in some]
@@ -79,8 +76,6 @@ class BlockSet:
 
     def whole_bytes(self, message: Sequence[Block]) -> int:
         """Bytes of a message if tensors travelled as they are."""
-        if self.whole is None:
-            return self.bytes(message)
         layout, cell = self.whole
         return cell * sum([layout.rows[block.rows] * layout.heads[block.heads] for block in message])
 
@@ -139,8 +134,7 @@ class Port:
         self.rank, self.topology, self.kernels, self.trace = rank, topology, kernels, trace
 
     def count(self, peer: int, sent_bytes: int, whole_bytes: int = 0) -> None:
-        """Adds bytes to the trace, by the class of the link to a peer. whole_bytes: of the tensors in whose place they
-        are sent, as they are."""
+        """Adds bytes to the trace, by the class of the link to a peer. whole_bytes: of what they stand for."""
         link = self.topology.link_class(self.rank, peer)
         self.trace.count(link, sent_bytes)
         self.trace.count(link, whole_bytes, purpose="whole")
@@ -230,12 +224,9 @@ class InFlight:
         return [receive.buffer for receives in self._phases for receive in receives.values()]
 
     def post_receives(self, plan: Plan, groups: Groups) -> None:
-        """Allocates every message of the plan and, where the backend can, posts each receive on its own, so that each
-        can be waited for."""
+        """Allocates all messages of the plan; where the backend can, posts each by itself, to be waited for."""
         for phase in plan:
-            receives = {
-                peer: PendingReceive(message, self._held.buffer(message)) for peer, message in phase.receives.items()
-            }
+            receives = {p: PendingReceive(message, self._held.buffer(message)) for p, message in phase.receives.items()}
             self._phases.append(receives)
             self._bringing |= {block: receive for receive in receives.values() for block in receive.message}
             group = groups[phase.lane]
@@ -265,8 +256,7 @@ class InFlight:
         return sending
 
     def land(self, target: Target) -> None:
-        """Waits for every message and puts its blocks in place, those that came in one call together; then forgets them
-        all, so that their memory is free."""
+        """Waits for every message and puts its blocks in place, those of a call together; then its memory is free."""
         for receives in self._phases:
             for _, came in groupby(receives.values(), key=lambda receive: id(receive.pending)):
                 blocks: list[Block] = []
@@ -274,8 +264,7 @@ class InFlight:
                     receive.open(self._held)
                     blocks += receive.message
                 target.place({block: self._held.blocks[block] for block in blocks})
-        for forgotten in (self._phases, self._bringing, self._held.blocks):
-            forgotten.clear()
+        self._phases, self._bringing, self._held.blocks = [], {}, {}
 
     def _packed(self, messages: Mapping[int, Sequence[Block]]) -> list[Tensor]:
         """Each message as one flat tensor. Those that do not lie in memory so already are packed in one launch."""

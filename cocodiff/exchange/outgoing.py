@@ -21,18 +21,16 @@ OUTPUT = "o"  # the name of attention's output among the tensors of a call
 
 
 class Encoded(NamedTuple):
-    """Some tensors as they travel: payloads [B, L, H, W] of one dtype, and the layout that tells how many rows L of
-    every rank they have."""
+    """Some tensors as they travel: payloads [B, L, H, W] of one dtype, and the layout that has every rank's rows L."""
 
     payloads: Sequence[Payload | EncodedBlocks]
     layout: Layout
 
 
 class EncodedCall:
-    """One attention call's tensors as they travel: what is sent in their place, and what the receiver makes of it.
-
-    This one sends tensors as they are. Subclasses change what they need; routes, chunks and sizes follow from what
-    `encode` returns."""
+    """One attention call's tensors as they travel: what is sent in their place, and what the receiver makes of it. This
+    one sends tensors as they are. Subclasses change what they need; routes, chunks and sizes follow from what `encode`
+    returns."""
 
     def __init__(self, layout: Layout) -> None:
         """layout: of the tensors themselves."""
@@ -42,8 +40,7 @@ class EncodedCall:
         """Called once, on the thread that attends, before the first tensor is sent. like_BLHD: that tensor."""
 
     def comes_in_stages(self) -> None:
-        """Told before the first tensor is sent, where tensors come chunk by chunk: each chunk once and in order, those
-        of the output the last one first."""
+        """Told before the first tensor is sent, where chunks come one by one, in order, the output's last one first."""
 
     def cell_bytes(self, x_BLHD: Tensor) -> int:
         """Bytes that one token of one head of a tensor like this takes on the wire, over the batch."""
@@ -59,8 +56,7 @@ class EncodedCall:
         return list(received_BSGW.values())
 
     def encode_output(self, out_BTGD: Tensor, rows: slice) -> Tensor | EncodedBlocks:
-        """The payload in the place of some rows of attention's output, [B, T, G, W]: of `rows` of the sequence.
-        Runs on a lane."""
+        """The payload for some rows of attention's output, [B, T, G, W]: `rows` of the sequence. Runs on a lane."""
         return out_BTGD
 
     def decode_output(self, received_BLHW: Tensor) -> Tensor:
@@ -209,8 +205,7 @@ class TensorFuture:
         chunks: int = 1,
         land: Callable[[int], object] | None = None,
     ) -> None:
-        """wait_for_chunk: see `chunk`. land: has a chunk put in place, once and for all calls; None for a tensor that
-        comes whole, or is here."""
+        """wait_for_chunk: see `chunk`. land: has a chunk put in place, once for all calls; None for a whole tensor."""
         self.together, self._wait_for_chunk, self._chunks, self._land = together, wait_for_chunk, chunks, land
 
     def wait(self) -> Tensor:
@@ -218,8 +213,7 @@ class TensorFuture:
         return [self.chunk(number) for number in range(self._chunks)][-1]
 
     def chunk(self, number: int) -> Tensor:
-        """The whole sequence, of which this chunk and those asked for before are here. In ascending order, each chunk
-        once."""
+        """The whole sequence, of which this chunk and those asked for before are here. Each once, ascending."""
         return self._wait_for_chunk(number)
 
     def expect(self, number: int) -> None:

@@ -15,10 +15,8 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from cocodiff.comm.trace import Trace
 from cocodiff.comm.transport import Group, LaneFuture, Pending, Ranks
-from cocodiff.config.machine import Topology
-from cocodiff.exchange.messages import BlockSet, Groups, InFlight, Port, Sent, Target
+from cocodiff.exchange.messages import BlockSet, InFlight, Port, Sent, Target
 from cocodiff.exchange.outgoing import CallEnd, Outgoing, OutputToRows, TensorFuture, TensorsToHeads
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.routes.chunks import Chunking, StageParts, Stages, megabytes_per_rank
@@ -30,9 +28,6 @@ PART_LANES = ("plane", "sibling", "late")  # of what leaves at once, what is pas
 class Unstaged(Protocol):
     """The exchange that is cut into stages, see `Exchange`."""
 
-    rank: int
-    topology: Topology
-    trace: Trace
     port: Port
     plans: dict[str, Plan]
     groups: dict[str, Group]
@@ -47,7 +42,7 @@ class StagedExchange:
         """from_mb: of q, k and v per rank, the size from which stages are worth it."""
         self.exchange, self.chunks, self.sequence, self._from_mb = exchange, stages.chunks, stages.sequence, from_mb
         self.hearing = stages.hearing
-        topology = exchange.topology
+        topology = exchange.port.topology
         self.several_nodes = topology.nodes > 1
         ways = ("forward", "back")
         self.plans = {way: {name: stages.of(plan, way) for name, plan in exchange.plans.items()} for way in ways}
@@ -55,12 +50,10 @@ class StagedExchange:
         self._passed_on = {way: [_parts_in_use(plans, n) for n in numbers] for way, plans in self.plans.items()}
         # Which parts there are is told by the machine and the plans' names, alike on all ranks.
         relays = any(name != "flat" for name in exchange.plans)
-        lanes = PART_LANES[: 1 + relays + (relays and topology.nodes > 1)]
+        lanes = PART_LANES[: 1 + relays + (relays and self.several_nodes)]
         self._lanes = [transport.lane(name) for name in lanes]
-        self._groups: list[Groups] = [exchange.groups]
-        for _ in lanes[1:]:
-            group = transport.group(range(topology.size))
-            self._groups.append(dict.fromkeys(("sibling", "plane"), group))
+        own = [transport.group(range(topology.size)) for _ in lanes[1:]]
+        self._groups = [exchange.groups, *(dict.fromkeys(("sibling", "plane"), group) for group in own)]
         self._landing = transport.lane("landing")
         self._sent: deque[Sent] = deque()
 
@@ -97,17 +90,11 @@ class StagedExchange:
         return OutputSender(self, end)
 
     def post(self, started: Started, number: int, in_order: bool = False) -> Stage:
-        """Has one stage of a tensor posted and passed on. in_order: after the last stage's messages have left this
-        node."""
+        """Has a stage of a tensor posted and passed on. in_order: after the last one's messages have left this node."""
         posted = self._lanes[0].submit(partial(self._post, number, in_order), started)
-        return Stage(
-            number,
-            posted,
-            [
-                self._lanes[part].submit(partial(self._pass_on, posted, number, part))
-                for part in self._passed_on[started.outgoing.way][number]
-            ],
-        )
+        parts = self._passed_on[started.outgoing.way][number]
+        passed_on = [self._lanes[part].submit(partial(self._pass_on, posted, number, part)) for part in parts]
+        return Stage(number, posted, passed_on)
 
     def land(self, stage: Stage) -> LaneFuture[Tensor]:
         """Has a stage's messages put in place as they come."""
@@ -119,18 +106,18 @@ class StagedExchange:
 
     def _post(self, number: int, in_order: bool, started: Started) -> tuple[Started, InFlight]:
         """Posts all receives of a stage, and sends what leaves at once."""
-        exchange, outgoing = self.exchange, started.outgoing
-        with exchange.trace.span(f"{outgoing.label} plane", "plane", outgoing.layer):
+        port, outgoing = self.exchange.port, started.outgoing
+        with port.trace.span(f"{outgoing.label} plane", "plane", outgoing.layer):
             parts = started.begin()[number]
-            flight = InFlight(exchange.port, started.blocks)
+            flight = InFlight(port, started.blocks)
             for plan, groups in zip(parts, self._groups, strict=False):
                 flight.post_receives(plan, groups)
             for pending in started.leaving if in_order else ():
                 pending.wait()
             sent = flight.send(parts[0], self._groups[0])
             self._sent.extend(sent)
-            node = [place.node for place in exchange.topology.places]
-            here = node[exchange.rank]
+            node = [place.node for place in port.topology.places]
+            here = node[port.rank]
             started.leaving = [pending for peers, pending in sent if any(node[peer] != here for peer in peers)]
             return started, flight
 
@@ -143,9 +130,9 @@ class StagedExchange:
     def _land(self, stage: Stage) -> Tensor:
         for passed_on in stage.passed_on:
             passed_on.wait()
-        started, flight = stage.posted.wait()
-        with self.exchange.trace.span(f"{started.outgoing.label} plane", "plane", started.outgoing.layer):
-            own = Block(self.exchange.rank, self.exchange.rank)
+        port, (started, flight) = self.exchange.port, stage.posted.wait()
+        with port.trace.span(f"{started.outgoing.label} plane", "plane", started.outgoing.layer):
+            own = Block(port.rank, port.rank)
             if stage.number == 0:  # the block that stays here belongs to the first chunk
                 started.target.place({own: started.blocks.blocks[own]})
             flight.land(started.target)
@@ -212,14 +199,11 @@ class OutputSender:
 
 def staged_exchange(exchange: Unstaged, transport: Ranks, chunking: Chunking) -> StagedExchange | None:
     """None on machines whose tokens make one chunk."""
-    stages = Stages(exchange.topology, exchange.rank, chunking.chunks)
+    stages = Stages(exchange.port.topology, exchange.port.rank, chunking.chunks)
     return StagedExchange(exchange, transport, stages, chunking.from_mb) if len(stages.chunks) > 1 else None
 
 
 def _parts_in_use(plans: Mapping[str, list[StageParts]], number: int) -> list[int]:
     """Which of a stage's two later parts has messages, in any of the plans."""
-    return [
-        part
-        for part in (1, 2)
-        if any(phase.sends or phase.receives for stages in plans.values() for phase in stages[number][part])
-    ]
+    phases = {part: [phase for stages in plans.values() for phase in stages[number][part]] for part in (1, 2)}
+    return [part for part, of_part in phases.items() if any(phase.sends or phase.receives for phase in of_part)]

@@ -36,11 +36,6 @@ class SharedGrid(NamedTuple):
     rows: Side
     columns: Side
 
-    @classmethod
-    def cut(cls, rows: Sequence[int], columns: Sequence[int], wanted: int) -> SharedGrid:
-        """By every rank's rows and columns; `wanted` slices of each, or as many as every rank can have."""
-        return cls(Side.cut(rows, wanted), Side.cut(columns, wanted))
-
     def layout(self, rows: range, columns: range) -> Layout:
         """Of some slices of each."""
         sizes = self.rows.sizes(rows)
@@ -76,8 +71,7 @@ class Transpose:
     """One transpose on one rank. Slices are given in their order, and taken in their order."""
 
     def __init__(self, exchange: Exchange, grid: SharedGrid, way: str, layer: str, early: float) -> None:
-        """way: "forward" from rows to columns, or "back". layer: the kind of layer, for the trace. early: see
-        `Transposes`."""
+        """way: "forward" from rows to columns, or "back". layer: its kind, for the trace. early: see `Transposes`."""
         self._exchange, self._grid, self._way, self._layer = exchange, grid, way, layer
         given, taken = (side.cuts for side in (grid if way == "forward" else grid[::-1]))
         self._schedule = tuple(pieces(given, taken, math.ceil(early * taken)))
@@ -160,11 +154,12 @@ class Transposes:
         early: float,
         codec: Codec | None = None,
     ) -> None:
-        """rows, columns: of every rank. slices: wanted of each, see `SharedGrid.cut`. early: of the slices that are to
+        """rows, columns: of every rank. slices: wanted of each, see `Side.cut`. early: of the slices that are to
         come, the fraction for which every slice is sent as soon as it was computed; for the others all is sent
         behind the last one. codec: of what travels; None for tensors as they are."""
         self._exchange, self._early, self._codec = exchange, early, codec
-        self.grid = SharedGrid.cut(rows, columns, slices if codec is None else 1)
+        wanted = slices if codec is None else 1
+        self.grid = SharedGrid(Side.cut(rows, wanted), Side.cut(columns, wanted))
 
     def transpose(self, way: str, layer_key: Any) -> Transpose | CodedTranspose:
         """Every rank makes the same ones in the same order; see `Transpose`. layer_key: which layer and guidance

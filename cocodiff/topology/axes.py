@@ -47,10 +47,8 @@ class Mesh:
         """Raises UserError where `ring` does not divide the ranks."""
         size = topology.size
         if size % ring:
-            fitting = [n for n in range(1, size + 1) if size % n == 0]
-            raise UserError(
-                f"ring {ring} does not divide {size} ranks: choose one of {', '.join(map(str, fitting))}, or auto"
-            )
+            listed = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+            raise UserError(f"ring {ring} does not divide {size} ranks: choose one of {listed}, or auto")
         if ring == 1:
             return cls(topology, (tuple(range(size)),))
         ulysses, places = size // ring, topology.places
@@ -95,10 +93,8 @@ class Mesh:
         return even_shares(heads, self.parts[0].shard_order)
 
     def layouts(self, segments: Segments, heads: int) -> tuple[Layout, ...]:
-        """Every group's layout of one attention call. Tokens are divided among all ranks as without a mesh.
-
-        Raises UserError where ranks outnumber the tokens of a segment that each needs, or slots heads.
-        """
+        """Every group's layout of one attention call. Tokens are divided among all ranks as without a mesh. Raises
+        UserError where ranks outnumber the tokens of a segment that each needs, or slots heads."""
         key = (segments, heads)
         if key not in self._layouts:
             self._layouts[key] = self._build_layouts(*key)
@@ -111,9 +107,8 @@ class Mesh:
         divided = [(segment, slices(segment.shares(self.topology))) for segment in segments]
 
         def part(segment: Segment, at: tuple[slice, ...], group: tuple[int, ...]) -> ShardedSegment:
-            return ShardedSegment(
-                segment, tuple(at[r].stop - at[r].start for r in group), tuple(at[r].start for r in group)
-            )
+            own = [at[rank] for rank in group]
+            return ShardedSegment(segment, tuple(x.stop - x.start for x in own), tuple(x.start for x in own))
 
         return tuple(Layout(tuple(part(*one, group) for one in divided), of_slots) for group in self.groups)
 
@@ -122,10 +117,7 @@ def meshes(
     topology: Topology, heads: int, ring: int | str = "auto", placement: str = "auto", kind: str = "keys"
 ) -> list[Mesh]:
     """Every mesh of these ranks whose Ulysses groups have at most a rank for each head, Ring degree by degree; of kinds
-    other than keys with ring auto those that have a ring.
-
-    Raises UserError for a ring that these ranks and heads do not allow.
-    """
+    other than keys with ring auto those with a ring. Raises UserError for a ring that ranks and heads do not allow."""
     size = topology.size
     fitting = [n for n in range(1, size + 1) if size % n == 0 and size // n <= heads]
     if ring != "auto" and ring not in fitting:
@@ -174,8 +166,7 @@ class Axes:
 
     @classmethod
     def build(cls, topology: Topology, replica: int = 1, guidance: int = 1) -> Axes:
-        """Ranks are cut into replicas, these into branches. Raises UserError where a degree does not divide the ranks
-        that it is to cut."""
+        """Ranks are cut into replicas, these into branches. Raises UserError where a degree does not divide them."""
         replicas = cut(topology, tuple(range(topology.size)), replica, "replicas")
         return cls(topology, tuple(cut(topology, ranks, guidance, "guidance") for ranks in replicas))
 
@@ -204,15 +195,12 @@ class Axes:
 
 def cut(topology: Topology, ranks: tuple[int, ...], parts: int, name: str = "parts") -> tuple[tuple[int, ...], ...]:
     """Cuts ranks into equal parts, each ascending: into whole nodes where that goes, a node into its planes, or into
-    cards where a part is as small as these or planes do not fit.
-
-    Of the two ways to cut a node, that one is taken whose worst part has the fewest pairs of ranks on slow links.
-    Raises UserError where `parts` does not divide the ranks.
-    """
+    cards where a part is as small as these or planes do not fit. Of the two ways to cut a node, that one is taken whose
+    worst part has the fewest pairs of ranks on slow links. Raises UserError where `parts` does not divide the ranks."""
     size = len(ranks)
     if parts < 1 or size % parts:
-        fitting = [n for n in range(1, size + 1) if size % n == 0]
-        raise UserError(f"{name} {parts} does not divide {size} ranks: choose one of {', '.join(map(str, fitting))}")
+        listed = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+        raise UserError(f"{name} {parts} does not divide {size} ranks: choose one of {listed}")
 
     def runs(near: Callable[[Place], tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
         order = sorted(ranks, key=lambda rank: near(topology.places[rank]))

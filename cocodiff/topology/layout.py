@@ -44,9 +44,7 @@ class Segment:
     extras_from: str = "front"
 
     def shares(self, topology: Topology) -> tuple[int, ...]:
-        """Tokens of every rank; sizes differ by at most one.
-
-        Raises UserError where every rank needs a token and there are more ranks."""
+        """Tokens of every rank; sizes differ by at most one. Raises UserError where they are too few for all ranks."""
         if self.on_every_rank and topology.size > self.tokens:
             raise UserError(
                 f"{topology.size} ranks for {self.tokens} {self.name} tokens: a rank needs at least one; "
@@ -58,10 +56,8 @@ class Segment:
 
 @dataclass(frozen=True)
 class ShardedSegment:
-    """A segment in one attention call: the tokens of each of the call's ranks.
-
-    starts: where every rank's tokens begin in the segment; empty where they lie one behind the other.
-    """
+    """A segment in one attention call: the tokens of each of the call's ranks. starts: where every rank's tokens begin
+    in the segment; empty where they lie one behind the other."""
 
     segment: Segment
     shares: tuple[int, ...]
@@ -96,10 +92,8 @@ class Layout:
     @classmethod
     def build(cls, topology: Topology, segments: Segments, heads: int) -> Layout:
         """Splits evenly: extras of heads and of segments with extras from the front go round-robin over nodes, cards
-        and planes; those of segments with extras from the back the other way round.
-
-        Raises UserError when there are more ranks than heads, or than tokens of a segment that every rank needs.
-        """
+        and planes; those of segments with extras from the back the other way round. Raises UserError when there are
+        more ranks than heads, or than tokens of a segment that every rank needs."""
         if topology.size > heads:
             raise UserError(
                 f"{topology.size} ranks for {heads} attention heads: Ulysses needs one or more for each; use at most "

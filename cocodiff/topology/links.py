@@ -31,10 +31,8 @@ def wires(topology: Topology) -> list[Wire]:
 
 
 def next_hops(topology: Topology, rank: int) -> dict[int, int]:
-    """For every other rank of the node that can be reached, the neighbour that a shortest way goes through first.
-
-    Of equal ways the one that crosses to the sibling first: the message leaves the card on the plane of its receiver.
-    """
+    """For every other rank of the node that can be reached, the neighbour that a shortest way goes through first. Of
+    equal ways the one that crosses to the sibling first: the message leaves the card on the plane of its receiver."""
     neighbours: dict[int, list[tuple[bool, int]]] = defaultdict(list)
     for a, b, kind, _ in wires(topology):
         neighbours[a].append((kind != "sibling", b))  # siblings first
@@ -53,9 +51,7 @@ def next_hops(topology: Topology, rank: int) -> dict[int, int]:
 
 def alltoall_bound(topology: Topology, block_bytes: float) -> float | None:
     """Seconds that an all-to-all with equal blocks takes at least: every cut's bytes over its links' rate, the largest.
-
-    The cuts are each tile, each card and each node. None where the ranks are joined by no links.
-    """
+    The cuts are each tile, each card and each node. None where the ranks are joined by no links."""
     links, bounds = topology.machine.links, []
     joined = wires(topology)
     for node in range(topology.nodes):

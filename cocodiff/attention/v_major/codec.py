@@ -300,7 +300,7 @@ class CardTransfer(SelectiveTransfer):
         if "v" not in tensors_BLHD:
             return super().post(others)
         outgoing, lanes = WholeFirst(self.end, {"v": tensors_BLHD["v"]}), self.exchange.lanes
-        first, second = self.exchange.both_phases()
+        first, second = self.exchange.plans["tapa"]  # also those without messages for this rank
         swapped = lanes["sibling"].submit(partial(self.exchange.phase, first, None), outgoing)
         landed = lanes["plane"].submit(partial(self.coded.second_phase, second, swapped), outgoing)
         v = arriving_whole(outgoing, landed)

@@ -82,11 +82,9 @@ class Stages:
         def parts(stage: int) -> StageParts:
             phases = [self._only(phase, lambda b, _: self._stage[b.heads][b.rows] == stage) for phase in whole]
             relays = [phase for phase in phases if phase.hop == 2]
-            return (
-                tuple(phase for phase in phases if phase.hop != 2),
-                tuple(self._only(phase, lambda b, sender: not is_late(b, sender)) for phase in relays),
-                tuple(self._only(phase, is_late) for phase in relays),
-            )
+            early = tuple(self._only(phase, lambda b, sender: not is_late(b, sender)) for phase in relays)
+            late = tuple(self._only(phase, is_late) for phase in relays)
+            return tuple(phase for phase in phases if phase.hop != 2), early, late
 
         return [parts(stage) for stage in range(len(self.chunks))]
 
@@ -94,8 +92,8 @@ class Stages:
         """Some of a phase's blocks, over the same routes. wanted: of a block and the rank that sends it."""
         sends = {peer: tuple(b for b in message if wanted(b, self._rank)) for peer, message in phase.sends.items()}
         receives = {peer: tuple(b for b in message if wanted(b, peer)) for peer, message in phase.receives.items()}
-        not_empty = ({p: message for p, message in messages.items() if message} for messages in (sends, receives))
-        return Phase(phase.lane, *not_empty, phase.hop)
+        sends, receives = ({p: message for p, message in some.items() if message} for some in (sends, receives))
+        return Phase(phase.lane, sends, receives, phase.hop)
 
 
 def consecutive(items: Sequence[T], groups: int) -> list[list[T]]:

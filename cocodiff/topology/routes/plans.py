@@ -24,6 +24,9 @@ class Block(NamedTuple):
     heads: int
 
 
+Messages = dict[int, tuple[Block, ...]]  # to or from every peer
+
+
 @dataclass(frozen=True)
 class Phase:
     """The messages of one rank before the next phase: peer -> blocks of the message, in their order in it.
@@ -33,8 +36,8 @@ class Phase:
     """
 
     lane: str
-    sends: dict[int, tuple[Block, ...]]
-    receives: dict[int, tuple[Block, ...]]
+    sends: Messages
+    receives: Messages
     hop: int = 0
 
     def reversed(self) -> Phase:
@@ -47,16 +50,15 @@ Plan = tuple[Phase, ...]
 def flat_plan(topology: Topology, rank: int) -> Plan:
     """Ulysses: every block goes straight to the rank that owns its heads."""
     others = [other for other in range(topology.size) if other != rank]
-    sends = {other: (Block(rank, other),) for other in others}
-    return (Phase("plane", sends, receives={other: (Block(other, rank),) for other in others}),)
+    sends: Messages = {other: (Block(rank, other),) for other in others}
+    receives: Messages = {other: (Block(other, rank),) for other in others}
+    return (Phase("plane", sends, receives),)
 
 
 def tapa_plan(topology: Topology, rank: int) -> Plan:
-    """TAPA (CoCoDiff section III-B): siblings swap first, then every plane exchanges among its own tiles.
-
-    Phase 1 leaves a rank with all tokens of its card for the heads of the planes that it serves; phase 2 takes them to
-    the plane's tiles on the other cards and nodes. So nothing crosses from one plane to another between cards.
-    """
+    """TAPA (CoCoDiff section III-B): siblings swap first, then every plane exchanges among its own tiles. Phase 1
+    leaves a rank with all tokens of its card for the heads of the planes that it serves; phase 2 takes them to the
+    plane's tiles on the other cards and nodes. So nothing crosses from one plane to another between cards."""
     place = topology.places[rank]
     swap, off_card = _swap(topology, rank, topology.places)
     other_cards = [(c, ranks) for c, ranks in topology.cards.items() if c != place.card]
@@ -151,9 +153,7 @@ def detour_phases(rank: int, detours: Mapping[tuple[int, int], int]) -> tuple[Ph
 
 def reverse(plan: Plan) -> Plan:
     """The way back, for the attention's output: the same routes, from the rank of the heads to the rank of the rows.
-
-    What is to be passed on is posted first, what goes straight next, what is passed on last: it has to wait.
-    """
+    What is to be passed on is posted first, what goes straight next, what is passed on last: it has to wait."""
     return tuple(sorted((phase.reversed() for phase in reversed(plan)), key=lambda phase: (1, 0, 2).index(phase.hop)))
 
 
@@ -162,10 +162,8 @@ Pair = tuple[int, int]  # the ranks of a block's rows and of its heads
 
 @lru_cache(maxsize=4)  # the same for all ranks, of which one process may have many
 def nic_detours(topology: Topology) -> dict[Pair, int]:
-    """(rows, heads) -> the rank that passes the block on, for those blocks between nodes that do not go straight.
-
-    All blocks count alike: exact where tokens and heads divide evenly, near enough where not.
-    """
+    """(rows, heads) -> the rank that passes the block on, for those blocks between nodes that do not go straight. All
+    blocks count alike: exact where tokens and heads divide evenly, near enough where not."""
     detours: dict[Pair, int] = {}
     for leaving in (True, False):
         for node in range(topology.nodes):
@@ -188,9 +186,8 @@ def _balance(topology: Topology, node: int, leaving: bool, detours: dict[Pair, i
             return
         givers = [rank for rank in here if load[topology.nics[rank]] == most]
         takers = [rank for rank in here if load[topology.nics[rank]] == least]
-        _, _, _, rank, helper = min(
-            (topology.link_class(r, h) == "cross_plane", moved[r], helped[r, h], r, h) for r in givers for h in takers
-        )
+        pairs = [(r, h) for r in givers for h in takers]
+        rank, helper = min(pairs, key=lambda p: (topology.link_class(*p) == "cross_plane", moved[p[0]], helped[p], p))
         free = [other for other in away if ((rank, other) if leaving else (other, rank)) not in detours]
         if not free:
             return

@@ -26,8 +26,7 @@ LEVELS = NODE, CARD, TILE = (0, 1, 2)
 
 
 class Move(NamedTuple):
-    """The block at hand goes to one member while the next one comes from another. brings: the member whose block that
-    is."""
+    """The block at hand goes to one member while the next one comes from another. brings: whose block that is."""
 
     to: int
     before: int
@@ -35,8 +34,7 @@ class Move(NamedTuple):
 
 
 class Visit(NamedTuple):
-    """A block that a member has at hand: the member that it is of, where it goes on to, and who has the member's own
-    block at hand meanwhile."""
+    """A block at hand: whose it is, where it goes on to, and who has the member's own block at hand meanwhile."""
 
     member: int
     onward: Move | None
@@ -80,8 +78,7 @@ class Grid:
         return np.where(number_M % tiles != 0, 2, np.where(number_M // tiles % cards != 0, 1, 0))
 
     def blocks_at_hand(self, members: Sequence[int]) -> Integers:
-        """Whose block each of some members has at hand, visit by visit (visits x members): after each move the one of
-        its neighbour."""
+        """Whose block some members have at hand (visits x members): after each move the one of their neighbour."""
         return self._from(members, -self._steps_ML)
 
     def holders(self, members: Sequence[int]) -> Integers:
@@ -103,9 +100,8 @@ class Grid:
         """All of a member's, its own block first."""
         to, before = ([int(self.neighbours([member], level, step)[0]) for level in LEVELS] for step in (1, -1))
         at_hand_M, holders_M = (of([member])[:, 0].tolist() for of in (self.blocks_at_hand, self.holders))
-        moves = [
-            Move(to[level], before[level], brings) for level, brings in zip(self.levels_M, at_hand_M[1:], strict=True)
-        ]
+        steps = zip(self.levels_M, at_hand_M[1:], strict=True)
+        moves = [Move(to[level], before[level], brings) for level, brings in steps]
         return tuple(map(Visit, at_hand_M, [*moves, None], holders_M))
 
     def _from(self, members: Sequence[int], steps_ML: Integers) -> Integers:
