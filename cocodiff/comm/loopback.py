@@ -87,9 +87,8 @@ class _Inbox:
         try:
             message, tensor = self._world.take(self._mailbox, self._peer), self._posted.popleft()
             if message.shape != tensor.shape or message.dtype != tensor.dtype:
-                raise ValueError(
-                    f"rank {self._peer} sent {message.dtype} {tuple(message.shape)}, {tuple(tensor.shape)} awaited"
-                )
+                came = f"{message.dtype} {tuple(message.shape)}"
+                raise ValueError(f"rank {self._peer} sent {came}, {tuple(tensor.shape)} awaited")
             tensor.copy_(message)
         finally:
             self._changed.acquire()

@@ -40,14 +40,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where one rank is.
-
-    calls: how many calls that all of some ranks make it has begun, by these ranks (or ALL). at, among: the name of the
-    last call, and the ranks that make it.
-    waits_s: for how long its main thread has been waiting for others, 0 while it does something else.
-    unchanged_s: how long ago `calls` changed. left: it has said goodbye.
-    awaits: the ranks whose messages it waits for, where messages are checked.
-    """
+    """Where one rank is. calls: how many calls that all of some ranks make it has begun, by these ranks (or ALL). at,
+    among: the name of the last call, and the ranks that make it. waits_s: for how long its main thread has been waiting
+    for others, 0 while it does something else. unchanged_s: how long ago `calls` changed. left: it has said goodbye.
+    awaits: the ranks whose messages it waits for, where messages are checked."""
 
     calls: Mapping[Ranks, int] = field(default_factory=dict)
     at: str = "the start"
@@ -64,9 +60,7 @@ class OwnProgress:
 
     clock: Callable[[], float]
     _changed: float
-    calls: dict[Ranks, int] = field(default_factory=dict)
-    at: str = "the start"
-    among: Ranks = ALL
+    last: Progress = Progress()  # as of its last call
     blocked_since: float | None = None  # by `now`; in a library that cannot be interrupted
     asleep_s: float = 0.0  # for how long this process has been stopped in all
     _waits_since: float = 0.0
@@ -78,9 +72,10 @@ class OwnProgress:
         return self.clock() - self.asleep_s
 
     def arrive(self, at: str, among: Ranks = ALL) -> None:
-        # A new dict: the thread that sends heartbeats reads the old one meanwhile.
-        self.calls = self.calls | {among: self.calls.get(among, 0) + 1}
-        self.at, self.among, self._changed, self._noted = at, among, self.now(), -inf
+        # A new one: the thread that sends heartbeats reads the old one meanwhile.
+        calls = self.last.calls
+        self.last = Progress({**calls, among: calls.get(among, 0) + 1}, at, among)
+        self._changed, self._noted = self.now(), -inf
 
     def still_waiting(self) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -101,7 +96,7 @@ class OwnProgress:
         elif now - self._noted <= RECENT_S:
             waits_s = now - self._waits_since
         awaited = tuple(sorted({rank for ranks in list(self._awaited.values()) for rank in ranks}))
-        return Progress(self.calls, self.at, self.among, waits_s, now - self._changed, left, awaited)
+        return replace(self.last, waits_s=waits_s, unchanged_s=now - self._changed, left=left, awaits=awaited)
 
 
 class Peers:

@@ -35,7 +35,6 @@ class Pending(Protocol):
 
     def wait(self) -> None:
         """On accelerators the caller's stream waits, and counts as one that uses the messages' tensors."""
-        ...
 
 
 class Group(ABC):

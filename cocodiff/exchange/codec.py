@@ -41,7 +41,6 @@ class StepNotes(Protocol):
     @classmethod
     def merged(cls, parts: Sequence[Any]) -> dict[str, Any]:
         """The notes of several ranks as one row of a profile."""
-        ...
 
 
 def merge_notes(reports: Sequence[Mapping[int, StepNotes]]) -> list[dict[str, Any]]:

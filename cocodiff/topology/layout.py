@@ -28,14 +28,10 @@ def slices(sizes: Sequence[int]) -> tuple[slice, ...]:
 
 @dataclass(frozen=True)
 class Segment:
-    """A named part of a sequence.
-
-    tokens         of all ranks
-    on_every_rank  whether a rank needs one of them at least
-    may_stay       whether tokens may stay behind where only some are sent (V-Major)
-    extras_from     the end of the topology's `shard_order` whose ranks get the extra tokens: segments with extras from
-                   different ends give no rank two extras before every rank has one
-    """
+    """A named part of a sequence. tokens: of all ranks. on_every_rank: whether a rank needs one of them at least.
+    may_stay: whether tokens may stay behind where only some are sent (V-Major). extras_from: the end of the topology's
+    `shard_order` whose ranks get the extra tokens: segments with extras from different ends give no rank two extras
+    before every rank has one."""
 
     name: str
     tokens: int

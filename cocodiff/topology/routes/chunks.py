@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
 from cocodiff.config.machine import Topology
@@ -158,8 +159,7 @@ class Side:
     @cached_property
     def _starts(self) -> tuple[tuple[int, ...], ...]:
         """Of every rank, where its slices begin in its share, and where the last one ends."""
-        every = [slices(even_shares(share, range(self.cuts))) for share in self.shares]
-        return tuple((*(one.start for one in of_rank), of_rank[-1].stop) for of_rank in every)
+        return tuple(tuple(accumulate(even_shares(share, range(self.cuts)), initial=0)) for share in self.shares)
 
     def own(self, rank: int, chosen: range) -> slice:
         """Where some slices of a rank stand in its share."""
