@@ -14,8 +14,7 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
@@ -127,7 +126,7 @@ def connect(
     if carried.type == "cpu" and meeting.on_loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     transport: LaneOwner
-    with _blamed_on_a_lost_rank(health), health.blocking():
+    with health.blaming(), health.blocking():
         if owns:
             _initialise(meeting, name, carried, limits)
         transport = _transport(launch, name, carried, health, owns, through_host)
@@ -160,20 +159,6 @@ def _transport(
         over_mpi = "mpi" if launch.kind == "mpi" else "gloo"
         carrier = _transport(launch, over_mpi, torch.device("cpu"), health, owns=False, gloo=True)
     return TorchDistTransport(carried, health, owns, "gloo" if gloo else None, carrier)
-
-
-@contextmanager
-def _blamed_on_a_lost_rank(health: Health) -> Iterator[None]:
-    """A library whose connection to a rank comes to nothing does not know why: the watch does, in a moment."""
-    try:
-        yield
-    except (PeerLost, UserError):
-        raise
-    except Exception as error:
-        blamed = health.blame(error)
-        if blamed is error:
-            raise
-        raise blamed from error
 
 
 def _library(launch: Launch, name: str, carried: torch.device) -> str:

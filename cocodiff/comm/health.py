@@ -58,6 +58,19 @@ class Health:
         """The PeerLost behind a transport error, when one turns up shortly; else the error itself."""
         return error
 
+    @contextmanager
+    def blaming(self) -> Iterator[None]:
+        """A library whose connection to a rank comes to nothing does not know why: the watch does, in a moment."""
+        try:
+            yield
+        except (PeerLost, UserError):
+            raise
+        except Exception as error:
+            blamed = self.blame(error)
+            if blamed is error:
+                raise
+            raise blamed from error
+
     def fail(self, reason: str, mistake: bool = False) -> None:
         """Tells all peers that this rank leaves with an error, or has found a user's mistake, which is every rank's."""
 

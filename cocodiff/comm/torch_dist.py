@@ -84,8 +84,7 @@ class TorchDistGroup(Group):
         if self._on_cpu:
             # The group's own calls: irecv and isend check in Python what is so here, which takes as long as the call.
             received = [group.recv([tensor], peer, 0) for tensor, peer in recvs]
-            sent = [group.send([tensor], peer, 0) for tensor, peer in sends]
-            return _Works(received + sent)
+            return _Works(received + [group.send([tensor], peer, 0) for tensor, peer in sends])
         sends, recvs = self._both_ways(sends, recvs)
         # Device backends match the two lists of one batch; with receives listed first some of them deadlock.
         operations = [dist.P2POp(dist.isend, tensor, group=group, group_peer=peer) for tensor, peer in sends]

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from cocodiff.comm.health import Health
 from cocodiff.comm.objects import as_bytes, as_value
-from cocodiff.config.errors import PeerLost, UserError
+from cocodiff.config.errors import UserError
 from cocodiff.kernels.device import HandedOver, OwnStream
 
 T = TypeVar("T")
@@ -347,13 +347,9 @@ class LaneFuture(Generic[T]):
                 if self._future.done() and self._future.exception() is late:
                     raise
                 self._health.still_waiting()
-            except (PeerLost, UserError):
-                raise
-            except Exception as error:
-                blamed = self._health.blame(error)
-                if blamed is error:
+            except Exception:
+                with self._health.blaming():
                     raise
-                raise blamed from error
             else:
                 return handed.take()
 

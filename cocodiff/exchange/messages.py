@@ -68,8 +68,7 @@ class BlockSet:
 
     def numel(self, message: Sequence[Block]) -> int:
         rows, heads = self.layout.rows, self.layout.heads
-        cells = sum([rows[block.rows] * heads[block.heads] for block in message])
-        return cells * self._batch * self._width
+        return sum([rows[block.rows] * heads[block.heads] for block in message]) * self._batch * self._width
 
     def bytes(self, message: Sequence[Block]) -> int:
         return self.numel(message) * self._itemsize

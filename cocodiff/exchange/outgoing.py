@@ -184,8 +184,7 @@ class OutputToRows(Outgoing):
 
     def target(self, here: BlockSet) -> Target:
         own, layout = self.end.rank, here.layout
-        shape = (len(here.like), layout.rows[own], sum(layout.heads), here.like.shape[-1])
-        out_BLHW = here.like.new_empty(shape)
+        out_BLHW = here.like.new_empty((len(here.like), layout.rows[own], sum(layout.heads), here.like.shape[-1]))
         parts = blocks_of(out_BLHW, layout.heads, 2, self._in_turn)
         places = {Block(own, rank): [part] for rank, part in enumerate(parts)}
         return Target([out_BLHW], places, self.end.kernels)

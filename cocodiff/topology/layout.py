@@ -22,8 +22,7 @@ def even_shares(total: int, order: Sequence[int]) -> tuple[int, ...]:
 
 def slices(sizes: Sequence[int]) -> tuple[slice, ...]:
     """Consecutive slices of the given sizes."""
-    ends = list(accumulate(sizes))
-    return tuple(slice(end - size, end) for end, size in zip(ends, sizes, strict=True))
+    return tuple(slice(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True))
 
 
 @dataclass(frozen=True)
