@@ -54,10 +54,8 @@ class Exchange:
         if "split" in self.plans and nic_balance:
             self.plans["split"] = split_plan(topology, self.rank, nic_detours(topology))
         self._routes: dict[str, dict[str, Plan]] = {}
-        for one, plan in self.plans.items():
-            forward = tuple(
-                phase for phase in plan if phase.sends or phase.receives
-            )  # those with messages for this rank
+        for one, plan in self.plans.items():  # through those phases that have messages for this rank
+            forward = tuple(phase for phase in plan if phase.sends or phase.receives)
             self._routes[one] = {"forward": forward, "back": reverse(forward)}
         self._name = next(iter(self.plans))
         # TAPA's phases have a lane each: V-Major's scoring by card stands between them, and v can be in its second
