@@ -176,12 +176,7 @@ class TorchDistTransport(LaneOwner):
     """A process group. One that was initialised here is destroyed when the last transport over it is closed."""
 
     def __init__(
-        self,
-        device: torch.device,
-        health: Health,
-        owns_process_group: bool,
-        library: str | None,
-        carrier: LaneOwner | None,
+        self, device: torch.device, health: Health, owns_group: bool, library: str | None, carrier: LaneOwner | None
     ) -> None:
         """library: the backend of its groups; None for that of the default process group. carrier: of a device's
         transport, what carries its values, over host memory; closed with this one."""
@@ -190,7 +185,7 @@ class TorchDistTransport(LaneOwner):
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.library = library or dist.get_backend()
         self._groups: list[Any] = []
-        counted = owns_process_group or bool(_users)
+        counted = owns_group or bool(_users)
         if counted:
             _users.append(self)
         if counted and self.library == dist.get_backend():
