@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 import yaml
 
 from cocodiff.config.errors import UserError, check_choice, check_keys
-from cocodiff.config.files import read_text
+from cocodiff.config.files import read_mapping
 from cocodiff.config.machine import Device, Links, Machine
 from cocodiff.config.registry import ARRIVALS, CODECS, EXACT_CODECS, EXCHANGES, ORDERS, RINGS, SELECTIONS, STEP_CACHES
 from cocodiff.config.setting import described, setting, settings_of
@@ -405,16 +406,7 @@ _Loader.yaml_implicit_resolvers = {
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """A YAML file's mapping. Raises UserError when it is missing, malformed or something else than a mapping."""
-    text = read_text(path, "YAML")
-    try:
-        data = yaml.load(text, Loader=_Loader)
-    except RecursionError as error:
-        raise UserError(f"{path} is not valid YAML: nested too deeply") from error
-    except Exception as error:  # PyYAML lets pass what int(), float() and dates raise for a malformed value
-        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())[:300]}") from error
-    if not isinstance(data, dict):
-        raise UserError(f"{path} holds no key: value pairs but {type(data).__name__}")
-    return data
+    return read_mapping(path, "YAML", partial(yaml.load, Loader=_Loader), "key: value pairs")
 
 
 def shipped_folder(folder: str) -> Path:

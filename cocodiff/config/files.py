@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,16 +66,22 @@ def read_text(path: str | Path, form: str) -> str:
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
-    """A JSON file's mapping. Raises UserError where it cannot be read, is no JSON or something else than a mapping."""
-    text = read_text(path, "JSON")
+    """A JSON file's mapping. Raises UserError as `read_mapping` does."""
+    return read_mapping(path, "JSON", json.loads, "JSON object")
+
+
+def read_mapping(path: str | Path, form: str, parse: Callable[[str], Any], wanted: str) -> dict[str, Any]:
+    """A settings file's mapping. Raises UserError where it cannot be read, is malformed or something else than a
+    mapping."""
+    text = read_text(path, form)
     try:
-        data = json.loads(text)
+        data = parse(text)
     except RecursionError as error:
-        raise UserError(f"{path} is not valid JSON: nested too deeply") from error
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from error
+        raise UserError(f"{path} is not valid {form}: nested too deeply") from error
+    except Exception as error:  # PyYAML lets pass what int(), float() and dates raise for a malformed value
+        raise UserError(f"{path} is not valid {form}: {' '.join(str(error).split())[:300]}") from error
     if not isinstance(data, dict):
-        raise UserError(f"{path} holds no JSON object but {type(data).__name__}")
+        raise UserError(f"{path} holds no {wanted} but {type(data).__name__}")
     return data
 
 

@@ -86,7 +86,7 @@ class Machine:
     def __post_init__(self) -> None:
         if self.tiles < 1 or (self.cards is not None and self.cards < 1):
             raise UserError(f"machine {self.name}: {self.cards} cards of {self.tiles} tiles: both must be at least 1")
-        whole_node = None if self.cards is None else self.cards * self.tiles
+        whole_node = self.tiles_per_node
         if self.links.nic_of and len(self.links.nic_of) != whole_node:
             raise UserError(
                 f"machine {self.name}: nic_of names the NICs of {len(self.links.nic_of)} tiles: give one for each of "
@@ -114,10 +114,6 @@ class Machine:
         """The things that the file gives no rates for."""
         device = ["its device"] if not (self.device.bf16_tflop_s and self.device.memory_gb_s) else []
         return device + (["its links"] if self.links == Links() else [])
-
-    def plane_of(self, local_tile: int) -> int:
-        """The plane of a tile, counted from the first tile of its node."""
-        return self.planes[local_tile % len(self.planes)]
 
 
 @dataclass(frozen=True)
@@ -169,7 +165,7 @@ class Topology:
         for rank in range(size):
             node, local = divmod(rank, per_node)
             card = node * cards_per_node + local // machine.tiles
-            places.append(Place(rank, node, card, machine.plane_of(local), local))
+            places.append(Place(rank, node, card, machine.planes[local % len(machine.planes)], local))
         return cls(machine, tuple(places))
 
     def part(self, ranks: Sequence[int]) -> Topology:

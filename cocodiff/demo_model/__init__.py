@@ -38,24 +38,14 @@ def load_pipeline(dtype: torch.dtype | None = None, weights: Path = WEIGHTS) -> 
         from .vae import LappedTransformVAE
 
     dtype = dtype or torch.float32
-    transformer = SD3Transformer2DModel.from_pretrained(
-        weights, torch_dtype=dtype, use_safetensors=True, local_files_only=True
-    )
+    only = {"use_safetensors": True, "local_files_only": True}
+    transformer = SD3Transformer2DModel.from_pretrained(weights, torch_dtype=dtype, **only)
     vae = LappedTransformVAE.from_config(json.loads((weights / "vae_config.json").read_text()))
     # diffusers' own `to(dtype)` warns about an empty list of float32 modules.
     torch.nn.Module.to(vae, dtype)
     scheduler = FlowMatchEulerDiscreteScheduler.from_config(json.loads((weights / "scheduler_config.json").read_text()))
-    return StableDiffusion3InpaintPipeline(
-        transformer=transformer,
-        scheduler=scheduler,
-        vae=vae.eval(),
-        text_encoder=None,
-        tokenizer=None,
-        text_encoder_2=None,
-        tokenizer_2=None,
-        text_encoder_3=None,
-        tokenizer_3=None,
-    )
+    texts = dict.fromkeys(f"{part}{number}" for part in ("text_encoder", "tokenizer") for number in ("", "_2", "_3"))
+    return StableDiffusion3InpaintPipeline(transformer=transformer, scheduler=scheduler, vae=vae.eval(), **texts)
 
 
 @contextmanager

@@ -63,10 +63,8 @@ def rectangles_mask(generator: np.random.Generator, size: int) -> Mask:
     mask = np.zeros((size, size), bool)
     for _ in range(generator.integers(1, 4)):
         height, width = generator.integers(size // 8, size * 5 // 8, 2)
-        top, left = (
-            generator.integers(-height // 2, size - height // 2),
-            generator.integers(-width // 2, size - width // 2),
-        )
+        top = generator.integers(-height // 2, size - height // 2)
+        left = generator.integers(-width // 2, size - width // 2)
         mask[max(top, 0) : top + height, max(left, 0) : left + width] = True
     return mask
 

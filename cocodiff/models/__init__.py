@@ -8,6 +8,7 @@ from inspect import signature
 from typing import Any
 
 from cocodiff.config.errors import UserError
+from cocodiff.config.registry import load
 from cocodiff.models.family import EXPERTS, Family, Pipelines
 
 # Where each family's record is, as "module:name". A record is imported when it is asked for.
@@ -23,9 +24,7 @@ FAMILIES: dict[str, str] = {
 
 def load_family(name: str) -> Family:
     """The family of a name in FAMILIES."""
-    module, _, record = FAMILIES[name].partition(":")
-    family: Family = getattr(import_module(module), record)
-    return family
+    return load(FAMILIES, name)
 
 
 def families() -> Iterator[Family]:
@@ -37,8 +36,7 @@ def family_of(model: object, plan: object = None) -> Family:
     for family in families() if plan is None else ():
         if family.has(type(model)):
             return family
-    found: Family = import_module("cocodiff.models.by_plan").family_by_plan(model, plan, FAMILIES)
-    return found
+    return import_module("cocodiff.models.by_plan").family_by_plan(model, plan, FAMILIES)
 
 
 def pipelines_of(pipeline: str, model: str, transformer: str = "") -> Pipelines:

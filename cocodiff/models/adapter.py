@@ -94,9 +94,8 @@ class Adapter:
         self._check_residuals(arguments, {one.name: one.tokens for one in self.segments(model, arguments)})
         others = sorted(set(arguments.get(self.attention_kwargs) or {}) - self.attention_arguments(model))
         if others:
-            names = ", ".join(others)
             raise UserError(
-                f"{self.attention_kwargs} ({names}) reach no parallel attention processor: run without them"
+                f"{self.attention_kwargs} ({', '.join(others)}) reach no parallel attention processor: run without them"
             )
 
     def _check_residuals(self, arguments: Arguments, tokens: Mapping[str, int]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,7 @@ from cocodiff.models.checks import replace
 
 VAES = ("AutoencoderKL", "AutoencoderKLFlux2", "AutoencoderKLQwenImage", "AutoencoderKLQwenImage21", "AutoencoderKLWan")
 PARTS = ("encoder", "quant_conv", "decoder", "post_quant_conv")  # what encoding and decoding call
+CONVOLUTIONS = (nn.Conv2d, nn.Conv3d)
 OF_TORCH = (
     *("ModuleList", "Sequential", "Identity", "Dropout", "SiLU", "ReLU", "GELU", "Mish"),
     *("Linear", "Conv2d", "GroupNorm", "ZeroPad2d"),
@@ -202,33 +202,33 @@ class ShardedVAE(SharedVAE):
 def tensors_of_all(own: list[Tensor], transport: Transport, like: Tensor, at: str) -> list[list[Tensor]]:
     """Every rank's tensors, on every rank. own: this rank's, of one dtype on all ranks. like: on the device of these.
     at: the name of the exchange, should a rank not come to it."""
-    gathered = transport.gather_object([(tensor.shape, tensor.dtype) for tensor in own])
-    of_ranks = transport.broadcast_object(gathered)
+    of_ranks = transport.broadcast_object(transport.gather_object([(tensor.shape, tensor.dtype) for tensor in own]))
     dtype = next(dtype for of_rank in of_ranks for _, dtype in of_rank)
     counts = [[math.prod(shape) for shape, _ in of_rank] for of_rank in of_ranks]
-
-    def gathered_tensors(own: list[Tensor]) -> list[Tensor]:
-        sent = torch.cat([tensor.flatten() for tensor in own] or [like.new_empty(0, dtype=dtype)])
-        parts = [like.new_empty(sum(count), dtype=dtype) for count in counts]
-        transport.world.all_gather(sent, parts).wait()
-        return parts
-
-    transport.arrive(at)
-    parts = transport.control.submit(gathered_tensors, own).wait()
+    sent = torch.cat([tensor.flatten() for tensor in own] or [like.new_empty(0, dtype=dtype)])
+    parts = gather_all(transport, sent, [like.new_empty(sum(count), dtype=dtype) for count in counts], at)
     return [
         [x.view(shape) for x, (shape, _) in zip(part.split(count), of_rank, strict=True)]
         for part, count, of_rank in zip(parts, counts, of_ranks, strict=True)
     ]
 
 
+def gather_all(transport: Transport, own: Tensor, parts: list[Tensor], at: str) -> list[Tensor]:
+    """The parts, with every rank's own tensor in them. at: as of `tensors_of_all`."""
+
+    def gather(own: Tensor, parts: list[Tensor]) -> list[Tensor]:
+        transport.world.all_gather(own, parts).wait()
+        return parts
+
+    transport.arrive(at)
+    return transport.control.submit(gather, own, parts).wait()
+
+
 def share_tiles(sizes: list[int], ranks: int) -> list[list[int]]:
     """Numbers of tiles for each rank: the largest first, each to the rank that has least to decode so far."""
     divided: list[list[int]] = [[] for _ in range(ranks)]
-    load = [(0, rank) for rank in range(ranks)]
     for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
-        size, rank = heapq.heappop(load)
-        divided[rank].append(number)
-        heapq.heappush(load, (size + sizes[number], rank))
+        min(divided, key=lambda numbers: sum(sizes[number] for number in numbers)).append(number)
     return divided
 
 
@@ -259,15 +259,11 @@ def unknown_layer(vae: Any) -> str | None:
 
 def halvings(vae: Any) -> int:
     """How often a VAE's encoder halves a picture's sides."""
-    return sum(layer.stride[-1] == 2 for layer in vae.encoder.modules() if _is_convolution(layer))
+    return sum(layer.stride[-1] == 2 for layer in vae.encoder.modules() if isinstance(layer, CONVOLUTIONS))
 
 
 def _is_from(kind: type, package: str) -> bool:
     return kind.__module__.startswith(package)
-
-
-def _is_convolution(layer: nn.Module) -> bool:
-    return isinstance(layer, nn.Conv2d | nn.Conv3d)
 
 
 def _why_unknown(layer: Any) -> str | None:
@@ -279,7 +275,7 @@ def _why_unknown(layer: Any) -> str | None:
         return f"a {kind.__name__}"
     if layer._compiled_call_impl is not None:
         return f"a {kind.__name__} that is compiled"
-    if _is_convolution(layer):
+    if isinstance(layer, CONVOLUTIONS):
         # Some classes pad their input by themselves, and say by how much in the order of `torch.nn.functional.pad`.
         pads = layer._padding[:4] if hasattr(layer, "_padding") else (*layer.padding, *layer.padding)
         form = tuple(layer.kernel_size[-2:]), tuple(layer.stride[-2:]), set(pads)
@@ -396,10 +392,4 @@ class Bands(TorchFunctionMode):
         return self._transport.control.submit(exchange, sends, recvs).wait()
 
     def _gathered(self, own: Tensor, parts: list[Tensor]) -> list[Tensor]:
-        self._transport.arrive("a gather of all bands")
-
-        def gather(own: Tensor, parts: list[Tensor]) -> list[Tensor]:
-            self._transport.world.all_gather(own, parts).wait()
-            return parts
-
-        return self._transport.control.submit(gather, own, parts).wait()
+        return gather_all(self._transport, own, parts, "a gather of all bands")

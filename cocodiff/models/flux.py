@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -102,7 +102,7 @@ class FluxIPAdapterProcessor(FluxAttentionProcessor, nn.Module):
     @property
     def scale(self) -> list[float]:
         """How much each adapter's image counts, as `set_ip_adapter_scale` has set it."""
-        return cast(list[float], self._replaced.scale)
+        return self._replaced.scale
 
     @scale.setter
     def scale(self, scale: list[float]) -> None:

@@ -135,8 +135,7 @@ class LatteModel:
         if self._ranks.size == 1:
             return x
         own = self._ranks.shares(FRAMES)[self._ranks.rank]
-        whole: Tensor = self._ranks.gather(x.unflatten(0, (-1, own)), FRAMES).flatten(0, 1)
-        return whole
+        return self._ranks.gather(x.unflatten(0, (-1, own)), FRAMES).flatten(0, 1)
 
     def _compute(
         self, number: int, temporal: bool, signature: inspect.Signature, forward: Forward, *args: Any, **kwargs: Any

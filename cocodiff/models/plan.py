@@ -8,7 +8,7 @@ one part of it, and `-1` for the last of a list; "" is the transformer itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -73,9 +73,8 @@ def steps_of(plan: Plan, model: nn.Module) -> Iterator[Step]:
         found = [name for name in modules if _fits(name.split("."), parts)] if "*" in pattern else [wanted]
         if not found or found[0] not in modules:
             raise UserError(f"the plan cuts at {pattern!r}, which {type(model).__name__} has not: correct its name")
-        arguments, outputs, gathers = _read(pattern, value)
-        for name in found:
-            yield Step(name, modules[name], arguments, outputs, gathers)
+        done = _read(pattern, value)
+        yield from (Step(name, modules[name], *done) for name in found)
 
 
 def _fits(name: list[str], pattern: list[str]) -> bool:
@@ -83,23 +82,19 @@ def _fits(name: list[str], pattern: list[str]) -> bool:
 
 
 def _read(where: str, value: Any) -> tuple[dict[str, Cuts], dict[int, Cuts], dict[int, Gather]]:
-    arguments: dict[str, Cuts] = {}
-    outputs: dict[int, Cuts] = {}
-    gathers: dict[int, Gather] = {}
+    """Cuts of arguments, cuts of outputs, gathers."""
     if not isinstance(value, Mapping):
-        listed = value if isinstance(value, list | tuple) else [value]
-        gathers = {number: _gather(where, one) for number, one in enumerate(listed) if one is not None}
-        return arguments, outputs, gathers
-    for name, one in value.items():
-        if _is_gather(one):
-            gathers[name] = _gather(where, one)
-            continue
-        cuts = tuple(_cut(where, name, part) for part in (one if isinstance(one, list | tuple) else [one]))
-        if isinstance(name, int):
-            outputs[name] = cuts
-        else:
-            arguments[name] = cuts
-    return arguments, outputs, gathers
+        gathers = {number: _gather(where, one) for number, one in enumerate(_listed(value)) if one is not None}
+        return {}, {}, gathers
+    gathers = {name: _gather(where, one) for name, one in value.items() if _is_gather(one)}
+    cut = {name: one for name, one in value.items() if name not in gathers}
+    cuts = {name: tuple(_cut(where, name, part) for part in _listed(one)) for name, one in cut.items()}
+    outputs = {name: of for name, of in cuts.items() if isinstance(name, int)}
+    return {name: of for name, of in cuts.items() if name not in outputs}, outputs, gathers
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else [value]
 
 
 def _is_gather(one: Any) -> bool:
@@ -146,13 +141,11 @@ class ShardedModel:
 
     def _cut(self, cut: Cut, whole: Tensor, name: str) -> Tensor:
         """This rank's tokens."""
-        own: Tensor = self._host.sequence.cut(cut.tokens, whole, cut.dim)
-        return own
+        return self._host.sequence.cut(cut.tokens, whole, cut.dim)
 
     def _gather(self, gather: Gather, x: Tensor, name: str) -> Tensor:
         """All ranks' tokens."""
-        whole: Tensor = self._host.sequence.gather(x, gather.tokens, gather.dim)
-        return whole
+        return self._host.sequence.gather(x, gather.tokens, gather.dim)
 
     def _check_in_place(self) -> None:
         check_in_place([step.module for step in self._steps], [self._model.get_submodule(s.name) for s in self._steps])

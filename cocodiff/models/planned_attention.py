@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from cocodiff.attention.strategy import LazyQKV
@@ -54,14 +55,9 @@ class Marks:
     def follow(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Marks what a function of torch has computed of marked tensors."""
         if self.any_of(args) or self.any_of(kwargs.values()):
-            self._add_all(args[0] if function is Tensor.__setitem__ else output)
-
-    def _add_all(self, value: Any) -> None:
-        if isinstance(value, Tensor):
-            self.add(value)
-        elif isinstance(value, list | tuple):
-            for x in value:
-                self._add_all(x)
+            for x in tree_leaves(args[0] if function is Tensor.__setitem__ else output):
+                if isinstance(x, Tensor):
+                    self.add(x)
 
 
 class TorchFunctions(TorchFunctionMode):
@@ -237,8 +233,7 @@ def _out_of_groups(x_BLHD: Tensor, groups: int) -> Tensor:
 
 def told_by_all(ranks: Any, value: Any) -> list[Any]:
     """Every rank's value, plain data, on every rank. All ranks call it and wait for each other."""
-    values: list[Any] = ranks.transport.broadcast_object(ranks.transport.gather_object(value))
-    return values
+    return ranks.transport.broadcast_object(ranks.transport.gather_object(value))
 
 
 def segments_of(sequence: Any, rows: Sequence[int]) -> Segments:

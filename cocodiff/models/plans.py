@@ -152,8 +152,7 @@ def plan_of(model: Any) -> Plan | None:
     Raises UserError for a model that ours does not fit."""
     name, shipped = shipped_for(model)
     if shipped is None:
-        own: Plan | None = getattr(model, "_cp_plan", None)
-        return own
+        return getattr(model, "_cp_plan", None)
     setting, value, reason = shipped.unless or ("", True, "")
     has = getattr(model.config, setting, None)
     if has == value or (value is True and has):

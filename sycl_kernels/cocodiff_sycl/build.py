@@ -22,16 +22,8 @@ from cocodiff_sycl.private import private_folder
 HERE = Path(__file__).parent
 HOST = ("host.cpp", "level_zero.hpp", "moves.hpp", "opencl.hpp", "tensors.hpp")
 SOURCES = (
-    "common.hpp",
-    "movement.cpp",
-    "score.cpp",
-    "select.cpp",
-    "norm_rope.cpp",
-    "merge.cpp",
-    "codes.hpp",
-    "coder.hpp",
-    "residual.cpp",
-    "lossless.cpp",
+    *("common.hpp", "movement.cpp", "score.cpp", "select.cpp", "norm_rope.cpp", "merge.cpp"),
+    *("codes.hpp", "coder.hpp", "residual.cpp", "lossless.cpp"),
 )
 COMPILE_OPTIONS = ("-std=c++17", "-O2", "-w", "-fPIC", "-shared")
 LEFT_S = 3600  # what is half written for longer than that belongs to a process that was killed
@@ -43,9 +35,9 @@ def kernel_source(lanes: int, gpu: bool = False) -> str:
     return "\n".join([f"#define LANES {lanes}", f"#define BLOCK_MESSAGES {int(gpu)}", *parts])
 
 
-def kernel_options(runtime: Runtime) -> tuple[str, ...]:
+def kernel_option(runtime: Runtime) -> bytes:
     """libsycl 8 cannot link its own device libraries for the CPU device; libsycl 9 rejects the option."""
-    return ("-fno-sycl-device-lib=all",) if runtime.major <= 8 else ()
+    return b"-fno-sycl-device-lib=all" if runtime.major <= 8 else b""
 
 
 def cache_folder(runtime: Runtime) -> Path:

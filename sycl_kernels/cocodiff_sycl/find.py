@@ -41,10 +41,14 @@ def find_runtime() -> Runtime:
         names = [path for path in (prefix / "lib").glob("libsycl.so.*") if re.search(r"\.so(\.\d+)+$", path.name)]
         if names and (prefix / "include" / "sycl").is_dir():
             library = max(names, key=lambda path: len(path.name))
-            runtime = Runtime(
-                library, prefix / "include", f"{library.name.partition('.so.')[2]}-{library.stat().st_size}"
-            )
-            _check_same_major(runtime, loaded_major())
+            version = f"{library.name.partition('.so.')[2]}-{library.stat().st_size}"
+            runtime = Runtime(library, prefix / "include", version)
+            loaded = loaded_major()
+            if loaded not in (None, runtime.major):
+                raise Unavailable(
+                    f"torch has loaded libsycl.so.{loaded}, but headers and library found are of "
+                    f"libsycl.so.{runtime.major} ({library}): install the intel-sycl-rt that this torch was built with"
+                )
             return runtime
     raise Unavailable(
         "no SYCL runtime with headers found: install cocodiff[sycl] (x86 Linux), or load a oneAPI compiler (CMPLR_ROOT)"
@@ -68,14 +72,6 @@ def loaded_major() -> int | None:
     maps = Path("/proc/self/maps")
     found = re.search(r"/libsycl\.so\.(\d+)", maps.read_text()) if maps.exists() else None
     return int(found[1]) if found else None
-
-
-def _check_same_major(runtime: Runtime, loaded: int | None) -> None:
-    if loaded not in (None, runtime.major):
-        raise Unavailable(
-            f"torch has loaded libsycl.so.{loaded}, but headers and library found are of libsycl.so.{runtime.major} "
-            f"({runtime.library}): install the intel-sycl-rt that this torch was built with"
-        )
 
 
 def find_compiler() -> str:

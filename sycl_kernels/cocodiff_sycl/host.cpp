@@ -199,22 +199,15 @@ int cocodiff_describe(void *device, char *text, size_t size) {
   });
 }
 
-// Compiles SYCL source. options: compiler options, one a line.
-void *cocodiff_build(void *device, const char *source, const char *options) {
+// Compiles SYCL source. option: for the compiler, "" for none.
+void *cocodiff_build(void *device, const char *source, const char *option) {
   return guarded<void *>(nullptr, [&]() -> void * {
-    std::vector<std::string> list;
-    std::string line;
-    for (const char *at = options; *at; ++at)
-      if (*at == '\n') {
-        list.push_back(line);
-        line.clear();
-      } else
-        line += *at;
-    if (!line.empty()) list.push_back(line);
+    std::vector<std::string> options;
+    if (*option) options.push_back(option);
     auto &queue = static_cast<Device *>(device)->queue;
     auto text = syclexp::create_kernel_bundle_from_source(queue.get_context(), syclexp::source_language::sycl,
                                                           std::string(source));
-    auto built = syclexp::build(text, {queue.get_device()}, syclexp::properties{syclexp::build_options{list}});
+    auto built = syclexp::build(text, {queue.get_device()}, syclexp::properties{syclexp::build_options{options}});
     return new Module{built, {}, queue.get_context()};
   });
 }

@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from cocodiff_sycl.build import host_library, kernel_options, kernel_source, lock, native_file, runtime_and_folder
+from cocodiff_sycl.build import host_library, kernel_option, kernel_source, lock, native_file, runtime_and_folder
 from cocodiff_sycl.find import Runtime, Unavailable, loaded_major
 
 CPU_LANES, GPU_LANES = 1, 16
@@ -111,8 +111,7 @@ def look_of(library: Path) -> Look:
             found = in_c(reads, tensors)
         except Exception:  # of what DLPack has no name for, as meta tensors: the checks have words for it
             return look(tensors)
-        split = 8 * len(tensors)
-        return found[:split], found[split:]
+        return found[: 8 * len(tensors)], found[8 * len(tensors) :]
 
     return quick_look
 
@@ -129,12 +128,10 @@ class Library:
         """
         if queue == 0:
             raise ValueError("queue is 0, a null pointer: give the address of a sycl::queue")
-        runtime, folder = runtime_and_folder()
-        self.folder = folder
+        runtime, self.folder = runtime_and_folder()
         if queue is None and lanes in (None, CPU_LANES):
             os.environ.setdefault(VECTORIZER, "1")
-        threads = _prepare(runtime, folder)
-        host = host_library(runtime, folder)
+        threads, host = _prepare(runtime, self.folder), host_library(runtime, self.folder)
         self._c, self.look = _bind(host, runtime), look_of(host)
         self._device = c_void_p(self._c.cocodiff_open(queue, threads))
         if not self._device:
@@ -187,13 +184,10 @@ class Library:
         return None
 
     def _compile(self, runtime: Runtime) -> c_void_p:
-        source, options = (
-            kernel_source(self.lanes, not self.is_cpu).encode(),
-            "\n".join(kernel_options(runtime)).encode(),
-        )
-        module = c_void_p(self._c.cocodiff_build(self._device, source, options))
+        source = kernel_source(self.lanes, not self.is_cpu).encode()
+        module = c_void_p(self._c.cocodiff_build(self._device, source, kernel_option(runtime)))
         if not module:
-            raise Unavailable(f"SYCL kernels do not compile on {self.device_name}: {_first_error(self._error())}")
+            raise Unavailable(f"SYCL kernels do not compile on {self.device_name}: {_first_error(self._c)}")
         return module
 
     def launch_of(self, kernel: str, groups: int, group_size: int, addresses: int, numbers: Sequence[int]) -> bytes:
@@ -201,11 +195,8 @@ class Library:
 
         addresses: how many the kernel's struct begins with; numbers: its other members. All have 8 bytes.
         """
-        count = len(numbers)
-        handle = self._kernel(kernel)
-        return numbers_of(7 + count).pack(
-            self._device.value, handle, groups * group_size, group_size, self._flags, addresses, count, *numbers
-        )
+        about = groups * group_size, group_size, self._flags, addresses, len(numbers)
+        return numbers_of(7 + len(numbers)).pack(self._device.value, self._kernel(kernel), *about, *numbers)
 
     def launch(self, launch: bytes, addresses: bytes, queue: int | None = None) -> None:
         """Starts a kernel, and waits for it on a CPU. queue: as of `__init__`, the one to use now."""
@@ -242,7 +233,7 @@ class Library:
         return self._kernels[name]
 
     def _error(self) -> str:
-        return " ".join(self._c.cocodiff_error().decode(errors="replace").split())
+        return _error_of(self._c)
 
 
 def compile_for_cpu(source: str) -> None:
@@ -251,12 +242,16 @@ def compile_for_cpu(source: str) -> None:
     threads = _prepare(runtime, folder)
     c = _bind(host_library(runtime, folder), runtime)
     device = c_void_p(c.cocodiff_open(None, threads))
-    options = "\n".join(kernel_options(runtime))
-    if not device or not c.cocodiff_build(device, source.encode(), options.encode()):
-        raise Unavailable(_first_error(" ".join(c.cocodiff_error().decode(errors="replace").split())))
+    if not device or not c.cocodiff_build(device, source.encode(), kernel_option(runtime)):
+        raise Unavailable(_first_error(c))
 
 
-def _first_error(text: str) -> str:
+def _error_of(c: ctypes.CDLL) -> str:
+    return " ".join(c.cocodiff_error().decode(errors="replace").split())
+
+
+def _first_error(c: ctypes.CDLL) -> str:
+    text = _error_of(c)
     return "error:" + text.partition("error:")[2][:300] if "error:" in text else text[:300]
 
 

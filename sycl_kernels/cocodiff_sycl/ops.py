@@ -6,7 +6,7 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from typing import Any
 
@@ -39,16 +39,17 @@ def _library_of_cpu(lanes: int | None, copy_tables: bool) -> Library:
 def open_xpu(device: torch.device) -> SyclOps:
     """The operations on torch's current stream of an XPU. Raises Unavailable."""
 
-    def current_queue() -> int:
-        return int(torch.xpu.current_stream(device).sycl_queue)
-
-    return SyclOps(_library_of_xpu(device), device, current_queue)
+    return SyclOps(_library_of_xpu(device), device, partial(_current_queue, device))
 
 
 @cache
 def _library_of_xpu(device: torch.device) -> Library:
     """Of all streams of a device: torch's queues share a context, for which kernels are compiled."""
-    return Library(int(torch.xpu.current_stream(device).sycl_queue))
+    return Library(_current_queue(device))
+
+
+def _current_queue(device: torch.device) -> int:
+    return int(torch.xpu.current_stream(device).sycl_queue)
 
 
 class SyclOps:
@@ -225,8 +226,7 @@ class SyclOps:
     ) -> Tensor:
         plan, _ = self._plans.of(self._plans.stream_lengths, (code_BLHW,), tuple(cut), like_BLHD.shape[-1])
         begins = self._begins(plan.tiles)
-        given = code_BLHW, None, plan.table, begins, lengths_N, None, None
-        self._launch_all(plan, 4 * NOWHERE, given)
+        self._launch_all(plan, 4 * NOWHERE, (code_BLHW, None, plan.table, begins, lengths_N, None, None))
         return begins
 
     def decode_lossless(
@@ -259,8 +259,6 @@ class SyclOps:
 
     def _launch(self, plan: Plan, addresses: bytes, *written: Tensor) -> None:
         """addresses: of what a kernel is given, in the order of its struct; what it fills beside comes after."""
-        if not plan.groups:
-            return
-        for tensor in written:
-            addresses += ADDRESS.pack(tensor.data_ptr())
-        self.library.launch(plan.launch, addresses, self._queue())
+        if plan.groups:
+            addresses += b"".join(ADDRESS.pack(tensor.data_ptr()) for tensor in written)
+            self.library.launch(plan.launch, addresses, self._queue())

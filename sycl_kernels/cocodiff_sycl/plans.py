@@ -67,6 +67,11 @@ def _divisor(number: int) -> int:
     return -(-(2 ** (31 + shift)) // number) | (shift - 1) << 32 if number > 1 else 0
 
 
+def _strides_of(*tensors: Tensor | None) -> list[int]:
+    """Of all dimensions but the last of tensors of four, 0 for those that are not there."""
+    return [number for x in tensors for number in ((0, 0, 0) if x is None else x.stride()[:3])]
+
+
 class Plans:
     """The plans of one device. Making one raises what is wrong with the tensors."""
 
@@ -205,13 +210,8 @@ class Plans:
         if rows >= 2**32:
             raise ValueError(f"{op}: {rows} rows in one call: at most {2**32 - 1}")
         each = self._rows_each(rows, max(1, D) * like_BLHD.element_size(), H)
-        strides = [
-            number
-            for tensor in (x_BLHD, last_BLHD, before_BLHD, code_BLHW, out_BLHD)
-            for number in ((0, 0, 0) if tensor is None else tensor.stride()[:3])
-        ]
-        two = before_BLHD is not None
-        values = rows, each, L, H, D, *strides, bits, int(linear and two), int(measure)
+        strides = _strides_of(x_BLHD, last_BLHD, before_BLHD, code_BLHW, out_BLHD)
+        values = rows, each, L, H, D, *strides, bits, int(linear and before_BLHD is not None), int(measure)
         return self._of_rows(f"{op}_{DTYPES[like_BLHD.dtype]}", 8, rows, each, values)
 
     def _check_code(self, op: str, code_BLHW: Tensor, shape: tuple[int, ...]) -> None:
@@ -302,8 +302,8 @@ class Plans:
             kernels = kernels[0], "stream_begins", *kernels[1:]
         odd = int(any(begins % 2 for *_, begins, _, _, _, _, _ in blocks))
         table = torch.tensor(blocks, dtype=torch.int64).to(self._device)
-        strides = [number for tensor in tensors for number in ((0, 0, 0) if tensor is None else tensor.stride()[:3])]
-        values = first_tile, len(blocks), H, D, int(dim == 1), int(linear), _divisor(D // STREAM_RUN), odd, *strides
+        how = int(dim == 1), int(linear), _divisor(D // STREAM_RUN), odd
+        values = first_tile, len(blocks), H, D, *how, *_strides_of(*tensors)
         lanes, launches = self._library.lanes, []
         for kernel in kernels:
             typed = kernel in ("code_strips", "read_streams")
