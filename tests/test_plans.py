@@ -26,7 +26,7 @@ from cocodiff.engine.verification import Trial, Verification, exact_settings
 from cocodiff.models import families
 from cocodiff.models.by_plan import PlanAdapter
 from cocodiff.models.plan import Cut, Gather
-from cocodiff.models.plans import HELIOS, OWN, PLANS
+from cocodiff.models.plans import OWN, PLANS
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 
@@ -230,7 +230,7 @@ def test_what_no_plan_can_do_is_refused(plan, more, words):
 )
 def test_an_argument_for_all_tokens_that_the_plan_does_not_cut_is_named(name, step, argument, words):
     case = PLANNED[name]
-    plan = PLANS[case.name].plan
+    plan = PLANS[case.name]
     kept = {of: cut for of, cut in plan[step].items() if of != argument}
     with pytest.raises(
         RuntimeError, match=rf"^the plan does not cut {words}.*which may be .*: cut it in the plan, or run"
@@ -308,7 +308,7 @@ def test_verify_catches_the_plan_that_diffusers_has_for_ltx_2():
 def test_verify_catches_what_is_silently_wrong():
     case = PLANNED["helios"]
     model = case._replace(config=case.config | {"is_amplify_history": True}).model()
-    found = verify(model, case.call(), ranks=[2], plan=HELIOS)
+    found = verify(model, case.call(), ranks=[2], plan=PLANS["HeliosTransformer3DModel"])
     assert {trial.outcome for trial in found.trials} == {"wrong"} and found.exit_code == 1
     assert str(found).endswith("not exact: do not use it")
     refused = verify(model, case.call(), ranks=[2])

@@ -251,8 +251,7 @@ class PlannedModel(ShardedModel):
                     f"cut, or several sorts of them: gather each where it is alone"
                 )
             self._leaving[name] = found[0]
-        segment = self._leaving[name]
-        whole: Tensor = sequence.gather(x, segment.name, gather.dim)
+        whole: Tensor = sequence.gather(x, self._leaving[name].name, gather.dim)
         if self._marks is not None:
             self._marks.remove(whole)
         return whole

@@ -111,15 +111,14 @@ class TiledVAE(SharedVAE):
         Raises UserError for latents of a video: its frames depend on each other."""
         if z.ndim == 5 and z.shape[2] > 1:
             raise UserError(f"vae tiled: {z.shape[2]} frames; only images are decoded in tiles: choose vae one or all")
-        decoder, calls, sizes = self._vae.decoder, list[Callable[[], Tensor]](), list[int]()
+        calls: list[partial[Tensor]] = []
 
         def note(tile: Tensor, *more: Any, **options: Any) -> Tensor:
-            calls.append(partial(decoder, tile, *more, **options))
-            sizes.append(tile.numel())
+            calls.append(partial(self._vae.decoder, tile, *more, **options))
             return torch.empty_like(tile, device="meta")  # without numbers, which costs nothing to blend
 
         self._decode_with(note, z, **options)
-        divided = share_tiles(sizes, self._transport.size)
+        divided = share_tiles([call.args[0].numel() for call in calls], self._transport.size)
         own = [calls[number]() for number in divided[self._transport.rank]]
         of_ranks = tensors_of_all(own, self._transport, z, "the exchange of decoded tiles")
         tiles = dict(zip(itertools.chain(*divided), itertools.chain(*of_ranks), strict=True))
@@ -275,7 +274,7 @@ def _why_unknown(layer: Any) -> str | None:
         return f"a {kind.__name__}"
     if layer._compiled_call_impl is not None:
         return f"a {kind.__name__} that is compiled"
-    if isinstance(layer, CONVOLUTIONS):
+    if issubclass(kind, CONVOLUTIONS):
         # Some classes pad their input by themselves, and say by how much in the order of `torch.nn.functional.pad`.
         pads = layer._padding[:4] if hasattr(layer, "_padding") else (*layer.padding, *layer.padding)
         form = tuple(layer.kernel_size[-2:]), tuple(layer.stride[-2:]), set(pads)

@@ -147,20 +147,16 @@ def single_block(
     return x_BLC[:, :text_rows], x_BLC[:, text_rows:]
 
 
+ENCODED = ("prompt_embeds", "pooled_prompt_embeds", "")
 FAMILY = Family(
     transformer="diffusers.FluxTransformer2DModel",
     adapter=FluxAdapter(),
     pipelines=(
-        Pipelines(
-            "FluxPipeline",
-            "FluxInpaintPipeline",
-            ("prompt_embeds", "pooled_prompt_embeds", ""),
-            others=("FluxImg2ImgPipeline",),
-        ),
+        Pipelines("FluxPipeline", "FluxInpaintPipeline", ENCODED, others=("FluxImg2ImgPipeline",)),
         Pipelines(
             "",
             "FluxFillPipeline",
-            ("prompt_embeds", "pooled_prompt_embeds", ""),
+            ENCODED,
             lacks="FluxFillPipeline's weights only restore; FluxPipeline's (FLUX.1-dev) generate",
         ),
     ),

@@ -265,8 +265,7 @@ def _of_keys_and_queries(
     if mask_BLK.shape[1] == 1 != queries:
         return mask_BLK[:, 0], None
     keys_BK, queries_BL = mask_BLK.any(1), mask_BLK.any(2)
-    known = bool(queries_BL.any(1).all())
-    if not known or not torch.equal(mask_BLK, queries_BL[:, :, None] & keys_BK[:, None]):
+    if not queries_BL.any(1).all() or not torch.equal(mask_BLK, queries_BL[:, :, None] & keys_BK[:, None]):
         raise UserError(f"{name} has a mask that differs between queries, which has no parallel form here")
     return keys_BK, queries_BL
 

@@ -6,22 +6,13 @@ process, as all plans here were: `tests/test_plans.py`.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from cocodiff.config.errors import UserError
 from cocodiff.models.plan import Cut, Gather, Plan
 
-
-class Shipped(NamedTuple):
-    """unless: settings of a model's config with which the plan would be wrong, as name, value (True for any that is
-    set) and reason."""
-
-    plan: Plan
-    unless: tuple[str, Any, str] | None = None
-
-
 VIDEO, TEXT = "video", "text"
-
+ROTARY = (Cut(1, 3), Cut(2, 4))  # interleaved, or split: with a dimension of heads before that of tokens
 OWN = ("ChronoEditTransformer3DModel", "MiniMaxH3Transformer3DModel")
 
 # Attention over the text has all of it, so nothing of it travels. TI2V has a timestep for each token.
@@ -32,117 +23,95 @@ WAN: Plan = {
     "proj_out": Gather(1),
 }
 
-# The text goes whole into attention over the text alone, so nothing of it travels.
-LTX: Plan = {
-    "": {"hidden_states": Cut(1, 3), "timestep": Cut(1, 2)},
-    "rope": {0: Cut(1, 3), 1: Cut(1, 3)},
-    "proj_out": Gather(1),
-}
-
-ROTARY = (Cut(1, 3), Cut(2, 4))  # interleaved, or split: with a dimension of heads before that of tokens
-
-# diffusers' own is a copy of the one for LTX-Video: it cuts texts of two streams by one length, and neither the angles
-# between video and audio nor timesteps for each token. Audio is short: every rank has all of it.
-LTX2: Plan = {
-    "": {"hidden_states": Cut(1, 3), "timestep": Cut(1, 2), "video_keyframes_mask": Cut(1, 3)},
-    "rope": {0: ROTARY, 1: ROTARY},
-    "cross_attn_rope": {0: ROTARY, 1: ROTARY},
-    "proj_out": Gather(1),
-}
-
-HELIOS: Plan = {
-    "blocks.*.attn1": {"hidden_states": Cut(1), "rotary_emb": Cut(1), 0: Gather(1)},
-    "blocks.*.attn2": {"hidden_states": Cut(1), 0: Gather(1)},
-    "blocks.*.ffn": {0: Gather(1), "hidden_states": Cut(1)},
-}
-
-HUNYUAN_VIDEO_15: Plan = {
-    "rope": {0: Cut(0, 2), 1: Cut(0, 2)},
-    "transformer_blocks.0": {"hidden_states": Cut(1), "encoder_hidden_states": Cut(1)},
-    "transformer_blocks.*": {"attention_mask": Cut(1)},
-    "proj_out": Gather(1),
-}
-
-# Hints are made of the video's and of the control's tokens, by blocks of their own.
-WAN_VACE: Plan = {
-    "rope": {0: Cut(1, 4), 1: Cut(1, 4)},
-    "vace_blocks.0": {"hidden_states": Cut(1), "control_hidden_states": Cut(1)},
-    "blocks.0": {"hidden_states": Cut(1)},
-    "proj_out": Gather(1),
-}
-
-Z_IMAGE: Plan = {
-    "": {"controlnet_block_samples": Cut(1)},
-    "layers.0": {"x": Cut(1)},
-    "layers.*": {"attn_mask": Cut(1), "freqs_cis": Cut(1), "noise_mask": Cut(1)},
-    "all_final_layer.*": {"noise_mask": Cut(1), 0: Gather(1)},
-}
-
-# Its forward goes on with whole tensors after the last block, as Kandinsky's and Krea's do.
-SKYREELS_V2: Plan = {
-    "rope": {0: Cut(1, 4), 1: Cut(1, 4)},
-    "blocks.0": {"hidden_states": Cut(1)},
-    "blocks.*": {"temb": Cut(2, 4)},
-    "blocks.-1": Gather(1),
-}
-
-HUNYUAN_VIDEO: Plan = {
-    "rope": {0: Cut(0, 2), 1: Cut(0, 2)},
-    "transformer_blocks.0": {"hidden_states": Cut(1, tokens=VIDEO), "encoder_hidden_states": Cut(1, tokens=TEXT)},
-    "transformer_blocks.*": {"attention_mask": Cut(3, of=(VIDEO, TEXT))},
-    "single_transformer_blocks.*": {"attention_mask": Cut(3, of=(VIDEO, TEXT))},
-    "proj_out": Gather(1),
-}
-
-COSMOS: Plan = {
-    "rope": {0: Cut(0, 2), 1: Cut(0, 2)},
-    "transformer_blocks.0": {"hidden_states": Cut(1)},
-    "transformer_blocks.*": {
-        "embedded_timestep": Cut(1, 3),
-        "temb": Cut(1, 3),
-        "extra_pos_emb": Cut(1),
-        "controlnet_residual": Cut(1),
+PLANS: dict[str, Plan] = {
+    "WanTransformer3DModel": WAN,
+    # The text goes whole into attention over the text alone, so nothing of it travels.
+    "LTXVideoTransformer3DModel": {
+        "": {"hidden_states": Cut(1, 3), "timestep": Cut(1, 2)},
+        "rope": {0: Cut(1, 3), 1: Cut(1, 3)},
+        "proj_out": Gather(1),
     },
-    "norm_out": {"embedded_timestep": Cut(1, 3), "temb": Cut(1, 3)},
-    "proj_out": Gather(1),
+    # diffusers' own is a copy of the one for LTX-Video: it cuts texts of two streams by one length, and neither the
+    # angles between video and audio nor timesteps for each token. Audio is short: every rank has all of it.
+    "LTX2VideoTransformer3DModel": {
+        "": {"hidden_states": Cut(1, 3), "timestep": Cut(1, 2), "video_keyframes_mask": Cut(1, 3)},
+        "rope": {0: ROTARY, 1: ROTARY},
+        "cross_attn_rope": {0: ROTARY, 1: ROTARY},
+        "proj_out": Gather(1),
+    },
+    "HeliosTransformer3DModel": {
+        "blocks.*.attn1": {"hidden_states": Cut(1), "rotary_emb": Cut(1), 0: Gather(1)},
+        "blocks.*.attn2": {"hidden_states": Cut(1), 0: Gather(1)},
+        "blocks.*.ffn": {0: Gather(1), "hidden_states": Cut(1)},
+    },
+    "HunyuanVideo15Transformer3DModel": {
+        "rope": {0: Cut(0, 2), 1: Cut(0, 2)},
+        "transformer_blocks.0": {"hidden_states": Cut(1), "encoder_hidden_states": Cut(1)},
+        "transformer_blocks.*": {"attention_mask": Cut(1)},
+        "proj_out": Gather(1),
+    },
+    # Hints are made of the video's and of the control's tokens, by blocks of their own.
+    "WanVACETransformer3DModel": {
+        "rope": {0: Cut(1, 4), 1: Cut(1, 4)},
+        "vace_blocks.0": {"hidden_states": Cut(1), "control_hidden_states": Cut(1)},
+        "blocks.0": {"hidden_states": Cut(1)},
+        "proj_out": Gather(1),
+    },
+    "ZImageTransformer2DModel": {
+        "": {"controlnet_block_samples": Cut(1)},
+        "layers.0": {"x": Cut(1)},
+        "layers.*": {"attn_mask": Cut(1), "freqs_cis": Cut(1), "noise_mask": Cut(1)},
+        "all_final_layer.*": {"noise_mask": Cut(1), 0: Gather(1)},
+    },
+    # Its forward goes on with whole tensors after the last block, as Kandinsky's and Krea's do.
+    "SkyReelsV2Transformer3DModel": {
+        "rope": {0: Cut(1, 4), 1: Cut(1, 4)},
+        "blocks.0": {"hidden_states": Cut(1)},
+        "blocks.*": {"temb": Cut(2, 4)},
+        "blocks.-1": Gather(1),
+    },
+    "HunyuanVideoTransformer3DModel": {
+        "rope": {0: Cut(0, 2), 1: Cut(0, 2)},
+        "transformer_blocks.0": {"hidden_states": Cut(1, tokens=VIDEO), "encoder_hidden_states": Cut(1, tokens=TEXT)},
+        "transformer_blocks.*": {"attention_mask": Cut(3, of=(VIDEO, TEXT))},
+        "single_transformer_blocks.*": {"attention_mask": Cut(3, of=(VIDEO, TEXT))},
+        "proj_out": Gather(1),
+    },
+    "CosmosTransformer3DModel": {
+        "rope": {0: Cut(0, 2), 1: Cut(0, 2)},
+        "transformer_blocks.0": {"hidden_states": Cut(1)},
+        "transformer_blocks.*": {
+            "embedded_timestep": Cut(1, 3),
+            "temb": Cut(1, 3),
+            "extra_pos_emb": Cut(1),
+            "controlnet_residual": Cut(1),
+        },
+        "norm_out": {"embedded_timestep": Cut(1, 3), "temb": Cut(1, 3)},
+        "proj_out": Gather(1),
+    },
+    "Kandinsky5Transformer3DModel": {
+        "visual_transformer_blocks.0": {"visual_embed": Cut(1)},
+        "visual_transformer_blocks.*": {"rope": Cut(1)},
+        "visual_transformer_blocks.-1": Gather(1),
+    },
+    "Krea2Transformer2DModel": {
+        "transformer_blocks.0": {"hidden_states": Cut(1)},
+        "transformer_blocks.*": {"image_rotary_emb": Cut(0, 2), "attention_mask": Cut(3)},
+        "transformer_blocks.-1": Gather(1),
+    },
+    "CogVideoXTransformer3DModel": {
+        "transformer_blocks.0": {"hidden_states": Cut(1), "encoder_hidden_states": Cut(1)},
+        "transformer_blocks.*": {"image_rotary_emb": Cut(0)},
+        "proj_out": Gather(1),
+    },
 }
 
-KANDINSKY_5: Plan = {
-    "visual_transformer_blocks.0": {"visual_embed": Cut(1)},
-    "visual_transformer_blocks.*": {"rope": Cut(1)},
-    "visual_transformer_blocks.-1": Gather(1),
-}
-
-KREA_2: Plan = {
-    "transformer_blocks.0": {"hidden_states": Cut(1)},
-    "transformer_blocks.*": {"image_rotary_emb": Cut(0, 2), "attention_mask": Cut(3)},
-    "transformer_blocks.-1": Gather(1),
-}
-
-COGVIDEOX: Plan = {
-    "transformer_blocks.0": {"hidden_states": Cut(1), "encoder_hidden_states": Cut(1)},
-    "transformer_blocks.*": {"image_rotary_emb": Cut(0)},
-    "proj_out": Gather(1),
-}
-
-PLANS: dict[str, Shipped] = {
-    "WanTransformer3DModel": Shipped(WAN),
-    "CogVideoXTransformer3DModel": Shipped(COGVIDEOX),
-    "SkyReelsV2Transformer3DModel": Shipped(SKYREELS_V2),
-    "HunyuanVideoTransformer3DModel": Shipped(
-        HUNYUAN_VIDEO, ("image_condition_type", "token_replace", "tokens of the first frame are told by their place")
-    ),
-    "CosmosTransformer3DModel": Shipped(COSMOS),
-    "Kandinsky5Transformer3DModel": Shipped(KANDINSKY_5),
-    "Krea2Transformer2DModel": Shipped(KREA_2),
-    "LTXVideoTransformer3DModel": Shipped(LTX),
-    "LTX2VideoTransformer3DModel": Shipped(LTX2),
-    "HeliosTransformer3DModel": Shipped(
-        HELIOS, ("is_amplify_history", True, "keys of the history are amplified by their place among all tokens")
-    ),
-    "HunyuanVideo15Transformer3DModel": Shipped(HUNYUAN_VIDEO_15),
-    "WanVACETransformer3DModel": Shipped(WAN_VACE),
-    "ZImageTransformer2DModel": Shipped(Z_IMAGE),
+FIRST_FRAME = "tokens of the first frame are told by their place"
+HISTORY = "keys of the history are amplified by their place among all tokens"
+# Settings of a model's config with which its plan would be wrong: name, value (True for any that is set) and reason.
+UNLESS: dict[str, tuple[str, Any, str]] = {
+    "HunyuanVideoTransformer3DModel": ("image_condition_type", "token_replace", FIRST_FRAME),
+    "HeliosTransformer3DModel": ("is_amplify_history", True, HISTORY),
 }
 
 
@@ -150,24 +119,22 @@ def plan_of(model: Any) -> Plan | None:
     """The plan of a transformer's class: ours, or else its own; None where there is neither.
 
     Raises UserError for a model that ours does not fit."""
-    name, shipped = shipped_for(model)
-    if shipped is None:
-        return getattr(model, "_cp_plan", None)
-    setting, value, reason = shipped.unless or ("", True, "")
-    has = getattr(model.config, setting, None)
-    if has == value or (value is True and has):
-        raise UserError(f"{name} with {setting} {has} has no parallel form by its plan: {reason}")
-    return shipped.plan
+    name = known_name(model)
+    if name in UNLESS:
+        setting, value, reason = UNLESS[name]
+        has = getattr(model.config, setting, None)
+        if has == value or (value is True and has):
+            raise UserError(f"{name} with {setting} {has} has no parallel form by its plan: {reason}")
+    return PLANS.get(name, getattr(model, "_cp_plan", None))
 
 
-def shipped_for(model: Any) -> tuple[str, Shipped | None]:
-    """The name of a transformer's class in diffusers that ours know, and what we bring for it; "" for others."""
+def known_name(model: Any) -> str:
+    """The name of a transformer's class in diffusers whose plan was compared with one process; "" for others."""
     names = [kind.__name__ for kind in type(model).__mro__ if f"{kind.__module__}.".startswith("diffusers.")]
-    name = next((name for name in names if name in PLANS or name in OWN), "")
-    return name, PLANS.get(name)
+    return next((name for name in names if name in PLANS or name in OWN), "")
 
 
 def is_proven(model: Any, plan: Plan) -> bool:
     """Whether the plan is the one with which this class was compared with one process."""
-    name, shipped = shipped_for(model)
-    return bool(name) and plan == (model._cp_plan if shipped is None else shipped.plan)
+    name = known_name(model)
+    return bool(name) and plan == PLANS.get(name, getattr(model, "_cp_plan", None))

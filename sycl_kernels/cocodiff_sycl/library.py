@@ -78,14 +78,8 @@ class ExchangeTable(ctypes.Structure):
     """DLPack's table of C functions for a library's tensors, as torch 2.13 has one (DLPackExchangeAPI)."""
 
     _fields_ = [
-        ("major", c_uint32),
-        ("minor", c_uint32),
-        ("older", c_void_p),
-        ("allocate", c_void_p),
-        ("managed_tensor_of", c_void_p),
-        ("object_of", c_void_p),
-        ("tensor_of", c_void_p),
-        ("stream", c_void_p),
+        *((name, c_uint32) for name in ("major", "minor")),
+        *((name, c_void_p) for name in ("older", "allocate", "managed_tensor_of", "object_of", "tensor_of", "stream")),
     ]
 
 

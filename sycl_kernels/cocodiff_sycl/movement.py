@@ -24,10 +24,7 @@ def tensors_of(pieces: Iterable[Tensor | Rows]) -> list[Tensor | None]:
     """PLACES tensors of each piece."""
     found: list[Tensor | None] = []
     for piece in pieces:
-        if isinstance(piece, Tensor):
-            found += piece, None, None, None
-        else:
-            found += piece.source_RHD, piece.index_K, piece.reference_RHD, piece.reference_index_K
+        found += (piece, None, None, None) if isinstance(piece, Tensor) else piece.contained_tensors()
     return found
 
 
@@ -97,7 +94,7 @@ class Pieces:
         buffer from its number `start` on. Returns how many numbers these are."""
         rows = None if isinstance(piece, Tensor) else piece
         source = piece if isinstance(piece, Tensor) else piece.source_RHD
-        shape = tuple(source.shape) if rows is None else (1, len(rows.index_K), *source.shape[1:])
+        shape = tuple(piece.shape)
         if not 1 <= len(shape) <= 4:
             raise ValueError(f"{self.op}: a piece of {len(shape)} dimensions {list(shape)}: give one to four")
         if target is not None:

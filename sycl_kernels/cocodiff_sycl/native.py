@@ -117,8 +117,7 @@ def find_ocloc(folder: str | Path | None = None) -> Ocloc:
     if not (root / "ready").exists() or not programs:
         raise Unavailable(f"{folder} has no ocloc: launch/ocloc {folder} fetches it")
     libraries = root / LIBRARIES  # with the C library they were built against, which is newer than most systems'
-    loader = libraries / "ld-linux-x86-64.so.2"
-    return Ocloc((str(loader), "--library-path", str(libraries), str(programs[-1])))
+    return Ocloc((str(libraries / "ld-linux-x86-64.so.2"), "--library-path", str(libraries), str(programs[-1])))
 
 
 def spirv_of(source: str, folder: Path) -> list[Path]:

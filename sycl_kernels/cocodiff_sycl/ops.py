@@ -15,13 +15,18 @@ from torch import Tensor
 
 from cocodiff_sycl.library import Layouts, Library, Tensors, numbers_of
 from cocodiff_sycl.movement import Pieces, check_rows_exist, packed, placed, scattered, tensors_of
-from cocodiff_sycl.plans import LAYOUTS, STREAM_STRIP, STREAM_TILE, TABLES, Plan, Plans, StreamsPlan
+from cocodiff_sycl.plans import LAYOUTS, STREAM_STRIP, STREAM_TILE, TABLES, Cut, Plan, Plans, StreamsPlan
 from cocodiff_sycl.rows import Rows
 
 CHECK_INDICES = "COCODIFF_CHECK_INDICES"
 ADDRESS = numbers_of(1)
 NOWHERE = ADDRESS.pack(0)
 FACTOR = struct.Struct("=f4x")  # of a float32, which travels with the addresses: it is another one in each step
+# What a codec's operations are given, as tuples of `cocodiff.kernels.residual` and `cocodiff.kernels.lossless`.
+Reconstructions = tuple[Tensor, Tensor | None]
+Prediction = tuple[float, bool, bool]
+Onward = tuple[float, Tensor]
+Known = tuple[Tensor, Tensor | None, Tensor | None, float]
 CHUNK_BYTES = {True: 64 * 1024, False: 4 * 1024}  # of a copy, for one group of LANES work-items; True: on a CPU
 
 
@@ -163,13 +168,7 @@ class SyclOps:
         self._launch(plan, addresses)
 
     def encode_residual(
-        self,
-        x_BLHD: Tensor,
-        known: tuple[Tensor, Tensor | None],
-        how: tuple[float, bool, bool],
-        bits: int,
-        code_BLHW: Tensor,
-        notes_N: Tensor,
+        self, x_BLHD: Tensor, known: Reconstructions, how: Prediction, bits: int, code_BLHW: Tensor, notes_N: Tensor
     ) -> None:
         factor, *words = how
         self._residual("encode_residual", (x_BLHD, *known, code_BLHW, None, notes_N), (bits, *words), factor)
@@ -178,18 +177,13 @@ class SyclOps:
         self._residual("note_change", (x_BLHD, last_BLHD, None, None, None, notes_N), (8, False, True))
 
     def decode_residual(
-        self,
-        code_BLHW: Tensor,
-        known: tuple[Tensor, Tensor | None],
-        factor: float | None,
-        bits: int,
-        onward: tuple[float, Tensor] | None = None,
+        self, code_BLHW: Tensor, known: Reconstructions, factor: float | None, bits: int, onward: Onward | None = None
     ) -> None:
         further, out_BLHD = onward or (0.0, None)
         tensors = None, *known, code_BLHW, out_BLHD, None
         self._residual("decode_residual", tensors, (bits, factor is not None), factor or 0.0, further)
 
-    def continue_linearly(self, last_BLHD: Tensor, before_BLHD: Tensor, onward: tuple[float, Tensor]) -> None:
+    def continue_linearly(self, last_BLHD: Tensor, before_BLHD: Tensor, onward: Onward) -> None:
         further, out_BLHD = onward
         self._residual("continue_linearly", (None, last_BLHD, before_BLHD, None, out_BLHD, None), (8,), 0.0, further)
 
@@ -201,18 +195,11 @@ class SyclOps:
         self._launch(plan, addresses + FACTOR.pack(factor) + FACTOR.pack(onward))
 
     def encode_lossless(
-        self,
-        x_BLHD: Tensor,
-        known: tuple[Tensor, Tensor | None, Tensor | None, float],
-        cut: tuple[int, tuple[int, ...]],
-        streams: Tensor,
-        lengths_N: Tensor,
-        needed_1: Tensor,
+        self, x_BLHD: Tensor, known: Known, cut: Cut, streams: Tensor, lengths_N: Tensor, needed_1: Tensor
     ) -> None:
         written_BLHD, last_BLHD, before_BLHD, factor = known
-        how = tuple(cut), before_BLHD is not None
         tensors = x_BLHD, last_BLHD, before_BLHD, written_BLHD
-        plan, addresses = self._plans.of(self._plans.encode_lossless, tensors, *how)
+        plan, addresses = self._plans.of(self._plans.encode_lossless, tensors, tuple(cut))
         if plan.tiles:
             begins = self._begins(plan.tiles) if len(plan.launches) > 2 else None
             strips = torch.empty(plan.tiles * STREAM_TILE * STREAM_STRIP, dtype=torch.int32, device=self.device)
@@ -221,27 +208,18 @@ class SyclOps:
         else:
             lengths_N.zero_()
 
-    def stream_lengths(
-        self, code_BLHW: Tensor, cut: tuple[int, tuple[int, ...]], like_BLHD: Tensor, lengths_N: Tensor
-    ) -> Tensor:
+    def stream_lengths(self, code_BLHW: Tensor, cut: Cut, like_BLHD: Tensor, lengths_N: Tensor) -> Tensor:
         plan, _ = self._plans.of(self._plans.stream_lengths, (code_BLHW,), tuple(cut), like_BLHD.shape[-1])
         begins = self._begins(plan.tiles)
         self._launch_all(plan, 4 * NOWHERE, (code_BLHW, None, plan.table, begins, lengths_N, None, None))
         return begins
 
     def decode_lossless(
-        self,
-        code_BLHW: Tensor,
-        rests: Tensor,
-        lengths_N: Tensor,
-        found: Tensor,
-        known: tuple[Tensor, Tensor | None, Tensor | None, float],
-        cut: tuple[int, tuple[int, ...]],
+        self, code_BLHW: Tensor, rests: Tensor, lengths_N: Tensor, found: Tensor, known: Known, cut: Cut
     ) -> None:
         written_BLHD, last_BLHD, before_BLHD, factor = known
-        how = tuple(cut), code_BLHW.shape[-1], before_BLHD is not None
         tensors = last_BLHD, before_BLHD, written_BLHD
-        plan, addresses = self._plans.of(self._plans.decode_lossless, tensors, *how)
+        plan, addresses = self._plans.of(self._plans.decode_lossless, tensors, tuple(cut), code_BLHW.shape[-1])
         if plan.tiles:
             given = code_BLHW, rests, plan.table, found, lengths_N, None, None
             self._launch_all(plan, NOWHERE + addresses, given, factor)

@@ -223,38 +223,26 @@ class Plans:
         check_last_stride(op, "code", code_BLHW)
 
     def encode_lossless(
-        self,
-        x_BLHD: Tensor,
-        last_BLHD: Tensor | None,
-        before_BLHD: Tensor | None,
-        written_BLHD: Tensor,
-        cut: Cut,
-        linear: bool,
+        self, x_BLHD: Tensor, last_BLHD: Tensor | None, before_BLHD: Tensor | None, written_BLHD: Tensor, cut: Cut
     ) -> StreamsPlan:
         tensors = x_BLHD, last_BLHD, before_BLHD, written_BLHD
         self._check_known("encode_lossless", tensors)
         B, T, H, D = x_BLHD.shape
         places = stream_places([B * size * (H if cut[0] == 1 else T) for size in cut[1]], D)
-        return self._streams(("code_strips", "join_strips"), tensors, cut, places, 0, linear)
+        return self._streams(("code_strips", "join_strips"), tensors, cut, places, 0)
 
     def stream_lengths(self, code_BLHW: Tensor, cut: Cut, head_dim: int) -> StreamsPlan:
         """code: whose blocks lie one after the other, whatever its strides say."""
         B, T, H, W = code_BLHW.shape
         like_BLHD = torch.empty(1, dtype=torch.bfloat16).expand(B, T, H, head_dim)
-        return self._streams(("stream_begins",), (None, None, None, like_BLHD), cut, None, W, False)
+        return self._streams(("stream_begins",), (None, None, None, like_BLHD), cut, None, W)
 
     def decode_lossless(
-        self,
-        last_BLHD: Tensor | None,
-        before_BLHD: Tensor | None,
-        written_BLHD: Tensor,
-        cut: Cut,
-        width: int,
-        linear: bool,
+        self, last_BLHD: Tensor | None, before_BLHD: Tensor | None, written_BLHD: Tensor, cut: Cut, width: int
     ) -> StreamsPlan:
         tensors = None, last_BLHD, before_BLHD, written_BLHD
         self._check_known("decode_lossless", tensors)
-        return self._streams(("read_streams",), tensors, cut, None, width, linear)
+        return self._streams(("read_streams",), tensors, cut, None, width)
 
     def _check_known(self, op: str, tensors: Sequence[Tensor | None]) -> None:
         """tensors: x, the last values, those before, where the next ones go."""
@@ -273,17 +261,11 @@ class Plans:
                 raise ValueError(f"{op}: {name} spans {spanned} numbers: give less than {2**32}")
 
     def _streams(
-        self,
-        kernels: Sequence[str],
-        tensors: tuple[Tensor | None, ...],
-        cut: Cut,
-        places: Sequence[int] | None,
-        width: int,
-        linear: bool,
+        self, kernels: Sequence[str], tensors: Tensors, cut: Cut, places: Sequence[int] | None, width: int
     ) -> StreamsPlan:
         """tensors: x and what is known. places: where streams begin; None: of first parts, so many bytes wide for a
         token and head, one after the other."""
-        written = tensors[-1]
+        *_, before, written = tensors
         assert written is not None
         B, T, H, D = written.shape
         dim, sizes = cut
@@ -302,7 +284,7 @@ class Plans:
             kernels = kernels[0], "stream_begins", *kernels[1:]
         odd = int(any(begins % 2 for *_, begins, _, _, _, _, _ in blocks))
         table = torch.tensor(blocks, dtype=torch.int64).to(self._device)
-        how = int(dim == 1), int(linear), _divisor(D // STREAM_RUN), odd
+        how = int(dim == 1), int(before is not None), _divisor(D // STREAM_RUN), odd
         values = first_tile, len(blocks), H, D, *how, *_strides_of(*tensors)
         lanes, launches = self._library.lanes, []
         for kernel in kernels:
