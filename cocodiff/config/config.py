@@ -329,8 +329,7 @@ def shipped_names(folder: str) -> list[str]:
 
 
 def find_shipped(what: str, folder: str, name: str) -> Path:
-    """The file of a name in configs/`folder`, or of a path that ends in .yaml. Raises UserError with the names that
-    exist."""
+    """The file of a name in configs/`folder`, or of a path ending in .yaml. Raises UserError that lists the names."""
     shipped = shipped_names(folder)
     if not name.endswith((".yaml", ".yml")):
         check_choice(what, name, shipped, hint="or the path of a .yaml file")

@@ -71,8 +71,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
 
 
 def read_mapping(path: str | Path, form: str, parse: Callable[[str], Any], wanted: str) -> dict[str, Any]:
-    """A settings file's mapping. Raises UserError where it cannot be read, is malformed or something else than a
-    mapping."""
+    """A settings file's mapping. Raises UserError where it cannot be read, is malformed or something else."""
     text = read_text(path, form)
     try:
         data = parse(text)

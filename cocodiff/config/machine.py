@@ -118,8 +118,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank sits. `card` counts over all nodes, `plane` is global: its group spans all nodes. `tile` counts on
-    the node."""
+    """Where a rank sits. `card` counts over all nodes, `tile` on one; `plane` is global: its group spans all nodes."""
 
     rank: int
     node: int
@@ -171,11 +170,10 @@ class Topology:
     def part(self, ranks: Sequence[int]) -> Topology:
         """Some of the ranks, where they sit, as a topology of their own: numbered from 0 in the given order, which goes
         node by node; their nodes are numbered from 0 as well, cards and planes keep their numbers."""
-        numbers = {node: number for number, node in enumerate(sorted({self.places[rank].node for rank in ranks}))}
         chosen = [self.places[rank] for rank in ranks]
-        return Topology(
-            self.machine, tuple(replace(place, rank=new, node=numbers[place.node]) for new, place in enumerate(chosen))
-        )
+        numbers = {node: number for number, node in enumerate(sorted({place.node for place in chosen}))}
+        places = [replace(place, rank=new, node=numbers[place.node]) for new, place in enumerate(chosen)]
+        return Topology(self.machine, tuple(places))
 
     @property
     def relative_places(self) -> tuple[tuple[int, int, int], ...]:
@@ -240,13 +238,10 @@ class Topology:
 
     @cached_property
     def shard_order(self) -> tuple[int, ...]:
-        """Who gets what is left where a number does not divide evenly: round-robin over nodes, then cards, then
-        planes."""
+        """Who gets what is left where a number does not divide evenly: in turn nodes, then cards, then planes."""
         first_card = {node: min(p.card for p in self.places if p.node == node) for node in range(self.nodes)}
-        return tuple(
-            place.rank
-            for place in sorted(self.places, key=lambda p: (p.plane, p.card - first_card[p.node], p.node, p.rank))
-        )
+        order = sorted(self.places, key=lambda p: (p.plane, p.card - first_card[p.node], p.node, p.rank))
+        return tuple(place.rank for place in order)
 
     def _grouped(self, attribute: str) -> dict[int, tuple[int, ...]]:
         groups: dict[int, list[int]] = {}

@@ -60,8 +60,7 @@ RECORDS = {"engine": "cocodiff.config.config:Config"}
 
 
 def load(table: Mapping[str, str], name: str) -> Any:
-    """The object that an entry "module:attribute" of a table stands for. Raises KeyError for a name that is not
-    there."""
+    """The object that an entry "module:attribute" of a table stands for. Raises KeyError for an unknown name."""
     return imported(table[name])
 
 

@@ -22,14 +22,10 @@ def aligned(rows: Iterable[Sequence[str]], align: str, indent: str = "") -> list
     align: for each column "<" (to the left) or ">" (to the right). A row may have fewer cells than there are columns;
     its last cell then takes the place of the rest of the line.
     """
-    table = [list(row) for row in rows]
-    ends = [len(row) - 1 if len(row) < len(align) else len(align) for row in table]
-    widths = [
-        max((len(row[column]) for row, end in zip(table, ends, strict=True) if column < end), default=0)
-        for column in range(len(align))
-    ]
+    table = [(row, len(row) - 1 if len(row) < len(align) else len(align)) for row in rows]
+    widths = [max((len(row[n]) for row, end in table if n < end), default=0) for n in range(len(align))]
     lines = []
-    for row, end in zip(table, ends, strict=True):
+    for row, end in table:
         cells = [f"{cell:{align[column]}{widths[column]}}" for column, cell in enumerate(row[:end])]
         lines.append((indent + "  ".join([*cells, *row[end:]])).rstrip())
     return lines

@@ -84,9 +84,8 @@ def half_plane_mask(generator: np.random.Generator, size: int) -> Mask:
 
 
 def training_mask(generator: np.random.Generator, size: int = 96) -> Mask:
-    """A mask of random kind, never empty: 36% block, 15% other cells, 29% center (some shifted), the rest irregular.
-
-    bool [size, size]."""
+    """A mask of random kind, never empty, bool [size, size]: 36% block, 15% other cells, 29% center (some shifted), the
+    rest irregular."""
     kind = generator.random()
     if kind < 0.36:
         mask = block_mask(generator, size)

@@ -184,8 +184,7 @@ def check_placed(placed: Iterable[tuple[str, Any, Any]], *_: Any) -> None:
 
 
 def form_of(value: Any) -> Any:
-    """What tells calls of a model apart that attend in another way, from their arguments: shapes, and whatever is no
-    tensor."""
+    """What tells calls of a model apart that attend in another way: arguments' shapes, and whatever is no tensor."""
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype
     if isinstance(value, dict):

@@ -1,6 +1,5 @@
 """Any transformer by a plan (`plan.py`), without an adapter of its own: tokens are cut and gathered where the plan says
-so, and attention is taken where torch computes it, in the order in which the model computes q, k and v.
-"""
+so, and attention is taken where torch computes it, in the order in which the model computes q, k and v."""
 
 from __future__ import annotations
 
@@ -81,8 +80,7 @@ class PlanAdapter(Adapter):
 
 
 def family_by_plan(model: Any, plan: Plan | None, families: Iterable[str]) -> Family:
-    """What runs a model by a plan: the one given, one of ours, or its class's own. Raises UserError where there is none
-    that says what the families are."""
+    """What runs a model by a plan: the one given, one of ours, or its class's own. Raises UserError without one."""
     kind, plan = type(model), plan_of(model) if plan is None else plan
     if plan is None:
         raise UserError(

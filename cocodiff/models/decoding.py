@@ -167,9 +167,8 @@ class ShardedVAE(SharedVAE):
             return vae.encode(band, return_dict=False, **options)[0].parameters
 
         patch = getattr(self._vae.config, "patch_size", None)  # a whole number where the VAE itself cuts patches
-        found = DiagonalGaussianDistribution(
-            self._in_bands(parameters, x, 2 ** halvings(self._vae) * (patch if isinstance(patch, int) else 1))
-        )
+        factor = 2 ** halvings(self._vae) * (patch if isinstance(patch, int) else 1)
+        found = DiagonalGaussianDistribution(self._in_bands(parameters, x, factor))
         return AutoencoderKLOutput(latent_dist=found) if return_dict else (found,)
 
     def decode(self, z: Tensor, return_dict: bool = True, **options: Any) -> Any:
@@ -377,9 +376,8 @@ class Bands(TorchFunctionMode):
         # Batch norm takes mean and variance as given: every row's channels are channels of their own to it.
         flat, of_channels = x.reshape(1, batch * channels, -1), channels // groups
         mean, var = (each.repeat_interleave(of_channels) for each in (whole_mean, whole_var))
-        return F.batch_norm(
-            flat, mean, var, weight.to(wide).repeat(batch), bias.to(wide).repeat(batch), False, 0.0, eps
-        ).view(x.shape)
+        weight, bias = (each.to(wide).repeat(batch) for each in (weight, bias))
+        return F.batch_norm(flat, mean, var, weight, bias, False, 0.0, eps).view(x.shape)
 
     def _exchanged(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> list[Tensor]:
         self._transport.arrive("the exchange of a picture's edges")

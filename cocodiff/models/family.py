@@ -104,8 +104,7 @@ class Pipelines:
         return self.token_video if index.get("expand_timesteps") else self.video
 
     def of_task(self, task: str, model: str, image: bool = False) -> str:
-        """The class that does a task, from an image where one is given. Raises UserError where diffusers has none for
-        these weights."""
+        """The class that does a task, from an image where one is given. Raises UserError where diffusers has none."""
         if image:
             if not self.animate:
                 raise UserError(f"--image: model {model} makes images from text alone: leave it away")

@@ -81,11 +81,6 @@ class LatteModel:
 
     def __init__(self, model: Any, host: Any, early: float) -> None:
         self._model, self._host, self._exit, self._early = model, host, model.proj_out, early
-        self._blocks = [
-            (number, temporal, block)
-            for temporal, blocks in enumerate((model.transformer_blocks, model.temporal_transformer_blocks))
-            for number, block in enumerate(blocks)
-        ]
         self._signature = signature_of(model)
         self._ranks: Any = None  # of the current call
         self._call: LatteCall | None = None  # none where nothing is transposed
@@ -93,9 +88,11 @@ class LatteModel:
     def attach(self) -> Callable[[], None]:
         undo = ExitStack()
         undo.callback(self._exit.register_forward_hook(lambda _, __, x: self._gather(x)).remove)
-        for number, temporal, block in self._blocks:
-            compute = partial(self._compute, number, bool(temporal), signature_of(block))
-            undo.callback(replace_forward(block, compute))
+        blocks = (False, self._model.transformer_blocks), (True, self._model.temporal_transformer_blocks)
+        for temporal, of_kind in blocks:
+            for number, block in enumerate(of_kind):
+                compute = partial(self._compute, number, temporal, signature_of(block))
+                undo.callback(replace_forward(block, compute))
         undo.callback(replace_forward(self._model, self._forward))
         return undo.close
 
@@ -123,11 +120,7 @@ class LatteModel:
         frames, places = self._ranks.segments
         shape = len(latents_BCFHW), frames.shares(self._ranks.topology)[self._ranks.rank], places.tokens
         x_BRCD = latents_BCFHW.new_empty(1).expand(*shape, LatteAdapter().heads(self._model)[1])
-
-        def like() -> Tensor:
-            return x_BRCD
-
-        qkv = LazyQKV(like, like, like, (frames,), places.tokens)
+        qkv = LazyQKV(lambda: x_BRCD, lambda: x_BRCD, lambda: x_BRCD, (frames,), places.tokens)
         self._host.check_room(f"{places.tokens} places", math.ceil(len(self._model.transformer_blocks) / 2), qkv)
 
     def _gather(self, x: Tensor) -> Tensor:

@@ -62,8 +62,7 @@ class Step(NamedTuple):
 
 
 def steps_of(plan: Plan, model: nn.Module) -> Iterator[Step]:
-    """The plan's entries for the modules of a model. Raises UserError for what no plan can say, and for a module that
-    is not there."""
+    """The plan's entries for the modules of a model. Raises UserError for what no plan can say, and absent modules."""
     modules = dict(model.named_modules())
     for pattern, value in plan.items():
         wanted, parts = pattern, pattern.split(".")
@@ -122,9 +121,8 @@ def _cut(where: str, name: str | int, one: Any) -> Cut:
 
 
 class ShardedModel:
-    """A model whose tokens are cut into shards, and gathered, where a plan says so.
-
-    Here the plan names all tokens, as a family's does, by the segments of the model's sequence."""
+    """A model whose tokens are cut into shards, and gathered, where a plan says so. Here the plan names all tokens, as
+    a family's does, by the segments of the model's sequence."""
 
     def __init__(self, plan: Plan, model: nn.Module, host: Any) -> None:
         """host: the engine; its `sequence` are the ranks that share the current call."""

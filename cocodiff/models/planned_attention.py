@@ -92,8 +92,7 @@ class Followed(NamedTuple):
 
 
 class PlannedAttention:
-    """followed: what is known of the layers in calls of the current form. marks: while a call is followed, else
-    None."""
+    """followed: what is known of the layers in calls of this form. marks: while a call is followed, else None."""
 
     def __init__(self, host: Any, layers: Iterable[str]) -> None:
         """host: the engine. layers: names of all modules that attend."""
@@ -138,14 +137,12 @@ class PlannedAttention:
         own_keys = key in marks or value in marks
         # Keys that no rank cut are the same bits on all: what they were computed of may have escaped the marks.
         bits = "" if own_keys else repr((key.double().sum().item(), value.double().sum().item()))
-        of_ranks = told_by_all(
-            self._host.sequence, [name, query in marks, own_keys, bits, query.shape[-2], key.shape[-2]]
-        )
+        rows = query.shape[-2], key.shape[-2]
+        of_ranks = told_by_all(self._host.sequence, [name, query in marks, own_keys, bits, *rows])
         if len({tuple(facts[:4]) for facts in of_ranks}) > 1:
             raise UserError(
                 f"{name} attends to other keys on some ranks, though the plan does not cut them: correct it"
             )
-        rows = query.shape[-2], key.shape[-2]
         if not own_keys:
             return Followed("here", rows)
         queries, keys = ([facts[n] for facts in of_ranks] for n in (4, 5))
@@ -179,8 +176,7 @@ class PlannedAttention:
         return out_BHLD if attending_BL is None else out_BHLD * attending_BL[:, None, :, None]
 
     def _sends_groups(self, key_heads: int) -> bool:
-        """Whether keys and values that several heads of queries share travel once: as they are, where every rank has
-        one."""
+        """Whether keys and values that several heads of queries share travel once: where every rank has one."""
         config = self._host.config
         return config.codec == "none" and config.arrival == "now" and self._host.sequence.mesh.ulysses <= key_heads
 

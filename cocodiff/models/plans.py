@@ -116,9 +116,8 @@ UNLESS: dict[str, tuple[str, Any, str]] = {
 
 
 def plan_of(model: Any) -> Plan | None:
-    """The plan of a transformer's class: ours, or else its own; None where there is neither.
-
-    Raises UserError for a model that ours does not fit."""
+    """The plan of a transformer's class: ours, or else its own; None where there is neither. Raises UserError for a
+    model that ours does not fit."""
     name = known_name(model)
     if name in UNLESS:
         setting, value, reason = UNLESS[name]

@@ -12,9 +12,10 @@ import hashlib
 import os
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from cocodiff_sycl.find import Runtime, Unavailable, find_compiler, find_runtime
 from cocodiff_sycl.private import private_folder
@@ -41,8 +42,7 @@ def kernel_option(runtime: Runtime) -> bytes:
 
 
 def cache_folder(runtime: Runtime) -> Path:
-    """Where this version's library and kernels are kept: below $COCODIFF_CACHE, or the user's cache folder. Raises
-    Unavailable where there is none of them."""
+    """Where this version's library and kernels are: below $COCODIFF_CACHE, or the user's cache. Raises Unavailable."""
     content = hashlib.sha256()
     host = [(HERE / name).read_text() for name in HOST]
     for text in (kernel_source(0), *host, *COMPILE_OPTIONS, runtime.version):
@@ -95,16 +95,22 @@ def _compile(runtime: Runtime, target: Path) -> None:
     fresh, source = target.with_suffix(f".{os.getpid()}"), str(HERE / "host.cpp")
     words = [*COMPILE_OPTIONS, f"-I{runtime.include}", source, "-o", str(fresh), str(runtime.library), "-ldl"]
     command = [find_compiler(), *words]
-    try:
-        # Without a limit: how long a compiler takes is a matter of what else the machine does.
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError as error:
-        raise Unavailable(f"{command[0]} did not compile the SYCL host library: {error}") from error
+    done = run_program(command, f"{command[0]} did not compile the SYCL host library")
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()[-1:]
         first = errors[0] if errors else "no word"
         raise Unavailable(f"{command[0]} could not compile the SYCL host library: {first}")
     fresh.replace(target)
+
+
+def run_program(command: Sequence[str], failed: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """What a program says, in text. Raises Unavailable with the words `failed` where it does not start.
+
+    Without a limit: how long a compiler takes is a matter of what else the machine does."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+    except OSError as error:
+        raise Unavailable(f"{failed}: {error}") from error
 
 
 def runtime_and_folder() -> tuple[Runtime, Path]:

@@ -1,6 +1,5 @@
 """What a movement launch moves, as numbers: which of its tensors go where in which others. The C library makes the
-launch's table of them and of addresses, and looks at indices (moves.hpp).
-"""
+launch's table of them and of addresses, and looks at indices (moves.hpp)."""
 
 from __future__ import annotations
 
@@ -76,8 +75,7 @@ def check_rows_exist(op: str, device: torch.device, pieces: Iterable[Tensor | Ro
 
 
 class Pieces:
-    """The pieces of one launch, all of one device and dtype. Adding checks them. Tensors are named by their places
-    among those of the launch."""
+    """Pieces of one launch, of one device and dtype. Adding checks them. Tensors are named by their places in it."""
 
     def __init__(self, op: str, device: torch.device, dtype: torch.dtype) -> None:
         check_like(op, device, dtype)

@@ -15,7 +15,6 @@ import os
 import re
 import shutil
 import struct
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from typing import Any
 
 import yaml
 
-from cocodiff_sycl.build import host_library, kernel_source, lock, native_file, runtime_and_folder
+from cocodiff_sycl.build import host_library, kernel_source, lock, native_file, run_program, runtime_and_folder
 from cocodiff_sycl.find import Unavailable
 from cocodiff_sycl.library import VECTORIZER, compile_for_cpu
 
@@ -74,12 +73,7 @@ class Ocloc:
 
     def _run(self, words: list[str]) -> str:
         environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
-        try:
-            done = subprocess.run(
-                [*self.command, *words], env=environment, text=True, errors="replace", capture_output=True, check=False
-            )
-        except OSError as error:
-            raise Unavailable(f"ocloc does not run: {error}") from error
+        done = run_program([*self.command, *words], "ocloc does not run", env=environment, errors="replace")
         if done.returncode:
             said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
             error_lines = [line for line in said if "error" in line.lower()] or said[-1:] or ["no word"]
@@ -90,9 +84,8 @@ class Ocloc:
 def _usage(about: dict[str, Any]) -> Usage:
     """about: an entry of .ze_info. What a kernel does not take is not named there."""
     execution = about["execution_env"]
-    private = sum(
-        buffer["size"] for buffer in about.get("per_thread_memory_buffers", ()) if buffer["usage"] != "single_space"
-    )
+    buffers = about.get("per_thread_memory_buffers", ())
+    private = sum(buffer["size"] for buffer in buffers if buffer["usage"] != "single_space")
     return Usage(
         about["name"].removeprefix(PREFIX),
         execution["simd_size"],
@@ -104,8 +97,7 @@ def _usage(about: dict[str, Any]) -> Usage:
 
 
 def find_ocloc(folder: str | Path | None = None) -> Ocloc:
-    """The compiler of a folder that launch/ocloc filled ($COCODIFF_OCLOC by default), else the system's. Raises
-    Unavailable."""
+    """The compiler of a folder that launch/ocloc filled ($COCODIFF_OCLOC), else the system's. Raises Unavailable."""
     folder = folder or os.environ.get(OCLOC)
     if not folder:
         path = shutil.which("ocloc")
@@ -125,12 +117,7 @@ def spirv_of(source: str, folder: Path) -> list[Path]:
     different features of a device come apart. Raises Unavailable where that takes what is not here."""
     environment = {**os.environ, "SYCL_DUMP_IMAGES": "1", "SYCL_CACHE_PERSISTENT": "0", VECTORIZER: "1"}
     command = [sys.executable, "-m", "cocodiff_sycl.native"]
-    try:
-        done = subprocess.run(
-            command, input=source, cwd=folder, env=environment, text=True, capture_output=True, check=False
-        )
-    except OSError as error:
-        raise Unavailable(f"the kernels' SPIR-V was not made: {error}") from error
+    done = run_program(command, "the kernels' SPIR-V was not made", input=source, cwd=folder, env=environment)
     found = sorted(folder.glob("*.spv"))
     if not found:
         last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}, no files"]

@@ -156,9 +156,8 @@ class SyclOps:
             raise ValueError(f"qk_norm_rope: {len(rotary)} rotary tables for layout {layout}: give {TABLES[layout]}")
         tables = (torch.view_as_real(rotary[0]),) if layout == "complex" else rotary
         cosine, sine, *_ = (*tables, None, None)
-        plan, addresses = self._plans.of(
-            self._plans.qk_norm_rope, (x_BLHD, weight_D, cosine, sine), epsilon, layout, round_before_weight
-        )
+        tensors, how = (x_BLHD, weight_D, cosine, sine), (epsilon, layout, round_before_weight)
+        plan, addresses = self._plans.of(self._plans.qk_norm_rope, tensors, *how)
         out_BLHD = torch.empty(x_BLHD.shape, dtype=x_BLHD.dtype, device=self.device)
         self._launch(plan, addresses, out_BLHD)
         return out_BLHD

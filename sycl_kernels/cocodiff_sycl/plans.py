@@ -34,8 +34,7 @@ GROUP_BYTES = 8 * 1024, 32 * 1024  # CPU: what one work-item takes of a tensor, 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A launch: how many work-groups (0 where there is nothing to do), and what the C library takes beside
-    addresses."""
+    """A launch: how many work-groups (0: nothing is to be done), and what the C library takes beside addresses."""
 
     groups: int
     launch: bytes
@@ -81,8 +80,7 @@ class Plans:
         self._layouts: Layouts[Any] = Layouts(library.look)
 
     def of(self, make: Callable[..., T], tensors: Tensors, *words: object) -> tuple[T, bytes]:
-        """What a method of this object makes for an operation, and where its tensors lie. words: what it takes beside
-        tensors, hashable."""
+        """What a method of this object makes for an operation, and where its tensors lie. words: all else it takes."""
         return self._layouts.of((make, words), tensors, make, *tensors, *words)
 
     def l1_score(self, v_BLHD: Tensor, reference_BLHD: Tensor, renew: bool) -> Plan:
@@ -188,8 +186,7 @@ class Plans:
         linear: bool = False,
         measure: bool = False,
     ) -> Plan:
-        """Of any of the residual codec's operations, as they have one struct; where there is no code, 8 bits stand for
-        any."""
+        """Of any of the residual codec's operations, as they have one struct; without a code, 8 bits stand for any."""
         like_BLHD = last_BLHD if x_BLHD is None else x_BLHD
         if notes_N is not None:
             self._check_noted(op, like_BLHD, notes_N)
