@@ -38,8 +38,9 @@ def load_pipeline(dtype: torch.dtype | None = None, weights: Path = WEIGHTS) -> 
         from .vae import LappedTransformVAE
 
     dtype = dtype or torch.float32
-    only = {"use_safetensors": True, "local_files_only": True}
-    transformer = SD3Transformer2DModel.from_pretrained(weights, torch_dtype=dtype, **only)
+    transformer = SD3Transformer2DModel.from_pretrained(
+        weights, torch_dtype=dtype, use_safetensors=True, local_files_only=True
+    )
     vae = LappedTransformVAE.from_config(json.loads((weights / "vae_config.json").read_text()))
     # diffusers' own `to(dtype)` warns about an empty list of float32 modules.
     torch.nn.Module.to(vae, dtype)

@@ -245,7 +245,7 @@ def share_tiles(sizes: list[int], ranks: int) -> list[list[int]]:
 
 def unknown_layer(vae: Any) -> str | None:
     """The first layer of a VAE that is not known to be right in bands, with its place and why; None where all are."""
-    if type(vae).__name__ not in VAES or not _is_from(type(vae), "diffusers."):
+    if type(vae).__name__ not in VAES or not type(vae).__module__.startswith("diffusers."):
         return "a class of its own"
     for part in (part for part in PARTS if getattr(vae, part, None) is not None):
         for name, layer in getattr(vae, part).named_modules():
@@ -260,14 +260,10 @@ def halvings(vae: Any) -> int:
     return sum(layer.stride[-1] == 2 for layer in vae.encoder.modules() if isinstance(layer, CONVOLUTIONS))
 
 
-def _is_from(kind: type, package: str) -> bool:
-    return kind.__module__.startswith(package)
-
-
 def _why_unknown(layer: Any) -> str | None:
     kind = type(layer)
-    known = (kind.__name__ in OF_TORCH and _is_from(kind, "torch.nn.")) or (
-        kind.__name__ in OF_DIFFUSERS and _is_from(kind, "diffusers.")
+    known = (kind.__name__ in OF_TORCH and kind.__module__.startswith("torch.nn.")) or (
+        kind.__name__ in OF_DIFFUSERS and kind.__module__.startswith("diffusers.")
     )
     if not known:
         return f"a {kind.__name__}"

@@ -252,12 +252,11 @@ int cocodiff_launch(const Launch *launch, void *queue, const int64_t *addresses)
 int cocodiff_move(const MoveLaunch *launch, void *queue, const int64_t *addresses) {
   const MoveLaunch &how = *launch;
   std::optional<MoveTable> table;
-  try {
+  const int mistake = guarded(2, [&] {
     table.emplace(how.pieces(), how.count, addresses, how.itemsize, how.look != 0, how.lanes, how.chunk, how.units);
-  } catch (const std::exception &error) {
-    last_error = error.what();
-    return 2;
-  }
+    return 0;
+  });
+  if (mistake) return mistake;
   return guarded(1, [&] {
     if (table->moves.empty()) return 0;
     int64_t arguments[] = {0, int64_t(table->moves.size()), table->chunks, table->chunk};

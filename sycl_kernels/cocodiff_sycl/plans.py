@@ -92,18 +92,14 @@ class Plans:
             check_no_overlap(op, "reference", reference_BLHD)
         of_v, of_reference = v_BLHD.stride(), reference_BLHD.stride()
         runs, numbers = (1, H * D) if of_v[2] == of_reference[2] == D or H == 1 else (H, D)
-        rows = B * L if H * D else 0
-        each = self._rows_each(rows, H * D * v_BLHD.element_size())
-        values = rows, each, L, *of_v[:3], *of_reference[:3], runs, numbers, int(renew)
-        return self._of_rows(f"l1_score_{DTYPES[v_BLHD.dtype]}", 4, rows, each, values)
+        rows, row_bytes = B * L if H * D else 0, H * D * v_BLHD.element_size()
+        values = L, *of_v[:3], *of_reference[:3], runs, numbers, int(renew)
+        return self._of_rows(f"l1_score_{DTYPES[v_BLHD.dtype]}", 4, rows, row_bytes, values)
 
     def select(self, score_BN: Tensor, k: int) -> Plan:
         op = "select"
         check_dims(op, "score", score_BN, 2)
-        if score_BN.dtype != torch.float32 or score_BN.device != self._device:
-            raise ValueError(
-                f"{op}: score is {score_BN.dtype} on {score_BN.device}: give torch.float32 on {self._device}"
-            )
+        self._check_kind(op, "score", score_BN, torch.float32)
         check_last_stride(op, "score", score_BN)
         B, N = score_BN.shape
         if not 0 <= k <= N:
@@ -137,11 +133,10 @@ class Plans:
             check_rows(op, self._device, torch.float32, shape_of_table, rotary=table)
             if not table.is_contiguous():
                 raise ValueError(f"{op}: a rotary table must be contiguous, not of strides {table.stride()}")
-        rows = B * L * H if D else 0
-        each = self._rows_each(rows, D * x_BLHD.element_size(), H)
+        rows, row_bytes = B * L * H if D else 0, D * x_BLHD.element_size()
         bits = struct.unpack("I", struct.pack("f", -1.0 if epsilon is None else epsilon))[0]
-        values = rows, each, L, H, D, *x_BLHD.stride()[:3], bits, LAYOUTS[layout], int(round_before_weight)
-        return self._of_rows(f"norm_rope_{DTYPES[x_BLHD.dtype]}", 5, rows, each, values)
+        values = L, H, D, *x_BLHD.stride()[:3], bits, LAYOUTS[layout], int(round_before_weight)
+        return self._of_rows(f"norm_rope_{DTYPES[x_BLHD.dtype]}", 5, rows, row_bytes, values, H)
 
     def merge_partials(self, out_BLHD: Tensor, lse_BLH: Tensor, part_BLHD: Tensor, part_lse_BLH: Tensor) -> Plan:
         op = "merge_partials"
@@ -158,10 +153,13 @@ class Plans:
         rows = B * L * H
         if rows >= 2**32:
             raise ValueError(f"{op}: {rows} rows in one call: at most {2**32 - 1}")
-        each = self._rows_each(rows, max(1, D) * out_BLHD.element_size())
-        values = rows, each, L, H, D, *out_BLHD.stride()[:3], *part_BLHD.stride()[:3]
+        values = L, H, D, *out_BLHD.stride()[:3], *part_BLHD.stride()[:3]
         kernel = f"merge_{DTYPES[out_BLHD.dtype]}_{DTYPES[part_BLHD.dtype]}"
-        return self._of_rows(kernel, 4, rows, each, values)
+        return self._of_rows(kernel, 4, rows, max(1, D) * out_BLHD.element_size(), values)
+
+    def _check_kind(self, op: str, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+        if tensor.dtype != dtype or tensor.device != self._device:
+            raise ValueError(f"{op}: {name} is {tensor.dtype} on {tensor.device}: give {dtype} on {self._device}")
 
     def _check_noted(self, op: str, x_BLHD: Tensor, notes_N: Tensor) -> None:
         check_dims(op, "x", x_BLHD, 4)
@@ -202,22 +200,16 @@ class Plans:
         if bits not in CODE_BITS:
             raise ValueError(f"{op}: {bits} bits: choose from {', '.join(map(str, CODE_BITS))}")
         if code_BLHW is not None:
-            self._check_code(op, code_BLHW, (B, L, H, -(-D * bits // 8) + -(-D // CODE_GROUP)))
+            self._check_kind(op, "code", code_BLHW, torch.uint8)
+            check_shape(op, "code", code_BLHW, (B, L, H, -(-D * bits // 8) + -(-D // CODE_GROUP)))
+            check_last_stride(op, "code", code_BLHW)
         rows = B * L * H if D else 0
         if rows >= 2**32:
             raise ValueError(f"{op}: {rows} rows in one call: at most {2**32 - 1}")
-        each = self._rows_each(rows, max(1, D) * like_BLHD.element_size(), H)
         strides = _strides_of(x_BLHD, last_BLHD, before_BLHD, code_BLHW, out_BLHD)
-        values = rows, each, L, H, D, *strides, bits, int(linear and before_BLHD is not None), int(measure)
-        return self._of_rows(f"{op}_{DTYPES[like_BLHD.dtype]}", 8, rows, each, values)
-
-    def _check_code(self, op: str, code_BLHW: Tensor, shape: tuple[int, ...]) -> None:
-        if code_BLHW.dtype != torch.uint8 or code_BLHW.device != self._device:
-            raise ValueError(
-                f"{op}: code is {code_BLHW.dtype} on {code_BLHW.device}: give torch.uint8 on {self._device}"
-            )
-        check_shape(op, "code", code_BLHW, shape)
-        check_last_stride(op, "code", code_BLHW)
+        values = L, H, D, *strides, bits, int(linear and before_BLHD is not None), int(measure)
+        row_bytes = max(1, D) * like_BLHD.element_size()
+        return self._of_rows(f"{op}_{DTYPES[like_BLHD.dtype]}", 8, rows, row_bytes, values, H)
 
     def encode_lossless(
         self, x_BLHD: Tensor, last_BLHD: Tensor | None, before_BLHD: Tensor | None, written_BLHD: Tensor, cut: Cut
@@ -293,7 +285,7 @@ class Plans:
             launches.append(self._library.launch_of(kernel, groups, items, STREAM_ADDRESSES, values))
         return StreamsPlan(tuple(launches), table, first_tile)
 
-    def _rows_each(self, rows: int, row_bytes: int, alike: int = 1) -> int:
+    def _rows_each(self, rows: int, row_bytes: int, alike: int) -> int:
         """Consecutive rows of one group of LANES work-items. alike: rows that share what a GPU then keeps."""
         library = self._library
         if library.lanes > 1:
@@ -303,10 +295,14 @@ class Plans:
         least, most = (size // row_bytes for size in GROUP_BYTES)
         return max(1, least, min(most, rows // (4 * library.compute_units)))
 
-    def _of_rows(self, kernel: str, addresses: int, rows: int, each: int, values: tuple[int, ...]) -> Plan:
-        """Work-groups as many as there is work for; kernels know where it ends."""
+    def _of_rows(
+        self, kernel: str, addresses: int, rows: int, row_bytes: int, values: tuple[int, ...], alike: int = 1
+    ) -> Plan:
+        """Work-groups as many as there is work for; kernels know where it ends. values: those that follow the number of
+        rows and how many of them one group of LANES work-items takes. alike: as of `_rows_each`."""
+        each = self._rows_each(rows, row_bytes, alike)
         groups = -(-rows // (each * self.packed))
-        return self._plan(kernel, addresses, groups, self.packed * self._library.lanes, values)
+        return self._plan(kernel, addresses, groups, self.packed * self._library.lanes, (rows, each, *values))
 
     def _plan(self, kernel: str, addresses: int, groups: int, items: int, values: tuple[int, ...]) -> Plan:
         """addresses: how many the kernel's struct begins with; values: its other members."""

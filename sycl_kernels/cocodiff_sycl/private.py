@@ -64,9 +64,7 @@ def _fault_inside(folder: Path) -> str:
 
 
 def _others_write(about: os.stat_result) -> bool:
-    if about.st_mode & stat.S_IWOTH:
-        return True
-    return bool(about.st_mode & stat.S_IWGRP) and not _is_own_group(about)
+    return bool(about.st_mode & stat.S_IWOTH or (about.st_mode & stat.S_IWGRP and not _is_own_group(about)))
 
 
 def _is_own_group(about: os.stat_result) -> bool:
