@@ -198,7 +198,7 @@ def relative_rate(step: int, steps: int) -> float:
     return min((step + 1) / WARM_UP, 1.0, (steps - step) / (steps * (1 - DECAY_FROM)))
 
 
-def orthogonalise(updates_NRC: Tensor, steps: int = 5) -> Tensor:
+def orthogonalise(updates_NRC: Tensor) -> Tensor:
     """Matrices [N, rows, columns] with the same singular vectors and all singular values near 1 (Newton-Schulz).
 
     Every step multiplies the matrix by a polynomial of its Gram matrix: the steps run on the small square Gram matrix
@@ -210,7 +210,7 @@ def orthogonalise(updates_NRC: Tensor, steps: int = 5) -> Tensor:
     gram = wide @ wide.mT
     eye = torch.eye(gram.shape[1], device=gram.device)
     total = eye.expand_as(gram)
-    for _ in range(steps):
+    for _ in range(5):
         factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c) + a * eye
         total = factor @ total
         gram = factor @ gram @ factor

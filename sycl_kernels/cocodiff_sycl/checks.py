@@ -32,15 +32,19 @@ def check_rows(op: str, device: torch.device, dtype: torch.dtype, shape: tuple[i
         check_last_stride(op, name, tensor)
 
 
-def check_index(op: str, index: Tensor, device: torch.device, rows: int, look: bool, least: int = 0) -> None:
-    """Raises ValueError unless index is contiguous int64 on the device; with `look` for numbers out of range too."""
+def check_index(op: str, index: Tensor, device: torch.device) -> None:
+    """Raises ValueError unless index is contiguous int64 on the device."""
     if index.dtype != torch.int64 or index.dim() != 1 or not index.is_contiguous():
         raise ValueError(
             f"{op}: an index must be contiguous int64 of one dimension, not {index.dtype} {list(index.shape)}"
         )
     if index.device != device:
         raise ValueError(f"{op}: an index is on {index.device}, not on {device}: move it there")
-    if look and index.numel():
+
+
+def check_numbers(op: str, index: Tensor, rows: int, least: int = 0) -> None:
+    """Raises ValueError for numbers of an index that are out of range."""
+    if index.numel():
         numbers = index.cpu().numpy()  # for short lists several times faster than torch's own reductions
         low, high = int(numbers.min()), int(numbers.max())
         if low < least or high >= rows:

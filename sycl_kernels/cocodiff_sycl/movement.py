@@ -9,7 +9,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from cocodiff_sycl.checks import check_index, check_last_stride, check_like, check_no_overlap
+from cocodiff_sycl.checks import check_index, check_last_stride, check_like, check_no_overlap, check_numbers
 from cocodiff_sycl.library import numbers_of
 from cocodiff_sycl.rows import Rows
 
@@ -64,14 +64,14 @@ def scattered(
     return pieces
 
 
-def check_rows_exist(op: str, device: torch.device, pieces: Iterable[Tensor | Rows]) -> None:
+def check_rows_exist(op: str, pieces: Iterable[Tensor | Rows]) -> None:
     """Reads indices and raises ValueError for rows that are not there: for memory that the C library cannot read."""
     for piece in pieces:
         if isinstance(piece, Tensor):
             continue
-        check_index(op, piece.index_K, device, piece.source_RHD.shape[0], True)
+        check_numbers(op, piece.index_K, piece.source_RHD.shape[0])
         if piece.reference_RHD is not None and piece.reference_index_K is not None:
-            check_index(op, piece.reference_index_K, device, piece.reference_RHD.shape[0], True, least=-1)
+            check_numbers(op, piece.reference_index_K, piece.reference_RHD.shape[0], least=-1)
 
 
 class Pieces:
@@ -102,7 +102,7 @@ class Pieces:
         self._check(source, "a piece" if rows is None else "a source")
         places, counts, kept = (place, into, NONE, NONE, NONE, NONE), (0, 0, 0), NOWHERE
         if rows is not None:
-            check_index(self.op, rows.index_K, self.device, source.shape[0], False)
+            check_index(self.op, rows.index_K, self.device)
             places, counts = (place, into, NONE, place + 1, NONE, NONE), (source.shape[0], 0, 0)
             if rows.reference_RHD is not None:
                 kept = self._reference(rows, rows.reference_RHD)
@@ -122,7 +122,7 @@ class Pieces:
         length, count = cache_RHD.shape[0], index_K.shape[0]
         if cache_RHD.dim() != 3 or rows_KHD.shape != (count, *cache_RHD.shape[1:]):
             raise ValueError(f"{self.op}: rows of {list(rows_KHD.shape)} for {count} places in {list(cache_RHD.shape)}")
-        check_index(self.op, index_K, self.device, length, False)
+        check_index(self.op, index_K, self.device)
         self._check(rows_KHD, "a piece")
         places, counts = (place, into, NONE, NONE, index_place, NONE), (0, length, 0)
         of, to = _padded(rows_KHD.stride(), 0), _padded(cache_RHD.stride(), 0)
@@ -143,7 +143,7 @@ class Pieces:
                 f"{self.op}: a reference of {list(reference.shape)} needs an index of {len(index)} rows and heads of "
                 f"{list(rows.source_RHD.shape[1:])}"
             )
-        check_index(self.op, kept, self.device, len(reference), False)
+        check_index(self.op, kept, self.device)
         return _padded(reference.stride(), 0)
 
     def _check_written(self, x: Tensor, what: str) -> None:

@@ -58,14 +58,12 @@ def _current_queue(device: torch.device) -> int:
 
 
 class SyclOps:
-    """All operations of one device. `look`: whether indices are read and checked; by default on a CPU, and where
+    """All operations of one device. `look`: whether indices are read and checked: on a CPU, and where
     COCODIFF_CHECK_INDICES is set: on a GPU it makes every call wait."""
 
-    def __init__(
-        self, library: Library, device: torch.device, queue: Callable[[], int | None], look: bool | None = None
-    ):
+    def __init__(self, library: Library, device: torch.device, queue: Callable[[], int | None]) -> None:
         self.library, self.device, self._queue = library, device, queue
-        self.look = library.is_cpu or CHECK_INDICES in os.environ if look is None else look
+        self.look = library.is_cpu or CHECK_INDICES in os.environ
         self._plans = Plans(library, device)
         self._moves: Layouts[bytes] = Layouts(library.look)
         self._reads_indices = self.look and not library.is_cpu  # the C library reads them where it can
@@ -108,7 +106,7 @@ class SyclOps:
         """lengths: what of the arguments' form the tensors do not tell. indexed: rows that have to be there."""
         launch, addresses = self._moves.of((op, lengths), tensors, self._launch_of, op, pieces_of, arguments)
         if self._reads_indices:
-            check_rows_exist(op, self.device, indexed)
+            check_rows_exist(op, indexed)
         self.library.move(op, launch, addresses, self._queue())
 
     def _launch_of(self, op: str, pieces_of: Callable[..., Pieces], arguments: tuple[Any, ...]) -> bytes:
