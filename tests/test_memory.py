@@ -33,7 +33,7 @@ from cocodiff.models import family_of
 from cocodiff.models.adapter import image_and_text
 from cocodiff.models.checks import called_often
 from cocodiff.planner import automatic
-from cocodiff.planner.costs import StateSizes, state_sizes
+from cocodiff.planner.costs import Costs, state_sizes
 from cocodiff.planner.memory import (
     MIB,
     Load,
@@ -64,7 +64,7 @@ KEPT = {  # settings that keep something between calls
 }
 
 
-def state(kept: str) -> StateSizes:
+def state(kept: str) -> Costs:
     found = state_sizes(Config(**KEPT[kept]))
     assert found is not None
     return found

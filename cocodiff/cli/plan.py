@@ -14,7 +14,7 @@ from cocodiff.comm.launch import Launch
 from cocodiff.config.config import Config, load_machine
 from cocodiff.config.errors import UserError
 from cocodiff.config.files import irregular
-from cocodiff.config.machine import Machine, Topology
+from cocodiff.config.machine import Topology
 from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.jobs.options import LOG_LEVEL, Option, check_counts, engine_record, engine_settings, parse, with_settings
@@ -70,12 +70,8 @@ OPTIONS = (
 
 
 def start(words: Sequence[str], launch: Launch) -> int:
-    values = parse(
-        "plan",
-        "Says what a run would take, without starting it.",
-        with_settings(OPTIONS, lambda one: one.given == "sweep"),
-        words,
-    )
+    options = with_settings(OPTIONS, lambda one: one.given == "sweep")
+    values = parse("plan", "Says what a run would take, without starting it.", options, words)
     quiet_libraries(values["log_level"])
     check(values)
     if not launch.speaks:
@@ -137,9 +133,9 @@ def run_plan(values: dict[str, Any], plan: dict[str, Any], folder: Path | None) 
         for line in shared_weights(work.config):
             say(line)
     sizes = report.size(topology, work, partition, video)
-    plan |= report.memory_json(values, shape, topology, work.load, sizes, video)
+    plan |= report.memory_json(values, topology, work, sizes, video)
     plan["case"] |= {"replicas": partition.replicas, "guidance_parallel": partition.guidance}
-    say("\n".join(report.table(values, shape, topology, work.load, sizes, video)))
+    say("\n".join(report.table(values, topology, work, sizes, video)))
     if choice is not None:
         plan |= report.partitions_as_json(choice)
         say("\n".join(report.partitions_table(choice) if values["compare"] else [choice.line()]))
@@ -159,7 +155,7 @@ def run_calibration(values: dict[str, Any], plan: dict[str, Any], folder: Path |
     import yaml
 
     from cocodiff.planner import calibrate
-    from cocodiff.planner.calibrate import NAMES, Calibration, Constants
+    from cocodiff.planner.calibrate import NAMES, Constants
 
     path, topology = Path(values["calibrate"]), topology_of(values)
     rows = read_rows(path)
@@ -168,7 +164,7 @@ def run_calibration(values: dict[str, Any], plan: dict[str, Any], folder: Path |
     machine = calibrate.slowed(topology.machine, scale)
     names = [name for name in NAMES if name != "nic" or topology.nodes > 1]
     start = Constants(machine.links.latency_us, machine.links.message_us)
-    fit = Calibration(replace(topology, machine=machine), measured).fit(start, names)
+    fit = calibrate.fit(replace(topology, machine=machine), measured, start, names)
     say("\n".join(calibrate.told(fit, measured, names, scale)))
     plan["calibration"] = calibrate.as_json(fit, measured, names) | {"from": str(path), "scale": scale}
     machines = {"machine.yaml": fit.constants.machine(machine)}
@@ -186,8 +182,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     try:
         if kind := irregular(path):
             raise UserError(f"--calibrate {path} is {kind}: give the bench.json that bench alltoall wrote")
-        data = json.loads(path.read_text())
-        rows = data["rows"]
+        rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
         assert isinstance(rows, list) and all({"case", "variant", "median_s"} <= row.keys() for row in rows)
     except OSError as error:
         raise UserError(f"--calibrate {path}: {error.strerror}") from error
@@ -200,15 +195,9 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def topology_of(values: dict[str, Any]) -> Topology:
     machine = load_machine(values["machine"])
-    return Topology.build(machine, rank_count(machine, values), None)
-
-
-def rank_count(machine: Machine, values: dict[str, Any]) -> int:
-    if values["ranks"] is not None:
-        return int(values["ranks"])
-    if machine.tiles_per_node is None:
+    if values["ranks"] is None and machine.tiles_per_node is None:
         raise UserError(f"machine {machine.name} has no fixed size: add --ranks N")
-    return int(values["nodes"] * machine.tiles_per_node)
+    return Topology.build(machine, values["ranks"] or values["nodes"] * machine.tiles_per_node, None)
 
 
 def video_of(values: dict[str, Any], shape: ModelShape) -> Video:

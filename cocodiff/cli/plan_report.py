@@ -3,7 +3,7 @@ side, and one layer in detail."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from cocodiff.comm.trace import LINK_CLASSES
 from cocodiff.config.config import Config, preset_names
 from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Topology
-from cocodiff.config.registry import EXCHANGES, load
+from cocodiff.config.registry import EXCHANGES
 from cocodiff.config.text_table import aligned
 from cocodiff.engine.assemble import AttentionWork, with_codec_chosen
 from cocodiff.jobs.options import engine_record
@@ -20,19 +20,31 @@ from cocodiff.jobs.terminal import say
 from cocodiff.models.adapter import IMAGE, TEXT
 from cocodiff.models.family import Video
 from cocodiff.planner.choice import Choice, Part, PartitionStep, PricedPartition, Pricer, Workload, parts_of
-from cocodiff.planner.costs import CallKind, costs_of, state_sizes
+from cocodiff.planner.costs import CallKind, costs_of
 from cocodiff.planner.decisions import as_file, decisions_of
 from cocodiff.planner.layers import SITES, Case, plan_layers
-from cocodiff.planner.memory import KEPT, MIB, Load, ModelShape, RankMemory, add, largest_batch, mib, misfit, size_run
+from cocodiff.planner.memory import KEPT, MIB, RankMemory, add, largest_batch, mib, misfit, size_run
 from cocodiff.planner.partitions import Partition
 from cocodiff.planner.peaks import Peaks, size_peaks
 from cocodiff.planner.placement import table as meshes_table
 from cocodiff.planner.placement import worth_listing
-from cocodiff.planner.traffic import Latencies
+from cocodiff.planner.traffic import Latencies, plan_of
 from cocodiff.topology.layout import Layout
-from cocodiff.topology.routes.plans import Phase, nic_detours, split_plan
+from cocodiff.topology.routes.plans import Phase
 
 PEERS_SHOWN = 6  # of one phase's messages
+ROWS = {  # of the table of memory: fields of `RankMemory`
+    "cache: q, k, v of the image": "image_cache",
+    "cache: scoring reference": "reference_cache",
+    "cache: q, k, v of the text": "text_cache",
+    "cache: reconstructions": "reconstructions",
+    "cache: messages in flight": "in_flight",
+    "cache: steps that are left out": "step_cache",
+    "cache": "cache",
+    "weights": "weights",
+    "activations (estimate)": "activations",
+    "total": "total",
+}
 
 
 @dataclass(frozen=True)
@@ -69,28 +81,18 @@ def size(topology: Topology, work: Workload, partition: Partition, video: Video)
     return Sizes(layers[fullest], of_ranks[fullest], node, tile, min(largest_of_parts, default=None), peaks)
 
 
-def table(
-    values: dict[str, Any], shape: ModelShape, topology: Topology, load: Load, sizes: Sizes, video: Video
-) -> list[str]:
-    rank, frames = sizes.rank, "" if video.frames == 1 else f"{video.frames} frames of "
+def table(values: dict[str, Any], topology: Topology, work: Workload, sizes: Sizes, video: Video) -> list[str]:
+    shape, load, rank = work.shape, work.load, sizes.rank
+    frames = "" if video.frames == 1 else f"{video.frames} frames of "
     lines = [
         f"{shape.name} {frames}{video.height}x{video.width} batch {values['batch']}, {load.branches} branch(es), "
         f"{values['dtype']}, preset {values['preset']}: {topology.size} rank(s) on {topology.nodes} node(s) of "
         f"{topology.machine.name}",
         f"{'MiB':<28}{'a layer':>12}{'a rank':>12}{'a node':>12}",
     ]
-    cached = {
-        "q, k, v of the image": "image_cache",
-        "scoring reference": "reference_cache",
-        "q, k, v of the text": "text_cache",
-        "reconstructions": "reconstructions",
-        "messages in flight": "in_flight",
-        "steps that are left out": "step_cache",
-    }
-    for name, field in {**{f"cache: {k}": v for k, v in cached.items()}, "cache": "cache"}.items():
-        lines.append(f"{name:<28}" + "".join(f"{mib(getattr(x, field)):>12}" for x in (sizes.layer, rank, sizes.node)))
-    for about, name in {"weights": "weights", "activations (estimate)": "activations", "total": "total"}.items():
-        lines.append(f"{about:<28}{'':>12}" + "".join(f"{mib(getattr(x, name)):>12}" for x in (rank, sizes.node)))
+    for name, field in ROWS.items():
+        layer = mib(getattr(sizes.layer, field)) if "cache" in name else ""
+        lines.append(f"{name:<28}{layer:>12}{mib(getattr(rank, field)):>12}{mib(getattr(sizes.node, field)):>12}")
     lines += peak_lines(sizes, ranks_of_node(topology))
     if sizes.tile is None:
         return [*lines, f"machine {topology.machine.name} does not say how much memory a rank has"]
@@ -119,17 +121,13 @@ def peak_lines(sizes: Sizes, ranks: int) -> list[str]:
 def verdicts(sizes: Sizes, tile: int) -> list[str]:
     """What a rank takes at its fullest with text encoders and VAE, for each setting of `vae` that differs."""
     found: dict[str, list[str]] = {}
-    for how in sizes.peaks.of_vae if sizes.peaks is not None else ():
-        when, need = fullest_moment(sizes, how)
+    if sizes.peaks is None:
+        return []
+    for how in sizes.peaks.of_vae:
+        when, need = sizes.peaks.fullest(sizes.rank, how)
         told = f"{mib(need)} MiB at the fullest, {when}: {'fits' if need <= tile else 'does not fit'}"
         found.setdefault(told, []).append(how)
     return [f"with text encoders and VAE, vae {' or '.join(settings)}: {told}" for told, settings in found.items()]
-
-
-def fullest_moment(sizes: Sizes, how: str) -> tuple[str, int]:
-    """What a run does when its fullest rank holds most, and how much that is. how: the setting `vae`."""
-    assert sizes.peaks is not None, "of a model whose VAE is known"
-    return max(sizes.peaks.of_rank(sizes.rank, how).items(), key=lambda moment: moment[1])
 
 
 def peaks_json(sizes: Sizes, ranks: int) -> dict[str, Any] | None:
@@ -137,7 +135,7 @@ def peaks_json(sizes: Sizes, ranks: int) -> dict[str, Any] | None:
         return None
     peaks, of_vae = sizes.peaks, {}
     for how, peak in peaks.of_vae.items():
-        when, need = fullest_moment(sizes, how)
+        when, need = peaks.fullest(sizes.rank, how)
         of_vae[how] = {
             "encoding_rank": peak.encoding / MIB,
             "encoding_node": peak.encoding * ranks / MIB,
@@ -152,14 +150,13 @@ def peaks_json(sizes: Sizes, ranks: int) -> dict[str, Any] | None:
 
 
 def memory_json(
-    values: dict[str, Any], shape: ModelShape, topology: Topology, load: Load, sizes: Sizes, video: Video
+    values: dict[str, Any], topology: Topology, work: Workload, sizes: Sizes, video: Video
 ) -> dict[str, Any]:
-    def part(of: RankMemory, names: Sequence[str]) -> dict[str, float]:
+    def part(of: RankMemory, names: Iterable[str] = ROWS.values()) -> dict[str, float]:
         return {name: getattr(of, name) / MIB for name in names}
 
-    cache = (*KEPT, "cache")
+    shape, load = work.shape, work.load
     return {
-        "schema": 1,
         "case": {
             "model": shape.name,
             "size": values["size"],
@@ -175,9 +172,9 @@ def memory_json(
             "ranks": topology.size,
         },
         "memory_mib": {
-            "site": part(sizes.layer, cache),
-            "rank": part(sizes.rank, (*cache, "weights", "activations", "total")),
-            "node": part(sizes.node, (*cache, "weights", "activations", "total")),
+            "site": part(sizes.layer, (*KEPT, "cache")),
+            "rank": part(sizes.rank),
+            "node": part(sizes.node),
             "tile": None if sizes.tile is None else sizes.tile / MIB,
         },
         "fits": None if sizes.tile is None else sizes.rank.total <= sizes.tile,
@@ -207,19 +204,13 @@ def partitions_table(choice: Choice) -> list[str]:
     for one in choice.listed:
         fits = {True: "yes", False: "no", None: "unknown"}[one.fits]
         row = [*one.partition, one.ulysses * one.ring, one.ulysses, one.ring, f"{one.need.total / MIB:.0f}", fits]
-        row += (
-            ["-"] * 3
-            if one.batch_s is None
-            else [f"{one.batch_s:.3f}", f"{one.images_per_hour:.0f}", f"{one.job_s:.1f}"]
-        )
-        row += ["-" if one.sent is None else f"{one.sent[link] / 1e9:.2f}" for link in LINK_CLASSES]
-        rows.append([str(x) for x in (*row, "<- taken" if one is choice.taken else "")])
-    lines = aligned(rows, ">" * 14 + "<")
-    lines += [
-        f"{partition.replicas} replica(s), guidance {partition.guidance}: {why}"
-        for partition, why in choice.refused.items()
-    ]
-    return [*lines, choice.line()]
+        times = ["-"] * (3 + len(LINK_CLASSES))
+        if one.batch_s is not None and one.sent is not None:
+            times = [f"{one.batch_s:.3f}", f"{one.images_per_hour:.0f}", f"{one.job_s:.1f}"]
+            times += [f"{one.sent[link] / 1e9:.2f}" for link in LINK_CLASSES]
+        rows.append([str(x) for x in (*row, *times, "<- taken" if one is choice.taken else "")])
+    refused = [f"{one.replicas} replica(s), guidance {one.guidance}: {why}" for one, why in choice.refused.items()]
+    return [*aligned(rows, ">" * 14 + "<"), *refused, choice.line()]
 
 
 def partitions_as_json(choice: Choice) -> dict[str, Any]:
@@ -230,7 +221,7 @@ def partitions_as_json(choice: Choice) -> dict[str, Any]:
 
 
 def partition_as_json(one: PricedPartition) -> dict[str, Any]:
-    timed = one.batch_s is not None
+    times = ("images_per_hour", "job_s", "first_s")
     return {
         **one.partition._asdict(),
         "ranks": one.ulysses * one.ring,
@@ -239,9 +230,7 @@ def partition_as_json(one: PricedPartition) -> dict[str, Any]:
         "rank_mib": one.need.total / MIB,
         "fits": one.fits,
         "image_s": one.batch_s,
-        "images_per_hour": one.images_per_hour if timed else None,
-        "job_s": one.job_s if timed else None,
-        "first_s": one.first_s if timed else None,
+        **{name: None if one.batch_s is None else getattr(one, name) for name in times},
         "bytes_per_image": one.sent,
         "output_bytes_per_image": one.outputs,
     }
@@ -269,7 +258,7 @@ def add_times(
     say("\n".join(summary(chosen)))
     plan["time"] = step_json(chosen)
     if config.selection == "full" and not config.exact_attention:
-        exact = pricer.step(exactly(work), partition)
+        exact = pricer.step(work.with_config(work.config.with_(codec="none", arrival="now")), partition)
         what = [name for name, plain in ((config.codec, "none"), (config.arrival, "now")) if name != plain]
         say(beside(chosen, exact, " and ".join(what)))
         plan["without_codec"] = step_json(exact)
@@ -313,12 +302,6 @@ def summary(step: PartitionStep) -> list[str]:
     return [*lines, f"MB of outputs that guidance branches exchange in a step: {outputs}"] if outputs else lines
 
 
-def exactly(work: Workload) -> Workload:
-    """The same work with tensors as they are, and all of them waited for."""
-    config = work.config.with_(codec="none", arrival="now")
-    return replace(work, config=config, load=replace(work.load, state=state_sizes(config)))
-
-
 def beside(coded: PartitionStep, uncoded: PartitionStep, codec: str) -> str:
     """What a codec or displacement gains, in words: the step and the bytes of both. codec: their names."""
     step_s, whole_s = coded.plan.step_s, uncoded.plan.step_s
@@ -331,13 +314,9 @@ def beside(coded: PartitionStep, uncoded: PartitionStep, codec: str) -> str:
 
 
 def step_json(step: PartitionStep) -> dict[str, Any]:
-    plan = step.plan
+    plan, times = step.plan, ("step_s", "image_s", "steps", "compute_s", "communication_share")
     return {
-        "step_s": plan.step_s,
-        "image_s": plan.image_s,
-        "steps": plan.steps,
-        "compute_s": plan.compute_s,
-        "communication_share": plan.communication_share,
+        **{name: getattr(plan, name) for name in times},
         "host_waits": plan.waits,
         "bytes_per_step": plan.bytes,
         "bytes_per_image": {link: count * plan.steps for link, count in plan.bytes.items()},
@@ -355,7 +334,7 @@ def compare(
     rows: list[dict[str, Any]] = []
     for name in sorted(preset_names(), key=lambda name: name != "flat"):
         config = engine_record().preset(name, machine=values["machine"])
-        of_preset = replace(work, config=config, load=replace(work.load, state=state_sizes(config)))
+        of_preset = work.with_config(config)
         row: dict[str, Any] = {"preset": name, "exact": config.exact}
         try:
             step = known.get(name) or pricer.step(of_preset, partition)
@@ -395,13 +374,11 @@ def explain(part: Part, latencies: Latencies) -> list[str]:
     case = part.case(work.load)
     for kind, plans in plan_layers(case, latencies):
         for call, plan in plans.items():
-            lines.append(
-                f"layer {kind.name}, {named(call, work.config)}: {plan.seconds * 1e3:.3f} ms; ms from its start:"
-            )
-            lines += [
-                f"  {span.start_s * 1e3:9.3f} to {span.end_s * 1e3:9.3f}  {span.lane:<8} {span.name}"
-                for span in sorted(plan.spans, key=lambda span: (span.start_s, span.end_s))
-            ]
+            about = named(call, work.config)
+            lines.append(f"layer {kind.name}, {about}: {plan.seconds * 1e3:.3f} ms; ms from its start:")
+            for span in sorted(plan.spans, key=lambda span: (span.start_s, span.end_s)):
+                when = f"{span.start_s * 1e3:9.3f} to {span.end_s * 1e3:9.3f}"
+                lines.append(f"  {when}  {span.lane:<8} {span.name}")
     return lines + messages(case)
 
 
@@ -422,7 +399,7 @@ def messages(case: Case) -> list[str]:
     q, k or v with all tokens, coded where the settings have a codec."""
     if case.topology.size == 1:
         return ["one rank: nothing is sent"]
-    head_bytes = costs_of(case.config).head_bytes(case.config, case.shape.head_dim, case.load.itemsize)
+    head_bytes = costs_of(case.config).sent_bytes(case.shape.head_dim, case.load.itemsize)
     work = AttentionWork(case.shape.heads, case.shape.head_dim, case.load.segments, case.load.batch, case.load.itemsize)
     work = replace(work, head_bytes=head_bytes)
     lines = ["meshes of Ulysses and Ring for one attention call, all ranks' MB (docs/exchange.md):"]
@@ -435,10 +412,7 @@ def messages(case: Case) -> list[str]:
     cell = case.load.batch * head_bytes
     names = list(EXCHANGES) if case.config.exchange == "auto" else [case.config.exchange]
     for name in names:
-        plan = load(EXCHANGES, name)(topology, slot)
-        if name == "split" and case.config.nic_balance:
-            plan = split_plan(topology, slot, nic_detours(topology))
-        for number, phase in enumerate(plan, 1):
+        for number, phase in enumerate(plan_of(topology, slot, name, case.config.nic_balance), 1):
             lines.append(f"rank 0, {name}, phase {number} of q, k or v, lane {phase.lane}:")
             lines += sends(phase, topology, slot, layout, cell)
     return lines
@@ -448,10 +422,9 @@ def sends(phase: Phase, topology: Topology, slot: int, layout: Layout, cell: int
     lines = []
     for peer, blocks in list(phase.sends.items())[:PEERS_SHOWN]:
         size = sum(layout.rows[block.rows] * layout.heads[block.heads] * cell for block in blocks)
-        about = ", ".join(f"{block.rows} for {block.heads}" for block in blocks[:4]) + (
-            ", ..." if len(blocks) > 4 else ""
-        )
-        lines.append(f"  to {peer:<4} {topology.link_class(slot, peer):<12} {size / 1e6:9.3f} MB  rows of {about}")
+        about = [f"{block.rows} for {block.heads}" for block in blocks[:4]] + ["..."] * (len(blocks) > 4)
+        link = topology.link_class(slot, peer)
+        lines.append(f"  to {peer:<4} {link:<12} {size / 1e6:9.3f} MB  rows of {', '.join(about)}")
     hidden = len(phase.sends) - PEERS_SHOWN
     return lines + ([f"  and {hidden} more"] if hidden > 0 else [])
 

@@ -25,7 +25,7 @@ from cocodiff.engine.assemble import AttentionWork, chunking_on, codec_class
 from cocodiff.engine.sequence import SequenceRanks
 from cocodiff.kernels.device import free_memory
 from cocodiff.models.family import Family
-from cocodiff.planner.costs import CallKind, costs_of, state_sizes
+from cocodiff.planner.costs import CODED, CallKind, costs_of, state_sizes
 from cocodiff.planner.layers import Case, PlannedCall, Sent, kinds_of
 from cocodiff.planner.memory import Load, ModelShape, check_fits, run_cache, shape_of_config, size_run
 from cocodiff.planner.placement import choose
@@ -43,7 +43,7 @@ AWAITED = {"now": 1.0, "displaced": 0.06, "adaptive": 0.3}
 def mesh_of(config: Config, topology: Topology, work: AttentionWork) -> Mesh:
     """The mesh that the settings `ring` and `placement` leave to be chosen. Raises UserError for a ring that ranks and
     heads do not allow."""
-    head_bytes = costs_of(config).head_bytes(config, work.head_dim, work.itemsize)
+    head_bytes = costs_of(config).sent_bytes(work.head_dim, work.itemsize)
     work = replace(work, chunking=predicted_chunking(config), head_bytes=head_bytes)
     prefer_ulysses = codec_class(config).prefers_ulysses
     return choose(topology, work, config.ring, config.placement, prefer_ulysses, config.ring_kind)
@@ -123,8 +123,6 @@ def layer_s(config: Config, mesh: Mesh, work: AttentionWork) -> float:
     case = Case(shape, mesh.topology, config, load, known_mesh=mesh)
     latencies, awaited = Latencies.of(mesh.topology.machine), AWAITED[config.arrival]
     (kind,) = kinds_of(shape, load)
-    now_s, late_s = (
-        PlannedCall(case, kind, call, latencies, Sent(case, kind, latencies, CallKind())).run().seconds
-        for call in (CallKind(), CallKind(displaced="".join(TENSORS)))
-    )
+    sent, late = Sent(case, kind, latencies, CODED), CallKind(displaced="".join(TENSORS))
+    now_s, late_s = (PlannedCall(case, kind, call, latencies, sent).run().seconds for call in (CODED, late))
     return awaited * now_s + (1 - awaited) * late_s

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from cocodiff.topology.links import alltoall_bound
 
 ROW_BYTES = 512  # of a row of a block, as bench alltoall has it
 PHASES = ("phase1", "phase2")
-NAMES = ("latency_us", "message_us", "sibling", "plane", "nic")
+RATES = ("sibling", "plane", "nic")
+NAMES = ("latency_us", "message_us", *RATES)
 BEGIN = 0.05  # of the shortest measurement: where the search for a latency begins
 EVALUATIONS = 100  # of the measurements, in the search for the constants
 BLURRED_FIRST = ("message_us", "latency_us", "sibling", "nic", "plane")
@@ -49,26 +51,15 @@ class Constants:
 
     def machine(self, nominal: Machine) -> Machine:
         """The machine with these latencies and the rates that its links reach."""
-        links = nominal.links
-        return replace(
-            nominal,
-            links=replace(
-                links,
-                latency_us=self.latency_us,
-                message_us=self.message_us,
-                sibling_gb_s=links.sibling_gb_s * self.sibling,
-                plane_gb_s=links.plane_gb_s * self.plane,
-                nic_gb_s=links.nic_gb_s * self.nic,
-            ),
-        )
+        rates = {f"{name}_gb_s": getattr(nominal.links, f"{name}_gb_s") * getattr(self, name) for name in RATES}
+        links = replace(nominal.links, latency_us=self.latency_us, message_us=self.message_us, **rates)
+        return replace(nominal, links=links)
 
 
 @dataclass(frozen=True)
 class Measured:
     """Seconds of an exchange of so many MB per rank, the own block included. variant: an exchange, or "flat_serial".
-
-    part: "whole", "phase1" or "phase2" of tapa. over: another measurement that `value` is the ratio to.
-    """
+    part: "whole", "phase1" or "phase2" of tapa. over: another measurement that `value` is the ratio to."""
 
     variant: str
     size_mb: float
@@ -118,51 +109,46 @@ class Fit:
         return math.sqrt(sum(error**2 for error in errors) / len(errors))
 
 
-class Calibration:
-    """Fits a topology's machine to measurements."""
+def fit(
+    topology: Topology, measured: Sequence[Measured], start: Constants, names: Sequence[str], tied: Sequence[str] = ()
+) -> Fit:
+    """Fits those of the named constants of a topology's machine that some measurement depends on. tied: those that have
+    the first one's value."""
+    exchange = cache(partial(AllToAll, topology))
 
-    def __init__(self, topology: Topology, measured: Sequence[Measured]) -> None:
-        self.topology, self.measured = topology, measured
-        self._exchanges: dict[tuple[str, float], AllToAll] = {}
+    def seconds(one: Measured, machine: Machine) -> float:
+        found = exchange(one.variant, one.size_mb).seconds(machine, one.part)
+        return found / seconds(one.over, machine) if one.over is not None else found
 
-    def predict(self, constants: Constants) -> list[float]:
-        machine = constants.machine(self.topology.machine)
-        return [self._predict(one, machine) for one in self.measured]
+    def predict(constants: Constants) -> list[float]:
+        machine = constants.machine(topology.machine)
+        return [seconds(one, machine) for one in measured]
 
-    def _predict(self, one: Measured, machine: Machine) -> float:
-        key = (one.variant, one.size_mb)
-        if key not in self._exchanges:
-            self._exchanges[key] = AllToAll(self.topology, *key)
-        seconds = self._exchanges[key].seconds(machine, one.part)
-        return seconds / self._predict(one.over, machine) if one.over is not None else seconds
+    target = np.log([one.value for one in measured])
+    shortest_us = 1e6 * min((one.value for one in measured if one.over is None), default=0.0)
+    known = {name: getattr(start, name) for name in names}
+    for name in (name for name in names if name.endswith("_us")):  # so large that it would be seen
+        known[name] = max(known[name], BEGIN * shortest_us)
+    chosen = list(names)
 
-    def fit(self, start: Constants, names: Sequence[str] = NAMES, tied: Sequence[str] = ()) -> Fit:
-        """Fits the named constants that some measurement depends on. tied: those that have the first one's value."""
-        target = np.log([one.value for one in self.measured])
-        shortest_us = 1e6 * min((one.value for one in self.measured if one.over is None), default=0.0)
-        known = {name: getattr(start, name) for name in names}
-        for name in (name for name in names if name.endswith("_us")):  # so large that it would be seen
-            known[name] = max(known[name], BEGIN * shortest_us)
-        chosen = list(names)
+    def put(x: np.ndarray) -> Constants:
+        values = dict(zip(chosen, np.exp(x).tolist(), strict=True))
+        if tied and tied[0] in values:
+            values |= dict.fromkeys(tied[1:], values[tied[0]])
+        return replace(start, **values)
 
-        def put(x: np.ndarray) -> Constants:
-            values = dict(zip(chosen, np.exp(x).tolist(), strict=True))
-            if tied and tied[0] in values:
-                values |= dict.fromkeys(tied[1:], values[tied[0]])
-            return replace(start, **values)
-
-        while chosen:
-            x = np.log([known[name] for name in chosen])
-            found = least_squares(lambda x: np.log(self.predict(put(x))) - target, x, max_nfev=EVALUATIONS)
-            moves = np.abs(found.jac).max(axis=0) * math.log(2.0)
-            seen = [name for name, move in zip(chosen, moves, strict=True) if move > MOVES_NOTHING]
-            if seen == chosen and blurred(found.jac):  # a rate and a latency would explain the same: the rate does
-                seen.remove(next(name for name in BLURRED_FIRST if name in chosen))
-            if seen == chosen:
-                start = put(found.x)
-                break
-            chosen[:] = seen
-        return Fit(start, tuple(chosen), tuple(self.predict(start)))
+    while chosen:
+        x = np.log([known[name] for name in chosen])
+        found = least_squares(lambda x: np.log(predict(put(x))) - target, x, max_nfev=EVALUATIONS)
+        moves = np.abs(found.jac).max(axis=0) * math.log(2.0)
+        seen = [name for name, move in zip(chosen, moves, strict=True) if move > MOVES_NOTHING]
+        if seen == chosen and blurred(found.jac):  # a rate and a latency would explain the same: the rate does
+            seen.remove(next(name for name in BLURRED_FIRST if name in chosen))
+        if seen == chosen:
+            start = put(found.x)
+            break
+        chosen[:] = seen
+    return Fit(start, tuple(chosen), tuple(predict(start)))
 
 
 def blurred(slope: np.ndarray) -> bool:
@@ -181,13 +167,11 @@ def measured_of(rows: Sequence[Mapping[str, Any]], path: Path) -> list[Measured]
     """The measurements of the file that the plan can predict: our exchanges, one peer at a time, and TAPA's phases."""
     found = []
     for row in rows:
-        size = str(row["case"]).removesuffix("MB")
-        known = row["variant"] in (*EXCHANGES, "flat_serial") and size.replace(".", "", 1).isdigit()
-        if known:
-            found.append(Measured(row["variant"], float(size), row["median_s"]))
-            for part in ("phase1", "phase2"):
-                if row.get(f"{part}_s"):
-                    found.append(Measured(row["variant"], float(size), row[f"{part}_s"], part))
+        variant, size = row["variant"], str(row["case"]).removesuffix("MB")
+        if variant in (*EXCHANGES, "flat_serial") and size.replace(".", "", 1).isdigit():
+            phases = {part: row[f"{part}_s"] for part in PHASES if row.get(f"{part}_s")}
+            times = {"whole": row["median_s"], **phases}
+            found += [Measured(variant, float(size), value, part) for part, value in times.items()]
     if not found:
         raise UserError(
             f"--calibrate {path} has no all-to-all of flat, flat_serial, tapa or split: run cocodiff bench alltoall"
@@ -221,12 +205,8 @@ def told(fit: Fit, measured: Sequence[Measured], names: Sequence[str], scale: fl
     for one, seconds in zip(measured, fit.predicted, strict=True):
         times = [f"{one.value * 1e3:.3f}", f"{seconds * 1e3:.3f}", f"{seconds / one.value - 1:.1%}"]
         table.append([one.variant, f"{one.size_mb:g}", one.part, *times])
-    return [
-        *lines,
-        *aligned(constants, "<<<"),
-        *aligned(table, "<>>>>>"),
-        f"root mean square error {fit.rms(measured):.1%}",
-    ]
+    lines += aligned(constants, "<<<") + aligned(table, "<>>>>>")
+    return [*lines, f"root mean square error {fit.rms(measured):.1%}"]
 
 
 def as_json(fit: Fit, measured: Sequence[Measured], names: Sequence[str]) -> dict[str, Any]:

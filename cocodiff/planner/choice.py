@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -47,12 +47,9 @@ SAME = 1.001  # times that differ by less are the same time
 
 @dataclass(frozen=True)
 class Workload:
-    """What makes one batch of images.
-
-    load: of ranks that compute both branches of guidance: all rows, and all calls of a step.
-    stable: where a threshold decides, the part of the tokens that stay. decisions: as of `Case`. negative: the segments
-    of the second call of a step, where its text has another length.
-    """
+    """What makes one batch of images. load: of ranks that compute both branches of guidance: all rows, and all calls of
+    a step. stable: where a threshold decides, the part of the tokens that stay. decisions: as of `Case`. negative: the
+    segments of the second call of a step, where its text has another length."""
 
     shape: ModelShape
     load: Load
@@ -67,10 +64,14 @@ class Workload:
         """Whether there are two branches: two calls in a step, or two halves of one call's rows."""
         return self.load.branches == 2 or self.shape.rows_per_image == 2
 
+    def with_config(self, config: Config) -> Workload:
+        """The same work by other settings."""
+        return replace(self, config=config, load=replace(self.load, state=state_sizes(config)))
+
     def with_codec_chosen(self, topology: Topology) -> Workload:
         """With the codec that `codec: auto` is on the ranks of a branch."""
-        config = with_codec_chosen(self.config, topology, AttentionWork(self.shape.heads, self.shape.head_dim))[0]
-        return replace(self, config=config, load=replace(self.load, state=state_sizes(config)))
+        work = AttentionWork(self.shape.heads, self.shape.head_dim)
+        return self.with_config(with_codec_chosen(self.config, topology, work)[0])
 
     def of_branch(self, guidance: int, branch: int) -> Workload:
         """The work of the ranks of one branch."""
@@ -163,9 +164,8 @@ def parts_of(topology: Topology, work: Workload, partition: Partition) -> list[l
     def part_of(branch: int, ranks: tuple[int, ...]) -> Part:
         own = topology.part(ranks)
         of_branch = work.of_branch(partition.guidance, branch).with_codec_chosen(own)
-        return Part(
-            ranks, own, replace(of_branch, load=replace(of_branch.load, split=Split.of(work.config.split, own)))
-        )
+        load = replace(of_branch.load, split=Split.of(work.config.split, own))
+        return Part(ranks, own, replace(of_branch, load=load))
 
     return [[part_of(*one) for one in enumerate(of_replica)] for of_replica in axes.branches]
 
@@ -184,8 +184,7 @@ def with_weights_chosen(topology: Topology, work: Workload, partition: Partition
     last = {"predictor": "last"} if coded else {}
 
     def with_settings(**settings: Any) -> Workload:
-        config = work.config.with_(**settings)
-        return replace(work, config=config, load=replace(work.load, state=state_sizes(config)))
+        return work.with_config(work.config.with_(**settings))
 
     def fits(one: Workload) -> bool:
         parts = parts_of(topology, one, partition)
@@ -202,9 +201,7 @@ def with_weights_chosen(topology: Topology, work: Workload, partition: Partition
     fitting: list[Workload] = []
     for changes in ({}, last) if last and work.config.predictor != "last" else ({},):
         for among in ("card", "node"):
-            of_blocks = [
-                with_settings(weights=among, split_layers=n or None, **changes) for n in [*range(1, blocks), 0]
-            ]
+            of_blocks = [with_settings(weights=among, split_layers=n, **changes) for n in (*range(1, blocks), None)]
             fitting += first(blocks, of_blocks.__getitem__)
     layers = sum(coded_layers(work.shape, work.config.state_layers)) if keeps else 1
     for among in ("card", "node"):
@@ -237,8 +234,8 @@ class Pricer:
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
-        self._divided: dict[tuple[Workload, Partition], list[list[Part]]] = {}
         self._known: dict[Hashable, Part] = {}
+        self._parts = cache(self._divide)
 
     def need(self, work: Workload, partition: Partition) -> RankMemory:
         """Memory of the fullest rank. Raises UserError where ranks, heads, tokens or settings do not allow the
@@ -270,14 +267,10 @@ class Pricer:
         sent = {link: sum(plan.bytes[link] for plan in slowest) for link in LINK_CLASSES}
         return PartitionStep(replace(longer, step_s=longer.step_s + outputs_s, bytes=sent), outputs)
 
-    def _parts(self, work: Workload, partition: Partition) -> list[list[Part]]:
+    def _divide(self, work: Workload, partition: Partition) -> list[list[Part]]:
         """As `parts_of`; in the place of all that are alike stands the first of them."""
-        if (work, partition) not in self._divided:
-            self._divided[work, partition] = [
-                [self._known.setdefault(part.alike, part) for part in of_replica]
-                for of_replica in parts_of(self.topology, work, partition)
-            ]
-        return self._divided[work, partition]
+        of_replicas = parts_of(self.topology, work, partition)
+        return [[self._known.setdefault(part.alike, part) for part in of_replica] for of_replica in of_replicas]
 
     def _unlike(self, work: Workload, partition: Partition) -> list[Part]:
         """One of all parts that are alike."""
@@ -295,9 +288,8 @@ class Pricer:
         partners_P = np.array([sum(pair) - rank for rank, pair in enumerate(pairs)])
         traffic = Traffic(Wires(self.topology))
         traffic.send(np.arange(self.topology.size), partners_P, np.full(self.topology.size, size))
-        return traffic.seconds() + Latencies.of(self.topology.machine).latency_s, {
-            link: count / partition.replicas for link, count in traffic.bytes.items()
-        }
+        outputs = {link: count / partition.replicas for link, count in traffic.bytes.items()}
+        return traffic.seconds() + Latencies.of(self.topology.machine).latency_s, outputs
 
 
 @dataclass(frozen=True)
@@ -420,27 +412,23 @@ def choose(
             sized.append(size_partition(pricer, works, partition, images, batches))
         except UserError as error:
             refused[partition] = error
-    if not sized:
+    reason, listed = untimed(topology.machine), sized
+    # without times: more ranks than so few images can use
+    if not sized or (reason and refused and min(one.partition.replicas for one in sized) > max(batches, replicas or 1)):
         raise next(iter(refused.values()))
-    fitting = [one for one in sized if one.fits is not False]
-    reason = untimed(topology.machine)
-    if reason and refused and min(one.partition.replicas for one in sized) > max(batches, replicas or 1):
-        raise next(iter(refused.values()))  # more ranks than so few images can use
-    if reason:
-        taken = by_rule(fitting) if fitting else min(sized, key=lambda one: one.need.total)
-        return Choice(topology, taken, None, sized, refused, reason)
-    timed: dict[Partition, PricedPartition] = {}
-    for one in sized:
-        try:
-            timed[one.partition] = time_partition(pricer, works, one)
-        except UserError as error:
-            refused[one.partition] = error
-    if not timed:
-        raise next(iter(refused.values()))
-    listed = [timed[one.partition] for one in sized if one.partition in timed]
-    able = [one for one in timed.values() if one.fits is not False]
-    if not able:
-        return Choice(topology, min(listed, key=lambda one: one.need.total), None, listed, refused, None)
+    if not reason:
+        listed = []
+        for one in sized:
+            try:
+                listed.append(time_partition(pricer, works, one))
+            except UserError as error:
+                refused[one.partition] = error
+        if not listed:
+            raise next(iter(refused.values()))
+    able = [one for one in listed if one.fits is not False]
+    if reason or not able:
+        taken = by_rule(able) if able else min(listed, key=lambda one: one.need.total)
+        return Choice(topology, taken, None, listed, refused, reason)
     able.sort(key=lambda one: one.job_s)
     near = [one for one in able if one.job_s <= SAME * able[0].job_s]
     taken = max(near, key=lambda one: (one.partition, -one.ring))
@@ -467,22 +455,12 @@ def by_rule(sized: Sequence[PricedPartition]) -> PricedPartition:
 
 
 def time_partition(pricer: Pricer, works: Sequence[Workload], one: PricedPartition) -> PricedPartition:
-    steps = [pricer.step(work, one.partition) for work in works]
-
-    def total(counts: Sequence[dict[str, float]]) -> dict[str, float]:
-        return {
-            link: sum(work.steps * count[link] for work, count in zip(works, counts, strict=True))
-            for link in LINK_CLASSES
-        }
-
+    steps = [(work, pricer.step(work, one.partition)) for work in works]
+    apart = one.partition.guidance > 1
     return replace(
         one,
-        batch_s=sum(step.plan.image_s for step in steps),
-        sent=total([step.plan.bytes for step in steps]),
-        outputs=total([step.outputs for step in steps]),
-        first_s=sum(
-            step.plan.step_s
-            for work, step in zip(works, steps, strict=True)
-            if one.partition.guidance > 1 and work.load.branches > 1
-        ),
+        batch_s=sum(step.plan.image_s for _, step in steps),
+        sent={link: sum(work.steps * step.plan.bytes[link] for work, step in steps) for link in LINK_CLASSES},
+        outputs={link: sum(work.steps * step.outputs[link] for work, step in steps) for link in LINK_CLASSES},
+        first_s=sum(step.plan.step_s for work, step in steps if apart and work.load.branches > 1),
     )

@@ -7,12 +7,11 @@ the registry names the class of any other.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
-from cocodiff.attention import arrival
-from cocodiff.attention.arrival import SAMPLING, Displaced
+from cocodiff.attention.arrival import SAMPLING, Displaced, DisplacedKind
 from cocodiff.attention.lossless import Lossless, LosslessKind, values_kept
 from cocodiff.attention.residual import (
     BITS,
@@ -41,11 +40,9 @@ LAUNCHES_TO_CHOOSE = 41  # of V-Major's kernels: scores and what is made of them
 
 
 class CallKind(NamedTuple):
-    """How calls of attention are made: predictions know each kind by one recording.
-
-    whole: as a run's first ones, which have nothing to go by: tensors as they are, or as nearly as a code can. stable:
-    the part of the tokens that stays behind. fine: with the bits of the last steps. displaced: names of the tensors
-    that no call waits for, as "qkv"."""
+    """How calls of attention are made: predictions know each kind by one recording. whole: as a run's first ones, which
+    have nothing to go by: tensors as they are, or as nearly as a code can. stable: the part of the tokens that stays
+    behind. fine: with the bits of the last steps. displaced: names of the tensors that no call waits for, as "qkv"."""
 
     whole: bool = False
     stable: float = 0.0
@@ -53,7 +50,7 @@ class CallKind(NamedTuple):
     displaced: str = ""
 
 
-WHOLE = CallKind(whole=True)
+WHOLE, CODED = CallKind(whole=True), CallKind()
 
 
 class Typical(NamedTuple):
@@ -78,50 +75,40 @@ class Cell(NamedTuple):
         return self.batch * self.head_dim * self.itemsize
 
 
+@dataclass(frozen=True)
 class Costs:
     """Of one codec, by the engine's settings. The functions that take a `codec` (one rank's) are for benchmarks."""
 
-    steps_to_settle = 0  # coded calls after a whole one, before those that all others are like
+    settings: Config
+    steps_to_settle: ClassVar[int] = 0  # coded calls after a whole one, before those that all others are like
 
-    @classmethod
-    def head_bytes(cls, settings: Any, head_dim: int, itemsize: int) -> int:
-        """What one token of one head takes on the wire, of q, k, v or the output each."""
+    def sent_bytes(self, head_dim: int, itemsize: int, kind: CallKind = CODED) -> int:
+        """What one token of one head takes on the wire in calls of a kind, of q, k, v or the output each."""
         return head_dim * itemsize
 
-    @classmethod
-    def sent_bytes(cls, settings: Any, head_dim: int, itemsize: int, kind: CallKind) -> int:
-        """The same in calls of a kind."""
-        return cls.head_bytes(settings, head_dim, itemsize)
-
-    @classmethod
-    def rows_sent(cls, settings: Any, topology: Topology, layout: Layout, kind: CallKind) -> Sequence[float]:
+    def rows_sent(self, topology: Topology, layout: Layout, kind: CallKind) -> Sequence[float]:
         """How many of its rows every rank of a group sends of q, k and v each."""
         return layout.rows
 
-    @classmethod
-    def gathered(cls, settings: Any, topology: Topology, layout: Layout, kind: CallKind) -> Sequence[float]:
+    def gathered(self, topology: Topology, layout: Layout, kind: CallKind) -> Sequence[float]:
         """Bytes that every rank of a group sends each other one in a call besides, of one batch row."""
         return [0.0] * topology.size
 
-    @classmethod
-    def choosing(cls, settings: Any, kind: CallKind, tiles: int) -> tuple[int, int, int]:
+    def choosing(self, kind: CallKind, tiles: int) -> tuple[int, int, int]:
         """Launches, gathers of all ranks, and waits of the host for the device, before v is sent. tiles: of a card."""
         return 0, 0, 0
 
-    @classmethod
-    def agrees(cls, settings: Any) -> bool:
+    def agrees(self) -> bool:
         """Whether ranks gather what they agree on, once in a coded call of the model, which waits for it."""
         return False
 
-    @classmethod
-    def kinds_of_steps(cls, settings: Any, steps: int, typical: Typical) -> list[Mapping[CallKind, float]]:
+    def kinds_of_steps(self, steps: int, typical: Typical) -> list[dict[CallKind, float]]:
         """Of every step the parts of its calls by their kind."""
         return [{WHOLE: 1.0}] * steps
 
-    @classmethod
-    def state_bytes(cls, settings: Any, topology: Topology, layout: Layout, cell: Cell) -> list[Mapping[str, int]]:
-        """What one layer keeps on every rank of a group, what is in flight between its calls as well, in bytes by what
-        it is (fields of `RankMemory`). cell: of one tensor."""
+    def state_bytes(self, topology: Topology, layout: Layout, cell: Cell) -> list[Mapping[str, int]]:
+        """What one layer keeps on every rank of a group of several, what is in flight between its calls as well, in
+        bytes by what it is (fields of `RankMemory`). cell: of one tensor."""
         return [{} for _ in range(topology.size)]
 
     @staticmethod
@@ -137,36 +124,23 @@ class Costs:
         """Receives what calls have sent and did not wait for."""
 
 
-def costs_of(config: Config) -> type[Costs]:
+def costs_of(config: Config) -> Costs:
     """Of the codec that the settings name."""
     name = codec_name(config)
     found: type[Costs] = load(COSTS, name) if name in COSTS else Costs
-    return found
+    return found(config)
 
 
-@dataclass(frozen=True)
-class StateSizes:
-    """How much is kept between calls by the engine's settings, which say whether there is a step cache; by a codec."""
-
-    costs: type[Costs]
-    settings: Any
-
-    def of_site(self, topology: Topology, layout: Layout, cell: Cell) -> list[Mapping[str, int]]:
-        """As `Costs.state_bytes`."""
-        return self.costs.state_bytes(self.settings, topology, layout, cell)
-
-
-def state_sizes(config: Config) -> StateSizes | None:
-    """How much the codec and the step cache keep between calls; None where that is nothing."""
+def state_sizes(config: Config) -> Costs | None:
+    """What tells how much the codec and the step cache keep between calls; None where that is nothing."""
     keeps = codec_class(config).keeps_state or config.step_cache != "none"
-    return StateSizes(costs_of(config), config) if keeps else None
+    return costs_of(config) if keeps else None
 
 
 class VMajorCosts(Costs):
     """V-Major (CoCoDiff section III-D)."""
 
-    @classmethod
-    def rows_sent(cls, settings: Any, topology: Topology, layout: Layout, kind: CallKind) -> Sequence[float]:
+    def rows_sent(self, topology: Topology, layout: Layout, kind: CallKind) -> Sequence[float]:
         """So large a part of the rows that may stay does, of every card in whole tokens."""
         if kind.whole:
             return layout.rows
@@ -177,45 +151,39 @@ class VMajorCosts(Costs):
                 found[rank] -= math.floor(held * kind.stable) * layout.may_stay[rank] / max(1, held)
         return found
 
-    @classmethod
-    def gathered(cls, settings: Any, topology: Topology, layout: Layout, kind: CallKind) -> Sequence[float]:
+    def gathered(self, topology: Topology, layout: Layout, kind: CallKind) -> Sequence[float]:
         """Scores of the own rows, by threshold their norms as well; with scoring by card what the first tile chose, a
         byte for each of the card's rows."""
         if kind.whole:
-            return super().gathered(settings, topology, layout, kind)
-        if settings.scoring == "source":
-            return [4.0 * (1 + (settings.schedule == "threshold")) * rows for rows in layout.may_stay]
+            return super().gathered(topology, layout, kind)
+        if self.settings.scoring == "source":
+            return [4.0 * (1 + (self.settings.schedule == "threshold")) * rows for rows in layout.may_stay]
         of_cards = [topology.cards[place.card] for place in topology.places]
         return [
             float(sum(layout.may_stay[one] for one in ranks) * (min(ranks) == rank))
             for rank, ranks in enumerate(of_cards)
         ]
 
-    @classmethod
-    def choosing(cls, settings: Any, kind: CallKind, tiles: int) -> tuple[int, int, int]:
-        counted = tiles == 1 and settings.schedule != "threshold"  # see `Selection.build`
+    def choosing(self, kind: CallKind, tiles: int) -> tuple[int, int, int]:
+        counted = tiles == 1 and self.settings.schedule != "threshold"  # see `Selection.build`
         return (0, 0, 0) if kind.whole else (LAUNCHES_TO_CHOOSE, 1, 0 if counted else 1)
 
-    @classmethod
-    def kinds_of_steps(cls, settings: Any, steps: int, typical: Typical) -> list[Mapping[CallKind, float]]:
-        schedule, found = Schedule.of(settings), list[Mapping[CallKind, float]]()
+    def kinds_of_steps(self, steps: int, typical: Typical) -> list[dict[CallKind, float]]:
+        schedule, found = Schedule.of(self.settings), []
         for step in range(steps):
             part = schedule.stable_fraction(step, steps)
             selective = CallKind(stable=typical.stable if part is None else part)
             found.append({WHOLE if schedule.is_full(step, steps) else selective: 1.0})
         return found
 
-    @classmethod
-    def state_bytes(cls, settings: Any, topology: Topology, layout: Layout, cell: Cell) -> list[Mapping[str, int]]:
+    def state_bytes(self, topology: Topology, layout: Layout, cell: Cell) -> list[Mapping[str, int]]:
         """Exact. What is received are all tokens for the rank's own heads. The reference is v at the scored rows: the
         own image tokens with all heads (source), or on the first tile of a card the card's image tokens with that
-        tile's plane's heads (card). One rank alone keeps nothing."""
-        if topology.size == 1:
-            return [{}]
+        tile's plane's heads (card)."""
         found: list[Mapping[str, int]] = []
         for rank, heads in enumerate(layout.heads):
             rows, scored_heads = layout.may_stay[rank], sum(layout.heads)
-            if settings.scoring == "card":
+            if self.settings.scoring == "card":
                 card, of_plane = scored_blocks(topology, rank)
                 rows = sum(layout.may_stay[other] for other in card) if card[0] == rank else 0
                 scored_heads = sum(layout.heads[other] for other in of_plane)
@@ -236,34 +204,25 @@ class VMajorCosts(Costs):
 class LosslessCosts(Costs):
     """The lossless codec, where its sizes, which depend on the data, are those of a typical run."""
 
-    steps_to_settle = 2  # in which there is no continuation
+    steps_to_settle = 2  # in which there is no continuation, no comparison with it, and nothing is in flight
 
-    @classmethod
-    def head_bytes(cls, settings: Any, head_dim: int, itemsize: int) -> int:
-        return cls.sent_bytes(settings, head_dim, itemsize, CallKind())
-
-    @classmethod
-    def sent_bytes(cls, settings: Any, head_dim: int, itemsize: int, kind: CallKind) -> int:
+    def sent_bytes(self, head_dim: int, itemsize: int, kind: CallKind = CODED) -> int:
         whole, share = head_dim * itemsize, TYPICAL_FIRST if kind.whole else TYPICAL
         return whole if itemsize != 2 else max(least_room(head_dim), math.ceil(share * whole))
 
-    @classmethod
-    def agrees(cls, settings: Any) -> bool:
+    def agrees(self) -> bool:
         return True
 
-    @classmethod
-    def kinds_of_steps(cls, settings: Any, steps: int, typical: Typical) -> list[Mapping[CallKind, float]]:
+    def kinds_of_steps(self, steps: int, typical: Typical) -> list[dict[CallKind, float]]:
         """The first step goes by exponents alone, all others are alike."""
-        coded: list[Mapping[CallKind, float]] = [{CallKind(): 1.0}]
-        return [{WHOLE: 1.0}, *coded * (steps - 1)][:steps]
+        return [{WHOLE: 1.0}, *[{CODED: 1.0}] * (steps - 1)]
 
-    @classmethod
-    def state_bytes(cls, settings: Any, topology: Topology, layout: Layout, cell: Cell) -> list[Mapping[str, int]]:
+    def state_bytes(self, topology: Topology, layout: Layout, cell: Cell) -> list[Mapping[str, int]]:
         """Exact: of every tensor what both ends know."""
-        if topology.size == 1 or cell.itemsize != 2:
-            return [{} for _ in range(topology.size)]
+        if cell.itemsize != 2:
+            return super().state_bytes(topology, layout, cell)
         S, H = sum(layout.rows), sum(layout.heads)
-        of_cell = len(TENSORS) * values_kept(settings) * cell.bytes
+        of_cell = len(TENSORS) * values_kept(self.settings) * cell.bytes
         return [{"reconstructions": of_cell * (L * H + S * G)} for L, G in zip(layout.rows, layout.heads, strict=True)]
 
     @staticmethod
@@ -271,71 +230,53 @@ class LosslessCosts(Costs):
         codec.fixed_kind = LosslessKind(kind.whole, TYPICAL_FIRST if kind.whole else TYPICAL)
 
     @staticmethod
-    def agree(codec: Lossless) -> None:
+    def agree(codec: Lossless | Residual | Displaced) -> None:
         if codec.notes is not None:
             codec.notes.hand_out()
 
 
-class ResidualCosts(Costs):
-    """The residual codec and displacement, with any codec or none."""
+class ResidualCosts(LosslessCosts):
+    """The residual codec, and displacement with any codec, the lossless one as well, or none."""
 
-    steps_to_settle = 2  # in which there is no continuation, no comparison with it, and nothing is in flight
-
-    @classmethod
-    def head_bytes(cls, settings: Any, head_dim: int, itemsize: int) -> int:
-        if settings.codec == "lossless":
-            return LosslessCosts.head_bytes(settings, head_dim, itemsize)
-        return width_of(head_dim, itemsize, BITS[settings.codec])
-
-    @classmethod
-    def sent_bytes(cls, settings: Any, head_dim: int, itemsize: int, kind: CallKind) -> int:
-        if settings.codec == "lossless":
-            return LosslessCosts.sent_bytes(settings, head_dim, itemsize, kind)
-        bits = BITS[settings.codec]
+    def sent_bytes(self, head_dim: int, itemsize: int, kind: CallKind = CODED) -> int:
+        if self.settings.codec == "lossless":
+            return super().sent_bytes(head_dim, itemsize, kind)
+        bits = BITS[self.settings.codec]
         if bits is not None and kind.whole:
-            bits = FIRST_BITS * bits if codes_first_calls(settings.codec) else None
+            bits = FIRST_BITS * bits if codes_first_calls(self.settings.codec) else None
         elif bits is not None and kind.fine:
             bits = min(2 * bits, FINEST)
         return width_of(head_dim, itemsize, bits)
 
-    @classmethod
-    def agrees(cls, settings: Any) -> bool:
-        return bool(settings.codec != "none" or settings.arrival == "adaptive")
+    def agrees(self) -> bool:
+        return bool(self.settings.codec != "none" or self.settings.arrival == "adaptive")
 
-    @classmethod
-    def kinds_of_steps(cls, settings: Any, steps: int, typical: Typical) -> list[Mapping[CallKind, float]]:
+    def kinds_of_steps(self, steps: int, typical: Typical) -> list[dict[CallKind, float]]:
         """The first step is whole, the last ones are fine; what is displaced in the others is told by `typical`, or all
         tensors are."""
-        bits, last = BITS.get(settings.codec), steps - settings.fine_steps
+        arrival, bits = self.settings.arrival, BITS.get(self.settings.codec)
         finer = CallKind(fine=bits is not None and bits < FINEST)
-        of_arrival: dict[str, Callable[[int], Mapping[str, float]]] = {
-            "now": lambda _: {"": 1.0},
-            "displaced": lambda _: {"".join(TENSORS): 1.0},
-            "adaptive": lambda step: typical.displaced[step],
-        }
-        found: list[Mapping[CallKind, float]] = [{WHOLE: 1.0}]
-        for step in range(1, steps):
-            sets = of_arrival[settings.arrival](step) if step < last else {}
-            found.append({CallKind(displaced=names): part for names, part in sets.items()} or {finer: 1.0})
-        return found[:steps]
+        displaced = "".join(TENSORS) if arrival == "displaced" else ""
+        sets_of_steps = typical.displaced if arrival == "adaptive" else [{displaced: 1.0}] * steps
+        found = [{WHOLE: 1.0}, *[{finer: 1.0}] * (steps - 1)]
+        for step in range(1, steps - self.settings.fine_steps):
+            found[step] = {CallKind(displaced=names): part for names, part in sets_of_steps[step].items()}
+        return found
 
-    @classmethod
-    def state_bytes(cls, settings: Any, topology: Topology, layout: Layout, cell: Cell) -> list[Mapping[str, int]]:
+    def state_bytes(self, topology: Topology, layout: Layout, cell: Cell) -> list[Mapping[str, int]]:
         """Exact. What is kept: see `kept_cells`. In flight where calls do not wait: what a call has sent of every
         tensor until it has left, and what came until the next call takes it, as wide as it travels."""
-        if topology.size == 1:
-            return [{}]
-        S, H, width = sum(layout.rows), sum(layout.heads), cls.head_bytes(settings, cell.head_dim, cell.itemsize)
-        late = len(TENSORS) * cell.batch * width if settings.arrival != "now" else 0
+        S, H, width = sum(layout.rows), sum(layout.heads), self.sent_bytes(cell.head_dim, cell.itemsize)
+        late = len(TENSORS) * cell.batch * width if self.settings.arrival != "now" else 0
         return [
-            {"reconstructions": kept_cells(settings, L, S, G, H) * cell.bytes, "in_flight": late * (L * H + S * G)}
+            {"reconstructions": kept_cells(self.settings, L, S, G, H) * cell.bytes, "in_flight": late * (L * H + S * G)}
             for L, G in zip(layout.rows, layout.heads, strict=True)
         ]
 
     @staticmethod
-    def hold_at(codec: Residual | Displaced, kind: CallKind) -> None:
+    def hold_at(codec: Lossless | Residual | Displaced, kind: CallKind) -> None:
         if isinstance(codec, Displaced):
-            codec.fixed_kind = arrival.DisplacedKind(kind.whole, frozenset(kind.displaced))
+            codec.fixed_kind = DisplacedKind(kind.whole, frozenset(kind.displaced))
         inner = codec.inner if isinstance(codec, Displaced) else codec
         if isinstance(inner, Residual):
             inner.fixed_kind = ResidualKind(kind.whole, kind.fine)
@@ -343,17 +284,12 @@ class ResidualCosts(Costs):
             LosslessCosts.hold_at(inner, kind)
 
     @staticmethod
-    def agree(codec: Residual | Displaced) -> None:
-        if codec.notes is not None:
-            codec.notes.hand_out()
-
-    @staticmethod
     def catch_up(codec: Residual | Displaced) -> None:
         if isinstance(codec, Displaced):
             codec.catch_up()
 
 
-def kept_cells(settings: Any, L: int, S: int, G: int, H: int) -> int:
+def kept_cells(settings: Config, L: int, S: int, G: int, H: int) -> int:
     """Tokens times heads that a rank with L of S rows and G of H heads keeps of q, k, v and the output: with a codec
     the reconstructions of both ends; else what the last call received, where calls do not wait, and the rows by which
     the sender measures how they change."""

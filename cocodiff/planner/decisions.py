@@ -79,7 +79,7 @@ def _read(path: Path) -> tuple[Decisions, ...]:
         if path.suffix == ".json":
             return _of_metrics(json.loads(path.read_text()))
         runs = read_yaml(path)["runs"]
-        return tuple(_decisions(run, [_named(step) for step in run["displaced"]]) for run in runs)
+        return tuple(_decisions(run, run["displaced"]) for run in runs)
     except OSError as error:
         raise UserError(f"--decisions {path} cannot be read: {error.strerror}") from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -89,17 +89,15 @@ def _read(path: Path) -> tuple[Decisions, ...]:
         ) from error
 
 
-def _named(step: Mapping[str, float]) -> dict[str, float]:
-    return {"" if names == NONE else names: part for names, part in step.items()}
-
-
 def as_file(*runs: Decisions) -> str:
     """The text of a file of decisions."""
     return yaml.safe_dump({"runs": [one.record() for one in runs]}, sort_keys=False, default_flow_style=None, width=120)
 
 
 def _decisions(about: Mapping[str, Any], rows: Sequence[Mapping[str, float]]) -> Decisions:
-    displaced = tuple(tuple((str(names), float(part)) for names, part in row.items()) for row in rows)
+    displaced = tuple(
+        tuple(("" if names == NONE else str(names), float(part)) for names, part in row.items()) for row in rows
+    )
     if not displaced or any(abs(sum(part for _, part in row) - 1) > 0.01 for row in displaced):
         raise ValueError("the parts of a step's calls do not sum up to 1")
     return Decisions(about["codec"], about["predictor"], float(about["tau"]), str(about["about"]), displaced)

@@ -65,9 +65,8 @@ class Case:
     @cached_property
     def mesh(self) -> Mesh:
         """Of Ulysses and Ring."""
-        return self.known_mesh or mesh_of(
-            self.config, self.topology, AttentionWork(self.shape.heads, self.shape.head_dim)
-        )
+        work = AttentionWork(self.shape.heads, self.shape.head_dim)
+        return self.known_mesh or mesh_of(self.config, self.topology, work)
 
 
 KINDS = ("joint", "parallel", "image")  # of layers: see `ModelShape`
@@ -94,13 +93,13 @@ def kinds_of(shape: ModelShape, load: Load) -> list[Kind]:
     return [kind for kind in found if kind.layers]
 
 
-def kinds_of_steps(case: Case) -> list[Mapping[CallKind, float]]:
+def kinds_of_steps(case: Case) -> list[dict[CallKind, float]]:
     """Of every step the parts of its calls by their kind."""
     if case.topology.size == 1:
         return [{WHOLE: 1.0}] * case.steps
     decisions = decisions_of(case.config, case.steps, case.decisions)
     displaced = without_seldom(decisions.over(case.steps)) if decisions else ()
-    return costs_of(case.config).kinds_of_steps(case.config, case.steps, Typical(case.stable, displaced))
+    return costs_of(case.config).kinds_of_steps(case.steps, Typical(case.stable, displaced))
 
 
 def sampled_kinds(case: Case) -> list[CallKind]:
@@ -149,11 +148,9 @@ class LayerPlan(NamedTuple):
 
 
 class Sent:
-    """How tensors of a layer travel in calls of one kind.
-
-    width: bytes of one head of one token; rows: how many of a Ulysses group's rows are sent of q, k and v; forward,
-    back: one tensor's hops; stages: of calls that go in chunks, else None.
-    """
+    """How tensors of a layer travel in calls of one kind. width: bytes of one head of one token; rows: how many of a
+    Ulysses group's rows are sent of q, k and v; forward, back: one tensor's hops; stages: of calls that go in chunks,
+    else None."""
 
     forward: Sequence[Hop] = ()
     back: Sequence[Hop] = ()
@@ -162,10 +159,10 @@ class Sent:
     def __init__(self, case: Case, kind: Kind, latencies: Latencies, call: CallKind) -> None:
         mesh, config, costs = case.mesh, case.config, costs_of(case.config)
         layouts = mesh.layouts(kind.segments, case.shape.heads)
-        self.width = costs.sent_bytes(config, case.shape.head_dim, case.load.itemsize, call)
+        self.width = costs.sent_bytes(case.shape.head_dim, case.load.itemsize, call)
         groups = list(zip(mesh.parts, layouts, strict=True))
-        rows_P = of_ranks(mesh, (costs.rows_sent(config, *group, call) for group in groups))
-        gathered_P = of_ranks(mesh, (costs.gathered(config, *group, call) for group in groups))
+        rows_P = of_ranks(mesh, (costs.rows_sent(*group, call) for group in groups))
+        gathered_P = of_ranks(mesh, (costs.gathered(*group, call) for group in groups))
         all_P, heads_P = (of_ranks(mesh, (getattr(one, name) for one in layouts)) for name in ("rows", "heads"))
         self.rows = float(sum(rows_P[list(mesh.groups[0])]))
         work = AttentionWork(case.shape.heads, case.shape.head_dim, kind.segments, case.load.batch, case.load.itemsize)
@@ -234,7 +231,7 @@ class PlannedCall:
 
     def __init__(self, case: Case, kind: Kind, call: CallKind, latencies: Latencies, sent: Sent) -> None:
         self.layer, self.spans, self.at, self.compute_s = kind.name, list[Moved](), 0.0, 0.0
-        self._case, self._kind, self._call, self._latencies = case, kind, call, latencies
+        self._case, self._call, self._latencies = case, call, latencies
         self._free, self._arrived = dict[str, float](), dict[str, float]()
         self._sent, mesh = sent, case.mesh
         self._device, self._costs = case.topology.machine.device, costs_of(case.config)
@@ -277,7 +274,8 @@ class PlannedCall:
             parts = blocks if in_stages is None else blocks + 2  # of each query, which are merged
             block_s, launches = (times.attention, 1) if parts == 1 else self._part(times.attention)
             self._compute(blocks * block_s, parts * launches)
-            self._compute((parts - 1) * self._merged_s(), parts - 1)
+            merging_s = merged_s(self._device, self._B * self._S * self._G * self._D)
+            self._compute((parts - 1) * merging_s, parts - 1)
             self.at += behind.seconds(block_s) - blocks * block_s
         if in_stages is None:
             self._travel("o")
@@ -344,15 +342,11 @@ class PlannedCall:
     def _chosen_s(self) -> float:
         """Seconds until it is known what of v is sent."""
         tiles = self._case.topology.machine.tiles
-        launches, gathers, waits = self._costs.choosing(self._case.config, self._call, tiles)
+        launches, gathers, waits = self._costs.choosing(self._call, tiles)
         latency_s, message_s, launch_s, blocked_s, wait_s = self._latencies
         scored = self._B * self._L * self._H * self._D * self._case.load.itemsize if launches else 0
         gather_s = latency_s + (self._case.mesh.ulysses - 1) * (message_s + 2 * blocked_s)
         return scored_s(self._device, scored) + launches * launch_s + gathers * gather_s + waits * wait_s
-
-    def _merged_s(self) -> float:
-        """Seconds of merging two parts of the output."""
-        return merged_s(self._device, self._B * self._S * self._G * self._D)
 
     def _coded_s(self, forward: bool, sends: bool) -> float:
         """Seconds of the passes that code a tensor at one end."""
@@ -404,29 +398,27 @@ def plan_step(case: Case, latencies: Latencies) -> StepPlan:
     """Layers follow one another; once in a call of the model ranks gather what they agree on for all its layers."""
     every, branches = kinds_of_steps(case), case.load.branches
     costs, several, tiles = costs_of(case.config), case.topology.size > 1, case.topology.machine.tiles
-    agrees = several and costs.agrees(case.config)
+    agrees = several and costs.agrees()
     coded = statistics.mean(sum(part for kind, part in step.items() if not kind.whole) for step in every)
     step_s = branches * latencies.latency_s * coded * agrees
     compute_s, waits, sent = 0.0, 0.0, dict.fromkeys(LINK_CLASSES, 0.0)
-    choosing = {call: costs.choosing(case.config, call, tiles)[2] for step in every for call in step}
+    choosing = {call: costs.choosing(call, tiles)[2] for step in every for call in step}
     layers_s: list[float] = []  # of the blocks of one call, in the model's order
     coded_of = dict(zip(KINDS, coded_layers(case.shape, case.config.state_layers), strict=True))
+
+    def of_step(kind: Kind, known: Mapping[CallKind, float]) -> float:
+        """Of all layers of a kind: those that are never coded go as a run's first calls do."""
+        coded = coded_of[kind.name]
+        return coded * over_steps(known, every) + (kind.layers - coded) * known[WHOLE]
+
     for kind, plans in plan_layers(case, latencies):
-        coded, of_whole = coded_of[kind.name], plans[WHOLE]
-        whole = kind.layers - coded
-
-        def both(known: Mapping[CallKind, float], of_whole: float, coded: int = coded, whole: int = whole) -> float:
-            return coded * over_steps(known, every) + whole * of_whole
-
-        seconds = {call: plan.seconds for call, plan in plans.items()}
-        layers_s += [over_steps(seconds, every)] * coded + [of_whole.seconds] * whole
-        step_s += branches * both(seconds, of_whole.seconds)
-        compute_s += branches * both({call: plan.compute_s for call, plan in plans.items()}, of_whole.compute_s)
-        waits += branches * several * both(choosing, 0.0)
+        coded, seconds = coded_of[kind.name], {call: plan.seconds for call, plan in plans.items()}
+        layers_s += [over_steps(seconds, every)] * coded + [seconds[WHOLE]] * (kind.layers - coded)
+        step_s += branches * of_step(kind, seconds)
+        compute_s += branches * of_step(kind, {call: plan.compute_s for call, plan in plans.items()})
+        waits += branches * several * of_step(kind, choosing)
         for link in LINK_CLASSES:
-            sent[link] += branches * both(
-                {call: plan.bytes[link] for call, plan in plans.items()}, of_whole.bytes[link]
-            )
+            sent[link] += branches * of_step(kind, {call: plan.bytes[link] for call, plan in plans.items()})
     weights_s = branches * weights_waited_s(case.shape, case.load, layers_s, latencies)
     return StepPlan(step_s + weights_s, compute_s, sent, case.steps, waits)
 
@@ -435,9 +427,8 @@ def plan_step(case: Case, latencies: Latencies) -> StepPlan:
 
 
 class ModelCalls:
-    """One rank's calls of a model that has some layers alike, one after the other, which a benchmark runs.
-
-    layers: what one layer is, each for a guidance branch of its own."""
+    """One rank's calls of a model that has some layers alike, one after the other, which a benchmark runs. layers: what
+    one layer is, each for a guidance branch of its own."""
 
     def __init__(self, config: Config, strategy: Ulysses, steps: int) -> None:
         self.codec, self.costs, self.layers = strategy.codec, costs_of(config), list[PlannedLayer]()
@@ -460,24 +451,6 @@ class ModelCalls:
             layer.run(self._strategy, LayerKey(name, branch))
 
 
-class SerialTransport:
-    """A transport whose groups serve one peer at a time: at step s they send to the rank s further on and receive from
-    the rank s before."""
-
-    def __init__(self, transport: Any) -> None:
-        self._inner, self.world = transport, self.group_of(transport.world)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def group(self, ranks: Sequence[int], together: bool = False) -> Any:
-        return self.group_of(self._inner.group(ranks))
-
-    @staticmethod
-    def group_of(group: Any) -> Any:
-        return SerialGroup(group)
-
-
 class SerialGroup:
     receives_ahead = False  # a call lists all its peers, so that they can take turns
 
@@ -497,3 +470,19 @@ class SerialGroup:
         return pending
 
     collective = send_recv
+
+
+class SerialTransport:
+    """A transport whose groups serve one peer at a time: at step s they send to the rank s further on and receive from
+    the rank s before."""
+
+    group_of: Any = SerialGroup
+
+    def __init__(self, transport: Any) -> None:
+        self._inner, self.world = transport, self.group_of(transport.world)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def group(self, ranks: Sequence[int], together: bool = False) -> Any:
+        return self.group_of(self._inner.group(ranks))

@@ -24,7 +24,7 @@ from cocodiff.config.machine import Topology
 from cocodiff.engine.weights import sharing, split_blocks
 from cocodiff.models.adapter import IMAGE, image_and_text
 from cocodiff.models.family import VAE_FACTOR, Family, VaeSize, Video
-from cocodiff.planner.costs import Cell, StateSizes
+from cocodiff.planner.costs import Cell, Costs
 from cocodiff.planner.traffic import Latencies
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.layout import Layout, Segments
@@ -111,17 +111,11 @@ class ModelShape:
         fill."""
         assert self.vae is not None, "what a latent frame is"
         each, side = self.vae.frames, self.pixels_per_token * self.vae.factor // VAE_FACTOR
-        for name, value, rest in (
-            ("frames", video.frames - 1, 1),
-            ("height", video.height, 0),
-            ("width", video.width, 0),
-        ):
-            step = each if rest else side
+        sides = ("height", video.height, side, 0), ("width", video.width, side, 0)
+        for name, value, step, rest in (("frames", video.frames - 1, each, 1), *sides):
             if value % step:
-                lower = value // step * step + rest
-                raise UserError(
-                    f"--{name} {value + rest}: {self.name} makes {step} n{' + 1' * rest}: use {lower or step}"
-                )
+                makes, lower = f"{step} n{' + 1' * rest}", value // step * step + rest
+                raise UserError(f"--{name} {value + rest}: {self.name} makes {makes}: use {lower or step}")
         return (1 + video.frames // each) * (video.height // side) * (video.width // side)
 
     def segments(self, side: int) -> Segments:
@@ -166,17 +160,14 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True)
 class Load:
-    """What a run puts on the ranks.
-
-    batch: rows B of one call. state: what is kept between steps; None where that is nothing. split: how blocks' weights
-    are shared; None where every rank has all of them.
-    """
+    """What a run puts on the ranks. batch: rows B of one call. state: what is kept between steps; None where that is
+    nothing. split: how blocks' weights are shared; None where every rank has all of them."""
 
     segments: Segments
     batch: int
     itemsize: int = 2
     branches: int = 1
-    state: StateSizes | None = None
+    state: Costs | None = None
     split: Split | None = None
 
     def tokens(self, name: str) -> int:
@@ -217,33 +208,28 @@ def add(parts: list[RankMemory]) -> RankMemory:
     return RankMemory(*(sum(getattr(part, field.name) for part in parts) for field in fields(RankMemory)))
 
 
-def site_cache(topology: Topology, layout: Layout, state: StateSizes, cell: Cell) -> list[RankMemory]:
-    """What every rank keeps of one layer. cell: of one tensor."""
-    return [RankMemory(**sizes) for sizes in state.of_site(topology, layout, cell)]
-
-
 def run_cache(shape: ModelShape, topology: Topology, load: Load, mesh: Mesh | None = None) -> list[RankMemory]:
     """Every rank's caches of all layers, layers times branches, and its step cache. Nothing where nothing is kept.
-
     mesh: of Ulysses and Ring; None is Ulysses alone."""
-    state = load.state
+    state, total = load.state, [RankMemory()] * topology.size
     if state is None:
-        return [RankMemory()] * topology.size
-    cell = Cell(load.batch, shape.head_dim, load.itemsize)
-    total = [RankMemory()] * topology.size
+        return total
+    mesh, cell = mesh or Mesh.build(topology), Cell(load.batch, shape.head_dim, load.itemsize)
+
+    def of_site(part: Topology, layout: Layout) -> list[RankMemory]:
+        """One rank alone keeps nothing."""
+        kept = state.state_bytes(part, layout, cell) if part.size > 1 else [{}]
+        return [RankMemory(**sizes) for sizes in kept]
+
     alone = tuple(segment for segment in load.segments if segment.name == IMAGE)
     *of_all, image_layers = coded_layers(shape, state.settings.state_layers)
     for layers, segments in ((sum(of_all), load.segments), (image_layers, alone)):
         if not segments:  # by a plan no token is known to be an image's
             continue
-        of_site = by_rank(
-            mesh or Mesh.build(topology),
-            (segments, shape.heads),
-            lambda part, layout: site_cache(part, layout, state, cell),
-        )
-        total = [add([sofar, *[one] * (layers * load.branches)]) for sofar, one in zip(total, of_site, strict=True)]
+        call, times = (segments, shape.heads), layers * load.branches
+        total = [add([sofar, *[one] * times]) for sofar, one in zip(total, by_rank(mesh, call, of_site), strict=True)]
         if state.settings.step_cache != "none":
-            rows = by_rank(mesh or Mesh.build(topology), (segments, shape.heads), lambda _, layout: layout.rows)
+            rows = by_rank(mesh, call, lambda _, layout: layout.rows)
             steps = [RankMemory(step_cache=load.branches * L * shape.heads * cell.bytes) for L in rows]
             total = [add([*both]) for both in zip(total, steps, strict=True)]
     return total
@@ -267,7 +253,7 @@ def by_rank(mesh: Mesh, call: tuple[Segments, int], of_part: Callable[[Topology,
     return [found[rank] for rank in range(mesh.topology.size)]
 
 
-def activations(shape: ModelShape, topology: Topology, load: Load, mesh: Mesh | None = None) -> list[int]:
+def activations(shape: ModelShape, mesh: Mesh, load: Load) -> list[int]:
     """Every rank's activations at their peak, where tokens enter or in one layer: an estimate.
 
     Where tokens enter there are `unsharded_copies` tensors of the whole image, one of which lives on in the first
@@ -277,7 +263,6 @@ def activations(shape: ModelShape, topology: Topology, load: Load, mesh: Mesh | 
     layer before and after its activation, and its output). Attention itself is taken to be fused: no S x S matrix. The
     text's embeddings, rotary angles and the model's exit are left out as small.
     """
-    mesh = mesh or Mesh.build(topology)
     attention = (ALONE if mesh.ulysses == 1 else EXCHANGED) + (RING if mesh.ring > 1 else 0)
     if mesh.ring > 1 and mesh.kind != "keys":
         attention += TOKENS if mesh.kind == "token" else streamed(mesh, shape.heads)
@@ -308,11 +293,10 @@ def streamed(mesh: Mesh, heads: int) -> int:
 
 
 def size_run(shape: ModelShape, topology: Topology, load: Load, mesh: Mesh | None = None) -> list[RankMemory]:
-    """What every rank needs. mesh: None is Ulysses alone.
-
-    Raises UserError where the ranks outnumber image tokens, or those of a Ulysses group heads.
-    """
-    caches, active = run_cache(shape, topology, load, mesh), activations(shape, topology, load, mesh)
+    """What every rank needs. mesh: None is Ulysses alone. Raises UserError where the ranks outnumber image tokens, or
+    those of a Ulysses group heads."""
+    mesh = mesh or Mesh.build(topology)
+    caches, active = run_cache(shape, topology, load, mesh), activations(shape, mesh, load)
     held = weights_held(shape, load)
     return [replace(one, weights=held, activations=most) for one, most in zip(caches, active, strict=True)]
 
@@ -390,10 +374,8 @@ def misfit(need: RankMemory, memory: int) -> str | None:
 
 
 def check_fits(need: RankMemory, memory: int, where: str) -> None:
-    """Raises UserError with figures, blame and remedy where a rank's needs exceed `memory`, in bytes.
-
-    where: what is asked, for the message, e.g. "rank 3 on cpu".
-    """
+    """Raises UserError with figures, blame and remedy where a rank's needs exceed `memory`, in bytes. where: what is
+    asked, for the message, e.g. "rank 3 on cpu"."""
     reason = misfit(need, memory)
     if reason is not None:
         raise UserError(f"memory of {where}: {reason}")

@@ -31,11 +31,9 @@ def partitions_of(
     ranks: int, guides: bool, replicas: int | None = None, guidance: int | None = None, least: int = 1
 ) -> list[Partition]:
     """Every partition of so many ranks, replicas ascending. replicas, guidance: one that is pinned. least: ranks that
-    are to share a sequence at least.
-
-    guides: whether the run has two branches of guidance. Without them all ranks of a replica compute the one that there
-    is, also where guidance is pinned. Raises UserError for pinned numbers that the ranks do not allow.
-    """
+    are to share a sequence at least. guides: whether the run has two branches of guidance. Without them all ranks of a
+    replica compute the one that there is, also where guidance is pinned. Raises UserError for pinned numbers that the
+    ranks do not allow."""
     if replicas is not None and (replicas < 1 or ranks % replicas):
         fitting = ", ".join(map(str, divisors(ranks)))
         raise UserError(f"replicas {replicas} does not divide {ranks} ranks: choose one of {fitting}")

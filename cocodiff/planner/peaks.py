@@ -51,16 +51,17 @@ class Peaks:
             "decoding": kept + step.cache + peak.decoding,
         }
 
+    def fullest(self, step: RankMemory, vae: str) -> tuple[str, int]:
+        """What the run does when a rank holds most, and how much that is."""
+        return max(self.of_rank(step, vae).items(), key=lambda moment: moment[1])
+
 
 def size_peaks(
     shape: ModelShape, topology: Topology, video: Video, images: int, itemsize: int, replicas: int = 1
 ) -> Peaks | None:
-    """The peaks around a run. None where the model's VAE is not known.
-
-    video: what is made, or an image; in tiles there are images alone. images: of one call. replicas: sets of ranks, all
-    of which decode at the same time.
-    Raises UserError where so many replicas do not divide the ranks.
-    """
+    """The peaks around a run. None where the model's VAE is not known. video: what is made, or an image; in tiles there
+    are images alone. images: of one call. replicas: sets of ranks, all of which decode at the same time. Raises
+    UserError where so many replicas do not divide the ranks."""
     vae = shape.vae
     if vae is None:
         return None

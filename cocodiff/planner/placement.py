@@ -24,7 +24,7 @@ from cocodiff.config.machine import Topology
 from cocodiff.config.registry import RINGS
 from cocodiff.config.text_table import aligned
 from cocodiff.engine.assemble import AttentionWork
-from cocodiff.planner.traffic import Stage, Traffic, Wires, busiest_node, of_ranks, stages_of
+from cocodiff.planner.traffic import Stage, Traffic, Wires, of_ranks, stages_of
 from cocodiff.topology.axes import Mesh, mesh_without_ring, meshes
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.routes.chunks import chunk_ranks, megabytes_per_rank
@@ -38,6 +38,8 @@ GAIN = 0.85  # a longer ring is taken if it needs at most this part of the time:
 # where .98 were, .95 (emulated nodes of p4de and Aurora)
 PLACED = 0.95
 SUM_BYTES = 4  # of the log of a sum, which a part has for each token and head
+
+Levels = tuple[int, ...]
 
 
 class InStages(NamedTuple):
@@ -65,12 +67,9 @@ class InStages(NamedTuple):
 
 @dataclass(frozen=True)
 class Priced:
-    """The cost of a mesh in one attention call.
-
-    bytes: of all ranks together by link class, the ring's messages included; Ulysses' blocks go straight to their
-    ranks, as with exchange flat (others move bytes between the classes of a node). busiest_node: the most bytes that
-    leave one node. heads: of every slot.
-    """
+    """The cost of a mesh in one attention call. bytes: of all ranks together by link class, the ring's messages
+    included; Ulysses' blocks go straight to their ranks, as with exchange flat (others move bytes between the classes
+    of a node). busiest_node: the most bytes that leave one node. heads: of every slot."""
 
     mesh: Mesh
     bytes: dict[str, float]
@@ -80,10 +79,6 @@ class Priced:
     ring: Ring
     compute_s: float
     stages: InStages | None = None
-
-    @property
-    def node_bytes(self) -> float:
-        return self.bytes["node"]
 
     @property
     def idle(self) -> float:
@@ -99,14 +94,6 @@ class Priced:
             return self.stages.seconds(a_block)
         return self.ulysses_s + self.ring.seconds(a_block)
 
-    @property
-    def moves_s(self) -> tuple[float, ...]:
-        return self.ring.moves_s
-
-    @property
-    def queries(self) -> TokenMoves | StreamMoves | None:
-        return self.ring.queries
-
 
 def price(mesh: Mesh, work: AttentionWork) -> Priced:
     layouts, wires = mesh.layouts(work.segments, work.heads), Wires(mesh.topology)
@@ -121,7 +108,7 @@ def price(mesh: Mesh, work: AttentionWork) -> Priced:
         return sum(traffic.seconds() for traffic in both_ways(stage))
 
     (stage,), ring = stages_of(mesh, "flat"), ring_of(mesh, layouts, work, wires)
-    messages = [*both_ways(stage), *ring.messages]
+    messages, chunking = [*both_ways(stage), *ring.messages], work.chunking(mesh.parts[0])
     total = sum(sum(layout.rows) for layout in layouts)
     fullest = max(sum(layout.rows) * max(layout.heads) for layout in layouts)
     scores, device = work.batch * fullest * total, mesh.topology.machine.device
@@ -129,14 +116,13 @@ def price(mesh: Mesh, work: AttentionWork) -> Priced:
     score_s = 0.0  # where a part of attention passes through memory, as no kernel tells its sums
     if mesh.ring > 1 and not device.sums_kernel and device.memory_gb_s:
         score_s = SCORE_BYTES / (device.memory_gb_s * 1e9)
-    chunking = work.chunking(mesh.parts[0])
     stages = None
     if megabytes_per_rank(layouts[0], 3 * work.wire_cell) >= chunking.from_mb:
         stages = in_chunks(mesh, chunking.chunks, rows_P, lambda chosen: seconds(stage.only(chosen)) + MESSAGE_S)
     return Priced(
         mesh,
         {kind: sum(one.bytes[kind] for one in messages) for kind in LINK_CLASSES},
-        busiest_node(messages),
+        int(np.sum([one.out_of for one in messages], axis=0).max()),
         layouts[0].heads,
         seconds(stage) + 2 * MESSAGE_S * (mesh.ulysses > 1),
         ring,
@@ -167,13 +153,7 @@ class Around:
     node) take the same links; each is given the time of the level's largest blocks."""
 
     def __init__(
-        self,
-        mesh: Mesh,
-        layouts: Sequence[Layout],
-        cell: int,
-        wires: Wires,
-        message_s: float,
-        along: tuple[int, ...] = LEVELS,
+        self, mesh: Mesh, layouts: Sequence[Layout], cell: int, wires: Wires, message_s: float, along: Levels = LEVELS
     ) -> None:
         """cell: bytes of a block for one token and head. along: the levels along which blocks go."""
         self.all, of_level = Traffic(wires), [Traffic(wires) for _ in LEVELS]
@@ -316,7 +296,7 @@ def best_of_degree(priced: Sequence[Priced], rates_known: bool) -> Priced:
     """Of meshes of one Ring degree the default: the fewest bytes out of the busiest node, which sets the pace, then out
     of all nodes, then the least time; where rates are known, another that is predicted to beat it, as a ring through
     slow links does that long attention hides."""
-    fewest = min(priced, key=lambda one: (one.busiest_node, one.node_bytes, one.seconds))
+    fewest = min(priced, key=lambda one: (one.busiest_node, one.bytes["node"], one.seconds))
     fastest = min(priced, key=lambda one: one.seconds)
     return fastest if rates_known and fastest.seconds <= PLACED * fewest.seconds else fewest
 
@@ -343,11 +323,9 @@ def choose(
     kind: str = "keys",
 ) -> Mesh:
     """The mesh of a run. ring auto: the shortest ring that none is predicted to beat clearly. Where heads allow Ulysses
-    alone, a ring is only looked at on machines whose file tells the tiles' rate, and of kind auto only keys go round
-    on machines whose file does not tell all rates.
-
-    prefer_ulysses: Ulysses alone wherever heads allow it, for what speeds up its exchange only.
-    """
+    alone, a ring is only looked at on machines whose file tells the tiles' rate, and of kind auto only keys go round on
+    machines whose file does not tell all rates. prefer_ulysses: Ulysses alone wherever heads allow it, for what speeds
+    up its exchange only."""
     if (plain := mesh_without_ring(topology, work.heads, ring, prefer_ulysses, kind)) is not None:
         return plain
     if kind == "auto":

@@ -22,14 +22,13 @@ from cocodiff.planner.memory import ModelShape
 from cocodiff.topology.layout import Layout
 
 ITEMSIZE = 2  # bf16
-DTYPES = {2: torch.bfloat16, 4: torch.float32}  # by the bytes of a number
 COPIES = frozenset(["pack", "gather_pack", "unpack", "scatter_rows"])  # what they read is what they write
 
 # Instructions of a lane for a number in bf16, counted in what GPU Max's compiler makes of them (docs/design.md).
 # A copy's are for a number that is moved; those of renewing a reference are among them.
 LANES = 16
 INSTRUCTIONS = {
-    **dict.fromkeys(("pack", "gather_pack", "unpack", "scatter_rows"), 27.4),
+    **dict.fromkeys(COPIES, 27.4),
     "l1_score": 16.6,
     "qk_norm_rope": 51.2,
     "merge_partials": 70.2,
@@ -83,11 +82,9 @@ class Layer:
 
 def roofline(shape: ModelShape, topology: Topology, tokens: int, batch: int, rank: int, layout: Layout) -> Layer:
     """Each part takes as long as its arithmetic or its memory traffic, whichever is longer, at the device's full rate.
-
     Counted are matrix products with their weights and tensors, attention as one fused kernel, and for q and k one pass
     of normalisation and rotation with the instructions that our kernels take. Not counted: modulation, residuals,
-    launches, embeddings.
-    """
+    launches, embeddings."""
     device, W, D = topology.machine.device, shape.width, shape.head_dim
     L, G = layout.rows[rank] * batch, layout.heads[rank]
 

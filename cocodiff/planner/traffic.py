@@ -34,8 +34,7 @@ class Latencies(NamedTuple):
     @classmethod
     def of(cls, machine: Machine) -> Latencies:
         """As the machine file has them."""
-        links = machine.links
-        device = machine.device
+        links, device = machine.links, machine.device
         times = links.latency_us, links.message_us, device.launch_us, links.blocked_us, device.wait_us
         return cls(*(us / 1e6 for us in times))
 
@@ -112,10 +111,6 @@ class Traffic:
             self._loads[kind].append((a_N * self._wires.size + b_N, bytes_N))
 
 
-def busiest_node(traffic: Sequence[Traffic]) -> int:
-    return int(np.sum([one.out_of for one in traffic], axis=0).max())
-
-
 class Stage:
     """Messages of all ranks of a mesh that are under way together: block by block the sender, the receiver, and whose
     rows and heads the block has."""
@@ -183,6 +178,14 @@ def of_ranks(mesh: Mesh, of_groups: Iterable[Sequence[float]]) -> Floats:
     return found_P
 
 
+def plan_of(topology: Topology, slot: int, name: str, nic_balance: bool) -> Plan:
+    """Of a rank in an exchange, as the engine has it."""
+    if name == "split" and nic_balance:
+        return split_plan(topology, slot, nic_detours(topology))
+    plan: Plan = load(EXCHANGES, name)(topology, slot)
+    return plan
+
+
 @lru_cache(maxsize=8)  # the same for all layers, and for all kinds of calls
 def stages_of(mesh: Mesh, name: str, nic_balance: bool = True, one_peer: bool = False) -> list[Stage]:
     """The stages of an exchange in all Ulysses groups at once, forward. TAPA's phases follow one another, each on its
@@ -199,10 +202,7 @@ def stages_of(mesh: Mesh, name: str, nic_balance: bool = True, one_peer: bool = 
     for group, part in zip(mesh.groups, mesh.parts, strict=True):
         alike = part.relative_places, part.nics
         if alike not in plans:
-            if name == "split" and nic_balance:
-                plans[alike] = [split_plan(part, slot, nic_detours(part)) for slot in range(part.size)]
-            else:
-                plans[alike] = [load(EXCHANGES, name)(part, slot) for slot in range(part.size)]
+            plans[alike] = [plan_of(part, slot, name, nic_balance) for slot in range(part.size)]
         for slot, plan in enumerate(plans[alike]):
             for number, phase in enumerate(plan):
                 lanes[number] = phase.lane

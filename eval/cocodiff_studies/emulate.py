@@ -28,7 +28,7 @@ from cocodiff.config.config import check_choice, load_machine
 from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Topology
 from cocodiff.jobs.children import StopRequest, check_room, die_with_parent, fork, signal_all, stop_requests
-from cocodiff.jobs.options import Option, parse
+from cocodiff.jobs.options import LOG_LEVEL, Option, parse
 from cocodiff.jobs.terminal import limit_threads, quiet_libraries, say
 from cocodiff_studies.namespaces import TILES
 from cocodiff_studies.network import BRIDGE, Network, Rate, address, measure_rates
@@ -46,7 +46,7 @@ OPTIONS = (
     Option("ranks", "tiles, on a machine of no fixed size", type=int),
     Option("scale", "how many times slower the links are than in the machine file", 3000.0, type=float),
     Option("launcher", "who starts the ranks: we do, or mpiexec (then MPI can be used)", "fork", choices=LAUNCHERS),
-    Option("log_level", "library messages to show", "error", choices=("debug", "info", "warning", "error")),
+    LOG_LEVEL,
 )
 
 
@@ -114,9 +114,8 @@ def settle_command(words: Sequence[str], values: dict[str, Any]) -> list[str]:
         given = given or (words[position + 1] if position + 1 < len(words) else "")
         if name == "--machine" and given != values["machine"]:
             raise UserError(f"--machine {given} on an emulated {values['machine']}: leave it away")
-    return (
-        list(words) if any(w.split("=")[0] == "--machine" for w in words) else [*words, "--machine", values["machine"]]
-    )
+    names_it = any(word.split("=")[0] == "--machine" for word in words)
+    return list(words) if names_it else [*words, "--machine", values["machine"]]
 
 
 def check_host(values: dict[str, Any]) -> None:
@@ -223,25 +222,22 @@ def _rank(network: Network, rank: int, command: list[str], own: bool, environmen
 def run_under_mpi(network: Network, command: list[str], own: bool, environment: dict[str, str]) -> int:
     """Ranks of one MPI job: `cocodiff_studies.namespaces` takes each to its tile."""
     program = [sys.executable, "-m", "cocodiff", *command[1:]] if own else command
-    tiles = ":".join(network.tile(rank).path for rank in range(network.topology.size))
-    over_tcp = {
+    variables = without_launcher(os.environ) | environment
+    variables |= {
         "FI_PROVIDER": "tcp",
         "FI_TCP_IFACE": BRIDGE,
         "I_MPI_FABRICS": "ofi",
         "I_MPI_PIN": "0",
         "I_MPI_HYDRA_IFACE": "lo",
+        TILES: ":".join(network.tile(rank).path for rank in range(network.topology.size)),
     }
     launcher = find_mpiexec()
     assert launcher is not None, "checked before"
     words = [launcher, "-n", str(network.topology.size), sys.executable, "-m", "cocodiff_studies.namespaces", *program]
 
     def run() -> int:
-        process = subprocess.Popen(
-            words,
-            env=without_launcher(os.environ) | environment | over_tcp | {TILES: tiles},
-            preexec_fn=partial(die_with_parent, os.getpid()),
-        )
-        return process.wait()
+        end_too = partial(die_with_parent, os.getpid())
+        return subprocess.Popen(words, env=variables, preexec_fn=end_too).wait()
 
     return fork_all([run])
 
@@ -250,11 +246,9 @@ def run_under_mpi(network: Network, command: list[str], own: bool, environment: 
 
 
 def fork_all(jobs: Sequence[Callable[[], int]]) -> int:
-    """Runs every job in a process of its own and returns the exit code of all: 0, or that of the first bad end.
-
-    A job returns its exit code or does not return at all. After a bad end the others get GRACE_S, then they are killed;
-    on STOPS they are told with SIGTERM first. What this process ignores, as under nohup, it goes on ignoring.
-    """
+    """Runs every job in a process of its own and returns the exit code of all: 0, or that of the first bad end. A job
+    returns its exit code or does not return at all. After a bad end the others get GRACE_S, then they are killed; on
+    STOPS they are told with SIGTERM first. What this process ignores, as under nohup, it goes on ignoring."""
     sys.stdout.flush()
     sys.stderr.flush()
     children: dict[int, int] = {}

@@ -301,9 +301,8 @@ def section(paper: Paper, results: Mapping[str, Any], folder: Path, name: str, a
     for one, run in paper.commands.items():
         lines += [f"# {one}: {MADE[run.made]}", f"cocodiff {run.command}"]
         for key, words in run.each.items():
-            lines.append(
-                f"#   {key}: " + "; ".join(name if name == of else f"{name}: {of}" for name, of in words.items())
-            )
+            told_words = [name if name == of else f"{name}: {of}" for name, of in words.items()]
+            lines.append(f"#   {key}: {'; '.join(told_words)}")
     lines.append("```")
     for number, curve in enumerate(paper.curves, 1):
         picture = f"{name}-{number}.png"

@@ -72,9 +72,8 @@ class Namespace:
     def run(self, program: str, lines: Sequence[str]) -> None:
         """Runs lines of `ip` or `tc` here, in one batch. Raises UserError with what the program said."""
         with self.inside():
-            done = subprocess.run(
-                [program, "-batch", "-"], input="\n".join(lines) + "\n", capture_output=True, text=True, check=False
-            )
+            text = "\n".join(lines) + "\n"
+            done = subprocess.run([program, "-batch", "-"], input=text, capture_output=True, text=True, check=False)
         if done.returncode:
             said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
             raise UserError(f"cannot set the emulated network up: {program} says: {said}")

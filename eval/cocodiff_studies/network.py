@@ -112,37 +112,30 @@ class Network:
         for key, device in one, other:
             self._routes[key].append(f"link set {device} up")
             if gb_s is not None:
-                rate = mbit_s(gb_s, self.scale) * 1e6
-                self._tc[key].append(
-                    f"qdisc add dev {device} root tbf rate {rate:.0f}bit burst {self._burst} limit 64m"
-                )
+                limit = f"rate {mbit_s(gb_s, self.scale) * 1e6:.0f}bit burst {self._burst} limit 64m"
+                self._tc[key].append(f"qdisc add dev {device} root tbf {limit}")
 
     def _add_nics(self) -> None:
         """Tiles reach their NIC at any rate; the NIC and the switch are limited."""
         topology, switch = self.topology, ("switch", 0, 0)
         self._add_tile(switch, "10.79.0.1")
         for place in topology.places:
-            nic = ("nic", place.node, topology.nics[place.rank])
-            own = f"10.78.{place.node}.{nic[2] + 1}"
-            port = f"n{place.node}-{nic[2]}"
+            nic, tile = ("nic", place.node, topology.nics[place.rank]), ("tile", place.rank, 0)
+            own, port, of_tile = f"10.78.{place.node}.{nic[2] + 1}", f"n{place.node}-{nic[2]}", address(place.rank)
             if nic not in self.spaces:
                 self._add_tile(nic, own)
                 self._join((nic, "wire"), (switch, port), topology.machine.links.nic_gb_s)
                 self._routes[nic].append(f"route add default via 10.79.0.1 dev wire onlink {ROUTE}")
-            self._join((nic, f"t{place.rank}"), (("tile", place.rank, 0), "nic"), None)
-            self._routes[nic].append(f"route add {address(place.rank)}/32 dev t{place.rank} {ROUTE}")
-            self._routes[switch].append(f"route add {address(place.rank)}/32 via {own} dev {port} onlink {ROUTE}")
-            self._routes["tile", place.rank, 0].append(
-                f"route add default via {own} dev nic onlink src {address(place.rank)} {ROUTE}"
-            )
+            self._join((nic, f"t{place.rank}"), (tile, "nic"), None)
+            self._routes[nic].append(f"route add {of_tile}/32 dev t{place.rank} {ROUTE}")
+            self._routes[switch].append(f"route add {of_tile}/32 via {own} dev {port} onlink {ROUTE}")
+            self._routes[tile].append(f"route add default via {own} dev nic onlink src {of_tile} {ROUTE}")
 
     def _add_routes(self, rank: int) -> None:
         for other, hop in next_hops(self.topology, rank).items():
-            via = "" if hop == other else f"via {address(hop)} "
-            onlink = "" if hop == other else " onlink"
-            self._routes["tile", rank, 0].append(
-                f"route add {address(other)}/32 {via}dev x{hop}{onlink} src {address(rank)} {ROUTE}"
-            )
+            via, onlink = ("", "") if hop == other else (f"via {address(hop)} ", " onlink")
+            route = f"route add {address(other)}/32 {via}dev x{hop}{onlink} src {address(rank)} {ROUTE}"
+            self._routes["tile", rank, 0].append(route)
 
 
 class Rate(NamedTuple):

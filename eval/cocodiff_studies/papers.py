@@ -18,7 +18,7 @@ from cocodiff.config.text_table import aligned
 from cocodiff.engine.assemble import AttentionWork, mesh_of
 from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.jobs.terminal import say
-from cocodiff.planner.calibrate import Calibration, Constants, Fit, Measured
+from cocodiff.planner.calibrate import Constants, Fit, Measured, fit
 from cocodiff.planner.costs import state_sizes
 from cocodiff.planner.layers import Case, StepPlan, plan_step
 from cocodiff.planner.memory import Load, ModelShape, largest_batch, size_run
@@ -48,7 +48,7 @@ def figure_11(baseline: str) -> dict[str, Measured]:
 
 def fit_figure_11(machine: Machine, baseline: str = "flat_serial") -> Fit:
     topology = Topology.build(replace(machine, nodes=None), machine.tiles_per_node or 12)
-    return Calibration(topology, [*figure_11(baseline).values()]).fit(Constants(), FITTED, TIED)
+    return fit(topology, [*figure_11(baseline).values()], Constants(), FITTED, TIED)
 
 
 class Run(NamedTuple):
@@ -81,7 +81,7 @@ class Planned:
         mesh = mesh_of(config, topology, AttentionWork(shape.heads, shape.head_dim))
         memory = int(self.machine.device.memory_gib * 2**30)
         if run.batch is None:
-            most = largest_batch(shape, topology, self._load(run._replace(batch=1), config), memory, mesh)
+            most = largest_batch(shape, topology, self._load(run, config), memory, mesh)
             run = run._replace(batch=min(LARGEST_BATCH, most))
         sizes = size_run(shape, topology, self._load(run, config), mesh)
         if not run.batch or max(rank.total for rank in sizes) > memory:
@@ -120,10 +120,10 @@ def run_paper(values: dict[str, Any]) -> dict[str, Any]:
     machine = load_machine(values["machine"])
     fits = {baseline: fit_figure_11(machine, baseline) for baseline in BASELINES}
     say("\n".join(lines_of(fits)))
-    fit = fits["flat_serial"]
+    constants = fits["flat_serial"].constants
     # Figure 11 does not tell what launches and the host's waits for them cost.
     free = replace(machine, device=replace(machine.device, launch_us=0.0, wait_us=0.0))
-    planned = Planned(fit.constants.machine(free))
+    planned = Planned(constants.machine(free))
     rows = [row for where, runs in CASES.items() for run in runs for row in planned.rows(where, run)]
     say("\nplanned with these constants: ms a step, and in % what the all-to-all takes of it")
     table = [["model", "size", "nodes", "batch", *VARIANTS]]
@@ -133,24 +133,24 @@ def run_paper(values: dict[str, Any]) -> dict[str, Any]:
         table.append([str(of_case[0][key]) for key in ("model", "size", "nodes", "batch")] + times)
     say("\n".join(aligned(table, "<" + ">" * (len(table[0]) - 1))))
     readings = [{"baseline": name, "rms": rms_of(one, name), **asdict(one.constants)} for name, one in fits.items()]
-    return {"constants": asdict(fit.constants), "rows": rows, "readings": readings}
+    return {"constants": asdict(constants), "rows": rows, "readings": readings}
 
 
-def rms_of(fit: Fit, baseline: str) -> float:
-    return fit.rms([*figure_11(baseline).values()])
+def rms_of(found: Fit, baseline: str) -> float:
+    return found.rms([*figure_11(baseline).values()])
 
 
 def lines_of(fits: dict[str, Fit]) -> list[str]:
     """The fits by reading of the baseline, and the table of the one that is taken."""
     lines = [f"Figure 11 fitted with {', '.join(FITTED)} (of NICs as of Xe links):"]
     lines.append(f"{'baseline':<26}{'latency us':>11}{'sibling':>9}{'slower':>9}{'rms':>8}")
-    for name, fit in fits.items():
-        c = fit.constants
-        lines.append(f"{name:<26}{c.latency_us:>11.0f}{c.sibling:>9.3f}{c.plane:>9.3f}{rms_of(fit, name):>8.0%}")
+    for name, one in fits.items():
+        c = one.constants
+        lines.append(f"{name:<26}{c.latency_us:>11.0f}{c.sibling:>9.3f}{c.plane:>9.3f}{rms_of(one, name):>8.0%}")
     lines.append("taken: flat_serial")
     lines.append(f"{'':<26}{'paper':>10}{'plan':>10}{'off by':>9}")
-    measured = figure_11("flat_serial").items()
-    for (name, one), seconds in zip(measured, fits["flat_serial"].predicted, strict=True):
-        unit = 1.0 if one.over is not None else 1e3
-        lines.append(f"{name:<26}{one.value * unit:>10.2f}{seconds * unit:>10.2f}{seconds / one.value - 1:>9.0%}")
+    measured = figure_11("flat_serial")
+    for (name, said), seconds in zip(measured.items(), fits["flat_serial"].predicted, strict=True):
+        unit = 1.0 if said.over is not None else 1e3
+        lines.append(f"{name:<26}{said.value * unit:>10.2f}{seconds * unit:>10.2f}{seconds / said.value - 1:>9.0%}")
     return lines

@@ -25,29 +25,25 @@ Array = NDArray[np.float64]
 Image = NDArray[np.float32]
 
 SIZE = 96
+# Kept for tests and reports: training uses `range(n)` with n far below the first of them.
 HELD_OUT_SEEDS = range(1_000_000, 1_001_000)
-"""Seeds kept for tests and reports. Training uses `range(n)` with n far below the first of them."""
-SHARES = {"organ": 0.5, "mineral": 0.35, "porous": 0.15}
-"""How often each family is drawn in the training mixture."""
-STACK = 80
-"""Slices in a file of training slices: of deeper stacks `cocodiff train` takes patches along y and x as well."""
+SHARES = {"organ": 0.5, "mineral": 0.35, "porous": 0.15}  # how often each family is drawn in the training mixture
+STACK = 80  # slices in a file: of deeper stacks `cocodiff train` takes patches along y and x as well
+# The organ's grey, relative to its mean, from the rim (first) to a depth of 0.5 (last).
 LAMINAE = np.array([0.02, 0.03, -0.01, 0.0, 0.02, 0.0, -0.02, 0.01, 0.02])
-"""The organ's grey, relative to its mean, from the rim (first) to a depth of 0.5 (last)."""
+# Mirrored parts of the organ: distance from the midline, height, the two radii, turn (radians), contrast. The first are
+# the ventricles; any other pair may be absent.
 PAIRS = (
     (0.17, 0.04, 0.075, 0.22, -0.5, -0.25),
     (0.44, 0.12, 0.13, 0.19, -0.3, 0.09),
     (0.27, 0.50, 0.16, 0.08, -0.4, -0.08),
     (0.30, -0.40, 0.11, 0.16, 0.9, 0.08),
 )
-"""Mirrored parts of the organ: distance from the midline, height, the two radii, turn (radians), contrast. The first
-are the ventricles; any other pair may be absent."""
 
 
 class View:
     """The window a slice is seen through: specimen coordinates of every pixel, and the way back from points to pixels.
-
-    At zoom 1 the window is the square [-1, 1]^2; at zoom z it is 1/z as wide, somewhere inside that square.
-    """
+    At zoom 1 the window is the square [-1, 1]^2; at zoom z it is 1/z as wide, somewhere inside that square."""
 
     def __init__(self, generator: np.random.Generator, zoom: float) -> None:
         reach = 0.75 * (1 - 1 / zoom)
@@ -132,8 +128,7 @@ def porous(view: View, generator: np.random.Generator) -> Array:
     half of them."""
     count = generator.integers(2, 4)
     greys = np.linspace(generator.uniform(0.1, 0.4), generator.uniform(0.6, 0.95), count)
-    grain = generator.uniform(0.04, 0.22)
-    edge = generator.uniform(0.15, 0.5)
+    grain, edge = generator.uniform(0.04, 0.22), generator.uniform(0.15, 0.5)
     field = texture(view, generator, grain)
     if generator.random() < 0.4:
         field = 0.8 * field + 0.6 * texture(view, generator, grain * generator.uniform(0.3, 0.6))
@@ -148,18 +143,15 @@ def porous(view: View, generator: np.random.Generator) -> Array:
 
 
 def organ(view: View, generator: np.random.Generator) -> Array:
-    """Soft tissue: a mirrored, layered organ in a capsule, before the scanner's artefacts.
-
-    All organs share one anatomy (`LAMINAE`, `PAIRS`): sizes, places and greys vary around it. So what lies deep inside
-    a hole can be guessed from what is seen around it, by who knows the anatomy.
-    """
+    """Soft tissue: a mirrored, layered organ in a capsule, before the scanner's artefacts. All organs share one anatomy
+    (`LAMINAE`, `PAIRS`): sizes, places and greys vary around it. So what lies deep inside a hole can be guessed from
+    what is seen around it, by who knows the anatomy."""
     tilt = generator.normal(0, 0.15)
     middle = generator.normal(0, 0.05, 2)
     radii = generator.uniform(0.74, 0.9, 2)
     depth = wobbly_depth(view, generator, middle, radii, 0.05)
     inside = smooth_step(depth, 0.1)
-    along = np.array([-np.sin(tilt), np.cos(tilt)])
-    across = np.array([np.cos(tilt), np.sin(tilt)])
+    along, across = np.array([-np.sin(tilt), np.cos(tilt)]), np.array([np.cos(tilt), np.sin(tilt)])
     knots = np.linspace(0, 0.5, len(LAMINAE))
     layers = np.interp(depth, knots, generator.uniform(0.7, 1.3) * (LAMINAE + generator.normal(0, 0.015, len(LAMINAE))))
     tissue = generator.uniform(0.52, 0.6) + layers + 0.02 * texture(view, generator, generator.uniform(0.1, 0.18))
@@ -219,12 +211,12 @@ def mineral(view: View, generator: np.random.Generator) -> Array:
     return image
 
 
+# Each gives the grey of a specimen, float64 [96, 96], before the scanner's marks.
 FAMILIES: dict[str, Callable[[View, np.random.Generator], Array]] = {
     "organ": organ,
     "mineral": mineral,
     "porous": porous,
 }
-"""Each gives the grey of a specimen, float64 [96, 96], before the scanner's marks."""
 
 
 def scan(view: View, generator: np.random.Generator, specimen: Array) -> Array:
@@ -232,9 +224,8 @@ def scan(view: View, generator: np.random.Generator, specimen: Array) -> Array:
     axis = generator.normal(0, 0.03, 2)
     radius = np.hypot(view.x_HW - axis[0], view.y_HW - axis[1])
     # The scanner's point spread, fixed in pixels whatever the zoom.
-    image = gaussian_filter(specimen, generator.uniform(0.9, 1.4)) * (
-        1 - generator.uniform(0, 0.18) * (1 - radius**2 / 2)
-    )
+    image = gaussian_filter(specimen, generator.uniform(0.9, 1.4))
+    image *= 1 - generator.uniform(0, 0.18) * (1 - radius**2 / 2)
     rings_R = gaussian_filter(generator.normal(size=160), generator.uniform(0.5, 1.2))
     strength = generator.uniform(0.003, 0.009)
     image += strength * np.interp(radius, np.linspace(0, 3, 160), rings_R / rings_R.std())
@@ -245,11 +236,9 @@ def scan(view: View, generator: np.random.Generator, specimen: Array) -> Array:
 
 
 def make_slice(seed: int, zoom: float = 1.0, family: str = "mixed") -> Image:
-    """One slice, float32 [96, 96], stretched so that its darkest pixel is 0 and its brightest 1.
-
-    zoom: above 1 it shows a part of the specimen that much larger (new detail, not interpolated pixels), as tiles of
-    big slices do. family: one of `FAMILIES`, or "mixed" for the training mixture. Raises ValueError for others.
-    """
+    """One slice, float32 [96, 96], stretched so that its darkest pixel is 0 and its brightest 1. zoom: above 1 it shows
+    a part of the specimen that much larger (new detail, not interpolated pixels), as tiles of big slices do. family:
+    one of `FAMILIES`, or "mixed" for the training mixture. Raises ValueError for others."""
     if zoom < 1:
         raise ValueError(f"zoom {zoom}: must be at least 1")
     if family not in ("mixed", *FAMILIES):
@@ -284,8 +273,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="TIFF stack; of the mixture a folder of stacks")
     parser.add_argument("--family", default="organ", choices=["mixed", *FAMILIES], help="mixed: to train on")
     arguments = parser.parse_args()
-    mixed, most = arguments.family == "mixed", HELD_OUT_SEEDS.start
-    most = most if mixed else len(HELD_OUT_SEEDS)
+    mixed = arguments.family == "mixed"
+    most = HELD_OUT_SEEDS.start if mixed else len(HELD_OUT_SEEDS)
     if not 1 <= arguments.count <= most:
         parser.error(f"--count {arguments.count}: choose 1 to {most}")
     stacks = {arguments.out: HELD_OUT_SEEDS[: arguments.count]}

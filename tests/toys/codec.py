@@ -4,12 +4,11 @@ import torch
 
 from cocodiff.exchange.codec import Codec
 from cocodiff.exchange.outgoing import Encoded, EncodedCall
-from cocodiff.planner.costs import Costs
+from cocodiff.planner.costs import CODED, Costs
 
 
 class HalfCosts(Costs):
-    @classmethod
-    def head_bytes(cls, settings, head_dim, itemsize):
+    def sent_bytes(self, head_dim, itemsize, kind=CODED):
         return 2 * head_dim
 
 
