@@ -45,9 +45,8 @@ class Decisions:
 
     def over(self, steps: int) -> list[Mapping[str, float]]:
         """The decisions of a run of so many steps: those of the recorded step that is as far on its way."""
-        if steps == 1:
-            return [dict(self.displaced[0])]
-        return [dict(self.displaced[round(step * (self.steps - 1) / (steps - 1))]) for step in range(steps)]
+        last = max(1, steps - 1)
+        return [dict(self.displaced[round(step * (self.steps - 1) / last)]) for step in range(steps)]
 
     def distance(self, config: Config, steps: int) -> tuple[float, ...]:
         """How far a run's settings are from the recorded ones: codec before predictor, tau and steps."""

@@ -205,21 +205,16 @@ class PlannedLayer:
         self.times: Layer = roofline(case.shape, case.topology, sum(layout.rows), case.load.batch, slot, layout)
 
     def run(self, strategy: Strategy, layer_key: LayerKey) -> None:
-        strategy.attend(self.qkv(), layer_key)
+        half = partial(self._projected, self.times.project_qk / 2, LAUNCHES_QK // 2)
+        v = partial(self._projected, self.times.project_v, LAUNCHES_V)
+        meanwhile = self._rest if self.kind.beside else nothing
+        strategy.attend(LazyQKV(half, half, v, self.kind.segments, self._heads, meanwhile=meanwhile), layer_key)
         if not self.kind.beside:
             self._rest()
 
-    def qkv(self) -> LazyQKV:
-        def projected(seconds: float, launches: int) -> Callable[[], Tensor]:
-            def project() -> Tensor:
-                self._compute(seconds, launches)
-                return self._x_BLHD
-
-            return project
-
-        half, v = projected(self.times.project_qk / 2, LAUNCHES_QK // 2), projected(self.times.project_v, LAUNCHES_V)
-        meanwhile = self._rest if self.kind.beside else nothing
-        return LazyQKV(half, half, v, self.kind.segments, self._heads, meanwhile=meanwhile)
+    def _projected(self, seconds: float, launches: int) -> Tensor:
+        self._compute(seconds, launches)
+        return self._x_BLHD
 
     def _rest(self) -> None:
         self._compute(self.times.rest, LAUNCHES_REST)
@@ -386,11 +381,11 @@ def plan_layers(case: Case, latencies: Latencies) -> list[tuple[Kind, dict[CallK
     found = []
     for kind in kinds_of(case.shape, case.load):
         sent_of = cache(partial(Sent, case, kind, latencies))
-        calls = {
-            call: PlannedCall(case, kind, call, latencies, sent_of(call._replace(displaced="")))
+        plans = {
+            call: PlannedCall(case, kind, call, latencies, sent_of(call._replace(displaced=""))).run()
             for call in sampled_kinds(case)
         }
-        found.append((kind, {call: planned.run() for call, planned in calls.items()}))
+        found.append((kind, plans))
     return found
 
 
@@ -398,9 +393,8 @@ def plan_step(case: Case, latencies: Latencies) -> StepPlan:
     """Layers follow one another; once in a call of the model ranks gather what they agree on for all its layers."""
     every, branches = kinds_of_steps(case), case.load.branches
     costs, several, tiles = costs_of(case.config), case.topology.size > 1, case.topology.machine.tiles
-    agrees = several and costs.agrees()
     coded = statistics.mean(sum(part for kind, part in step.items() if not kind.whole) for step in every)
-    step_s = branches * latencies.latency_s * coded * agrees
+    step_s = branches * latencies.latency_s * coded * (several and costs.agrees())
     compute_s, waits, sent = 0.0, 0.0, dict.fromkeys(LINK_CLASSES, 0.0)
     choosing = {call: costs.choosing(call, tiles)[2] for step in every for call in step}
     layers_s: list[float] = []  # of the blocks of one call, in the model's order

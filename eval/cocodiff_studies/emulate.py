@@ -51,10 +51,8 @@ OPTIONS = (
 
 
 def start(words: Sequence[str], launch: Launch) -> int:
-    options, command = list(words), []
-    if "--" in options:
-        cut = options.index("--")
-        options, command = options[:cut], options[cut + 1 :]
+    cut = [*words, "--"].index("--")
+    options, command = list(words[:cut]), list(words[cut + 1 :])
     values = parse("emulate", "Runs a command on an emulated machine: emulate [options] -- COMMAND.", OPTIONS, options)
     if launch.kind != "alone":
         raise UserError("emulate starts the ranks itself: use it without mpiexec and torchrun")

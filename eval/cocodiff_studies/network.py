@@ -47,7 +47,7 @@ def address(rank: int) -> str:
 
 
 class Network:
-    """All namespaces of an emulated topology. `build` sets them up; `close` lets go of them."""
+    """All namespaces of an emulated topology, for as long as `open` lasts."""
 
     def __init__(self, topology: Topology, scale: float) -> None:
         self.topology, self.scale = topology, scale
@@ -68,7 +68,8 @@ class Network:
             network.build()
             yield network
         finally:
-            network.close()
+            for space in network.spaces.values():
+                space.close()
 
     def tile(self, rank: int) -> Namespace:
         return self.spaces["tile", rank, 0]
@@ -92,11 +93,6 @@ class Network:
                 space.run("ip", self._routes[key])
             if self._tc[key]:
                 space.run("tc", self._tc[key])
-
-    def close(self) -> None:
-        for space in self.spaces.values():
-            space.close()
-        self.spaces.clear()
 
     def _add_tile(self, key: Key, own: str) -> None:
         self.spaces[key] = Namespace()
