@@ -45,7 +45,7 @@ STEP_CACHES = {"first_block": "cocodiff.engine.step_cache:FirstBlockCache"}
 COSTS = {
     SELECTIONS["v_major"]: "cocodiff.planner.costs:VMajorCosts",
     CODECS["auto"]: "cocodiff.planner.costs:ResidualCosts",
-    CODECS["lossless"]: "cocodiff.planner.costs:LosslessCosts",
+    CODECS["lossless"]: "cocodiff.planner.costs:ResidualCosts",
     ARRIVALS["displaced"]: "cocodiff.planner.costs:ResidualCosts",
 }
 # What a run leaves open and the planner answers: runs that ask nothing never import it.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from cocodiff.attention.arrival import SAMPLING, Displaced, DisplacedKind
-from cocodiff.attention.lossless import Lossless, LosslessKind, values_kept
+from cocodiff.attention.lossless import Lossless, LosslessKind
 from cocodiff.attention.residual import (
     BITS,
     FINEST,
@@ -201,46 +201,16 @@ class VMajorCosts(Costs):
         codec.schedule = codec.schedule.held_at(None if kind.whole else kind.stable)
 
 
-class LosslessCosts(Costs):
-    """The lossless codec, where its sizes, which depend on the data, are those of a typical run."""
+class ResidualCosts(Costs):
+    """Codecs that code what tensors differ by from a prediction, and displacement, with any of them or none. Sizes of
+    the lossless one, which depend on the data, are those of a typical run."""
 
     steps_to_settle = 2  # in which there is no continuation, no comparison with it, and nothing is in flight
 
     def sent_bytes(self, head_dim: int, itemsize: int, kind: CallKind = CODED) -> int:
-        whole, share = head_dim * itemsize, TYPICAL_FIRST if kind.whole else TYPICAL
-        return whole if itemsize != 2 else max(least_room(head_dim), math.ceil(share * whole))
-
-    def agrees(self) -> bool:
-        return True
-
-    def kinds_of_steps(self, steps: int, typical: Typical) -> list[dict[CallKind, float]]:
-        """The first step goes by exponents alone, all others are alike."""
-        return [{WHOLE: 1.0}, *[{CODED: 1.0}] * (steps - 1)]
-
-    def state_bytes(self, topology: Topology, layout: Layout, cell: Cell) -> list[Mapping[str, int]]:
-        """Exact: of every tensor what both ends know."""
-        if cell.itemsize != 2:
-            return super().state_bytes(topology, layout, cell)
-        S, H = sum(layout.rows), sum(layout.heads)
-        of_cell = len(TENSORS) * values_kept(self.settings) * cell.bytes
-        return [{"reconstructions": of_cell * (L * H + S * G)} for L, G in zip(layout.rows, layout.heads, strict=True)]
-
-    @staticmethod
-    def hold_at(codec: Lossless, kind: CallKind) -> None:
-        codec.fixed_kind = LosslessKind(kind.whole, TYPICAL_FIRST if kind.whole else TYPICAL)
-
-    @staticmethod
-    def agree(codec: Lossless | Residual | Displaced) -> None:
-        if codec.notes is not None:
-            codec.notes.hand_out()
-
-
-class ResidualCosts(LosslessCosts):
-    """The residual codec, and displacement with any codec, the lossless one as well, or none."""
-
-    def sent_bytes(self, head_dim: int, itemsize: int, kind: CallKind = CODED) -> int:
         if self.settings.codec == "lossless":
-            return super().sent_bytes(head_dim, itemsize, kind)
+            whole, share = head_dim * itemsize, TYPICAL_FIRST if kind.whole else TYPICAL
+            return whole if itemsize != 2 else max(least_room(head_dim), math.ceil(share * whole))
         bits = BITS[self.settings.codec]
         if bits is not None and kind.whole:
             bits = FIRST_BITS * bits if codes_first_calls(self.settings.codec) else None
@@ -266,6 +236,8 @@ class ResidualCosts(LosslessCosts):
     def state_bytes(self, topology: Topology, layout: Layout, cell: Cell) -> list[Mapping[str, int]]:
         """Exact. What is kept: see `kept_cells`. In flight where calls do not wait: what a call has sent of every
         tensor until it has left, and what came until the next call takes it, as wide as it travels."""
+        if self.settings.codec == "lossless" and self.settings.arrival == "now" and cell.itemsize != 2:
+            return super().state_bytes(topology, layout, cell)  # such numbers are not coded
         S, H, width = sum(layout.rows), sum(layout.heads), self.sent_bytes(cell.head_dim, cell.itemsize)
         late = len(TENSORS) * cell.batch * width if self.settings.arrival != "now" else 0
         return [
@@ -281,10 +253,15 @@ class ResidualCosts(LosslessCosts):
         if isinstance(inner, Residual):
             inner.fixed_kind = ResidualKind(kind.whole, kind.fine)
         elif isinstance(inner, Lossless):
-            LosslessCosts.hold_at(inner, kind)
+            inner.fixed_kind = LosslessKind(kind.whole, TYPICAL_FIRST if kind.whole else TYPICAL)
 
     @staticmethod
-    def catch_up(codec: Residual | Displaced) -> None:
+    def agree(codec: Lossless | Residual | Displaced) -> None:
+        if codec.notes is not None:
+            codec.notes.hand_out()
+
+    @staticmethod
+    def catch_up(codec: Lossless | Residual | Displaced) -> None:
         if isinstance(codec, Displaced):
             codec.catch_up()
 

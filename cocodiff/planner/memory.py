@@ -45,42 +45,28 @@ TOKENS = 8  # of a token ring beside that: q of two other ranks, and parts on th
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A transformer as memory sees it.
-
-    joint_layers      attention over image and text tokens, then an MLP (double blocks)
-    parallel_layers   the MLP runs beside the attention (FLUX's single blocks)
-    image_layers      second attentions over image tokens alone (the dual layers of SD3.5 Medium)
-    mlp_ratio         width of the MLP's hidden layer over the model's; gated_mlp: it is made of two of them
-    text_tokens       of the longest prompt
-    pixels_per_token  of a side: the VAE's factor times the patch
-    rows_per_image    batch rows of a call for one image: 2 where guidance puts both halves in one call
-    branches          calls in one step: 2 where guidance calls the model twice
-    unsharded_copies  tensors of all image tokens that a rank has before the engine cuts them: 3 where the model adds
-                      positions to them (what the patches give, the positions, the sum), 1 where they are cut at the
-                      first block, 0 where the call's inputs are
-    parameters        numbers that the weights hold
-    encoders          numbers that the weights of all text encoders hold; 0 where that is not known
-    vae               what the VAE takes; None where that is not known
-    video             what the model makes of itself; None for images
-    """
+    """A transformer as memory sees it."""
 
     name: str
     heads: int
     head_dim: int
-    joint_layers: int
-    parameters: int
-    parallel_layers: int = 0
-    image_layers: int = 0
-    mlp_ratio: float = 4.0
-    gated_mlp: bool = False
-    text_tokens: int = 512
-    pixels_per_token: int = 16
-    rows_per_image: int = 1
-    branches: int = 1
+    joint_layers: int  # attention over image and text tokens, then an MLP (double blocks)
+    parameters: int  # numbers that the weights hold
+    parallel_layers: int = 0  # the MLP runs beside the attention (FLUX's single blocks)
+    image_layers: int = 0  # second attentions over image tokens alone (the dual layers of SD3.5 Medium)
+    mlp_ratio: float = 4.0  # width of the MLP's hidden layer over the model's
+    gated_mlp: bool = False  # whether that layer is made of two
+    text_tokens: int = 512  # of the longest prompt
+    pixels_per_token: int = 16  # of a side: the VAE's factor times the patch
+    rows_per_image: int = 1  # batch rows of a call for one image: 2 where guidance puts both halves in one call
+    branches: int = 1  # calls in one step: 2 where guidance calls the model twice
+    # Tensors of all image tokens that a rank has before the engine cuts them: 3 where the model adds positions to them
+    # (what the patches give, the positions, the sum), 1 where they are cut at the first block, 0 where the call's
+    # inputs are.
     unsharded_copies: int = 0
-    encoders: int = 0
-    vae: VaeSize | None = None
-    video: Video | None = None
+    encoders: int = 0  # numbers that the weights of all text encoders hold; 0 where that is not known
+    vae: VaeSize | None = None  # what the VAE takes; None where that is not known
+    video: Video | None = None  # what the model makes of itself; None for images
 
     def __post_init__(self) -> None:
         may_be_zero = ("joint_layers", "parallel_layers", "image_layers", "text_tokens", "unsharded_copies", "encoders")

@@ -115,7 +115,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
     folder, failed = Path(values["out"]).absolute(), list[str]()
     papers = {name: Paper.load(name) for name in values["paper"] or sorted(shipped_names("papers"))}
     commands = [
-        Command(one, name, words)
+        Command(one, name, words, folder / name / one)
         for name, paper in papers.items()
         for template, run in paper.commands.items()
         for one, words in run.named(template)
@@ -132,14 +132,14 @@ def start(words: Sequence[str], launch: Launch) -> int:
     for number, command in enumerate(wanted, 1):
         say(f"{number} of {len(wanted)}: {command.shown}")
         try:
-            with storage_faults(f"{command.folder(folder)}"):
-                command.make(folder)
+            with storage_faults(f"{command.folder}"):
+                command.make()
         except UserError as error:
             say(f"  {error}")
             failed.append(command.name)
     for command in commands:
-        if command.is_made(folder):
-            results[command.paper][command.name] = read_result(command.folder(folder) / "out")
+        if command.is_made:
+            results[command.paper][command.name] = read_result(command.folder / "out")
     about = ABOUT.format(version=f"cocodiff {__version__}", day=f"{date.today():%d %B %Y}", cores=os.cpu_count())
     if refused := sorted(path.parent.name for path in Path(values["measured"] or folder).glob("*/refused")):
         about += f" Did not fit into a tile's memory: {', '.join(refused)}."
@@ -155,28 +155,27 @@ def start(words: Sequence[str], launch: Launch) -> int:
 
 
 class Command(NamedTuple):
-    """One command of a paper's, and its place in the folder of results."""
+    """One command of a paper's. folder: of what it writes."""
 
     name: str
     paper: str
     words: Sequence[str]
+    folder: Path
 
     @property
     def shown(self) -> str:
         return shlex.join(["cocodiff", *self.words])
 
-    def folder(self, results: Path) -> Path:
-        return results / self.paper / self.name
-
-    def is_made(self, results: Path) -> bool:
-        written = self.folder(results) / WRITTEN
+    @property
+    def is_made(self) -> bool:
+        written = self.folder / WRITTEN
         return written.is_file() and written.read_text() == self.shown
 
-    def make(self, results: Path) -> None:
+    def make(self) -> None:
         """Runs it, in the folder that its files' names are of, unless it has been. Raises UserError where it fails."""
-        if self.is_made(results):
+        if self.is_made:
             return
-        started, folder = time.monotonic(), self.folder(results)
+        started, folder = time.monotonic(), self.folder
         folder.mkdir(parents=True, exist_ok=True)
         words = [sys.executable, "-m", "cocodiff", *self.words, "--out", str(folder / "out"), "--overwrite"]
         with (folder / LOG).open("w") as log:

@@ -84,7 +84,10 @@ class Network:
         if self.topology.nodes > 1:
             self._add_nics()
         for rank in range(self.topology.size):
-            self._add_routes(rank)
+            for other, hop in next_hops(self.topology, rank).items():
+                via, onlink = ("", "") if hop == other else (f"via {address(hop)} ", " onlink")
+                route = f"route add {address(other)}/32 {via}dev x{hop}{onlink} src {address(rank)} {ROUTE}"
+                self._routes["tile", rank, 0].append(route)
         for key, space in self.spaces.items():
             space.set(SETTINGS)
             space.run("ip", ["link set lo up", *self._ip[key]])
@@ -126,12 +129,6 @@ class Network:
             self._routes[nic].append(f"route add {of_tile}/32 dev t{place.rank} {ROUTE}")
             self._routes[switch].append(f"route add {of_tile}/32 via {own} dev {port} onlink {ROUTE}")
             self._routes[tile].append(f"route add default via {own} dev nic onlink src {of_tile} {ROUTE}")
-
-    def _add_routes(self, rank: int) -> None:
-        for other, hop in next_hops(self.topology, rank).items():
-            via, onlink = ("", "") if hop == other else (f"via {address(hop)} ", " onlink")
-            route = f"route add {address(other)}/32 {via}dev x{hop}{onlink} src {address(rank)} {ROUTE}"
-            self._routes["tile", rank, 0].append(route)
 
 
 class Rate(NamedTuple):
