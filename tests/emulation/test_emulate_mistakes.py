@@ -142,7 +142,7 @@ def test_limits_lie_between_sizes():
 
 def test_the_schedule_is_averaged_between_fractions():
     config = Config(selection="v_major")
-    steps = costs_of(config).kinds_of_steps(config, 50, Typical())
+    steps = costs_of(config).kinds_of_steps(50, Typical())
     (kinds,) = zip(*steps, strict=True)
     assert kinds[:6] == (*[WHOLE] * 5, CallKind()) and kinds[15] == WHOLE and kinds[-1].stable == 1.0
     mean = sum(kind.stable for kind in kinds) / 50
