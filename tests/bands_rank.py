@@ -67,10 +67,8 @@ def main(name: str, *words: str) -> int:
         torch.testing.assert_close(image, alone[0], rtol=0, atol=1e-4)
         topology = Topology.build(load_machine("local"), transport.size, None)
         peaks = size_peaks(shape, topology, Video(frames, height, width), 1, z.element_size())
-        for how, ranks, most, s in (
-            ("one", 1, alone[1], alone[2]),
-            ("sharded", transport.size, max(of_bands), max(times)),
-        ):
+        sharded = ("sharded", transport.size, max(of_bands), max(times))
+        for how, ranks, most, s in (("one", 1, *alone[1:]), sharded):
             told = peaks.of_vae[how].decoding / MIB
             print(f"{how} on {ranks}: {most:.0f} MiB, {told:.0f} predicted ({told / most - 1:+.1%}), {s:.2f} s")
 

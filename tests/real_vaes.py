@@ -38,8 +38,7 @@ def real_vae(name: str, **settings: Any) -> Any:
 
 def picture_sizes(name: str, factor: int, frames: int, height: int, width: int) -> tuple[list[int], list[int]]:
     """The sizes of an image or a video of one row, and of its latents. factor: pixels of a latent pixel's side."""
-    of_frames = (
-        ([frames], [1 + frames // 4]) if KINDS[name][0] not in ("AutoencoderKL", "AutoencoderKLFlux2") else ([], [])
-    )
+    of_images = KINDS[name][0] in ("AutoencoderKL", "AutoencoderKLFlux2")
+    of_frames: tuple[list[int], list[int]] = ([], []) if of_images else ([frames], [1 + frames // 4])
     latent = [1, LATENT_CHANNELS.get(name, 16), *of_frames[1], height // factor, width // factor]
     return [1, 3, *of_frames[0], height, width], latent

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 
-def with_norms(model: Any) -> Any:
-    """The model with weights of its own in every norm, where diffusers begins with ones: one norm's weights taken for
-    another's are seen."""
+def random_transformer(class_name: str, seed: int, settings: dict[str, Any]) -> Any:
+    """Of a class in diffusers, with weights of its own in every norm, where diffusers begins with ones: one norm's
+    weights taken for another's are seen."""
+    import diffusers
+
+    torch.manual_seed(seed)
+    model = getattr(diffusers, class_name)(**settings)
     for name, weight in model.named_parameters():
         if "norm" in name and weight.ndim == 1:
             torch.nn.init.uniform_(weight, 0.5, 1.5)
@@ -18,9 +23,6 @@ def with_norms(model: Any) -> Any:
 
 def sd3_transformer(heads: int, *, layers: int = 2, dual: tuple[int, ...] = (), seed: int = 0, **overrides: Any) -> Any:
     """A random SD3 transformer with `heads` heads of 8 channels over latents of 4 channels (patch 1)."""
-    from diffusers import SD3Transformer2DModel
-
-    torch.manual_seed(seed)
     settings: dict[str, Any] = {
         "sample_size": 16,
         "patch_size": 1,
@@ -36,16 +38,18 @@ def sd3_transformer(heads: int, *, layers: int = 2, dual: tuple[int, ...] = (), 
         "qk_norm": "rms_norm",
         "dual_attention_layers": dual,
     }
-    return with_norms(SD3Transformer2DModel(**settings | overrides))
+    return random_transformer("SD3Transformer2DModel", seed, settings | overrides)
+
+
+def noise_of(seed: int, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+    """What draws one tensor after the other, by their shapes."""
+    generator = torch.Generator().manual_seed(seed)
+    return lambda *shape: torch.randn(*shape, generator=generator).to(dtype)
 
 
 def sd3_inputs(batch: int, height: int, width: int, text: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """Call arguments for `sd3_transformer`: an image grid of height x width tokens and `text` text tokens."""
-    generator = torch.Generator().manual_seed(height * 1000 + width * 10 + text)
-
-    def noise(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(dtype)
-
+    noise = noise_of(height * 1000 + width * 10 + text, dtype)
     return {
         "hidden_states": noise(batch, 4, height, width),
         "encoder_hidden_states": noise(batch, text, 16),
@@ -56,9 +60,6 @@ def sd3_inputs(batch: int, height: int, width: int, text: int, dtype: torch.dtyp
 
 def flux_transformer(heads: int, *, seed: int = 0, **overrides: Any) -> Any:
     """A random FLUX.1 transformer: 1 double and 1 single block, heads of 8 channels, 4 channels a token."""
-    from diffusers import FluxTransformer2DModel
-
-    torch.manual_seed(seed)
     settings: dict[str, Any] = {
         "in_channels": 4,
         "num_layers": 1,
@@ -70,14 +71,11 @@ def flux_transformer(heads: int, *, seed: int = 0, **overrides: Any) -> Any:
         "guidance_embeds": True,
         "axes_dims_rope": (2, 2, 4),
     }
-    return with_norms(FluxTransformer2DModel(**settings | overrides))
+    return random_transformer("FluxTransformer2DModel", seed, settings | overrides)
 
 
 def flux2_transformer(heads: int, *, seed: int = 0, **overrides: Any) -> Any:
     """A random FLUX.2 transformer: 1 double and 2 single blocks, heads of 8 channels, 4 channels a token."""
-    from diffusers import Flux2Transformer2DModel
-
-    torch.manual_seed(seed)
     settings: dict[str, Any] = {
         "in_channels": 4,
         "num_layers": 1,
@@ -88,14 +86,11 @@ def flux2_transformer(heads: int, *, seed: int = 0, **overrides: Any) -> Any:
         "timestep_guidance_channels": 16,
         "axes_dims_rope": (2, 2, 2, 2),
     }
-    return with_norms(Flux2Transformer2DModel(**settings | overrides))
+    return random_transformer("Flux2Transformer2DModel", seed, settings | overrides)
 
 
 def qwen_transformer(heads: int, *, seed: int = 0, **overrides: Any) -> Any:
     """A random Qwen-Image transformer of 2 blocks with heads of 8 channels, 4 channels a token."""
-    from diffusers import QwenImageTransformer2DModel
-
-    torch.manual_seed(seed)
     settings: dict[str, Any] = {
         "patch_size": 1,
         "in_channels": 4,
@@ -106,16 +101,12 @@ def qwen_transformer(heads: int, *, seed: int = 0, **overrides: Any) -> Any:
         "joint_attention_dim": 16,
         "axes_dims_rope": (4, 2, 2),
     }
-    return with_norms(QwenImageTransformer2DModel(**settings | overrides))
+    return random_transformer("QwenImageTransformer2DModel", seed, settings | overrides)
 
 
 def sequence_inputs(batch: int, height: int, width: int, text: int, dtype: torch.dtype) -> dict[str, Any]:
     """What the families that take image tokens [B, S, C] have in common."""
-    generator = torch.Generator().manual_seed(height * 1000 + width * 10 + text)
-
-    def noise(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(dtype)
-
+    noise = noise_of(height * 1000 + width * 10 + text, dtype)
     return {
         "hidden_states": noise(batch, height * width, 4),
         "encoder_hidden_states": noise(batch, text, 16),

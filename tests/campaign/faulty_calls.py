@@ -25,10 +25,7 @@ from strikes import LIMITS, ON_FIRE, SIGNALS, Strike
 from warm import Started
 
 SETUPS: dict[str, dict[str, Any]] = {
-    **{
-        name: {"name": name}
-        for name in ("flat", "tapa", "v_first", "split", "cocodiff", "cocodiff+", "coded", "coded-")
-    },
+    **{one: {"name": one} for one in ("flat", "tapa", "v_first", "split", "cocodiff", "cocodiff+", "coded", "coded-")},
     "ahead": {"name": "ahead", "tau": 10.0},
     "displaced": {"name": "tapa", "codec": "int2", "arrival": "displaced", "fine_steps": 0},
     "chunks": {"name": "tapa", "chunks": 2},

@@ -113,10 +113,8 @@ class Jobs:
         strikes = [job.strike(fault, moment, chance)]
         if moment == RESUME:
             kill = job.strike("KILL all", "write", chance)
-            strikes = [
-                kill | {"number": chance.randint(2, 12)},
-                job.strike(fault, chance.choice(("attend", *FILES)), chance),
-            ]
+            kill["number"] = chance.randint(2, 12)
+            strikes = [kill, job.strike(fault, chance.choice(("attend", *FILES)), chance)]
         for once, given in enumerate(strikes):
             done = job.run(given, kind.replicas, "--resume" if once else "", fault)
             rank = (job.folder / "struck").read_text() if (job.folder / "struck").exists() else None
@@ -164,7 +162,7 @@ class Job:
     def __init__(
         self, jobs: Jobs, name: object, command: str, chance: random.Random | None, options: list[str] | None = None
     ) -> None:
-        self.kind, self.command = COMMANDS[command], self.kind_of(command)
+        self.kind, self.command = COMMANDS[command], command.partition(", ")[0]
         self.folder = jobs.folder / f"job {name}"
         self.disk, self.temporary = self.folder / "disk", self.folder / "temporary"
         for folder in (self.disk, self.temporary):
@@ -177,10 +175,6 @@ class Job:
         self.options = drawn if options is None else options
         self.told = [" ".join(self.options)] if self.options else []
         self.wrong: list[str] = []
-
-    @staticmethod
-    def kind_of(command: str) -> str:
-        return command.partition(", ")[0]
 
     def restore_inputs(self) -> None:
         if self.input.exists():
@@ -215,9 +209,8 @@ class Job:
         words += ["--config", str(self.source / "sweep.yaml")] if self.command == "sweep" else []
         words += ["--ranks", str(self.kind.ranks * replicas), "--replicas", str(replicas)]
         fault = more[1] if len(more) > 1 else ""
-        for name, value in (
-            {"timeout_s": 60, "stall_timeout_s": 60, "start_timeout_s": 20} | LIMITS.get(fault, {})
-        ).items():
+        limits = {"timeout_s": 60, "stall_timeout_s": 60, "start_timeout_s": 20} | LIMITS.get(fault, {})
+        for name, value in limits.items():
             words += [f"--{name}", str(value)]
         words += ["--check_messages"] if fault in MESSAGES else []
         if "--resume" in more:

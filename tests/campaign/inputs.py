@@ -61,15 +61,8 @@ def run_case(seed: int, keep: str | None, number: int) -> dict[str, Any]:
             wrong = f"has not ended after {HANGS_S:g} s"
         finally:
             os.chdir(here)
-    found = {
-        "number": number,
-        "kind": case.kind,
-        "twist": case.twist,
-        "code": code,
-        "wrong": wrong,
-        "words": case.words,
-    }
-    return found | {"error": error[-3000:], "seconds": time.monotonic() - began}
+    found = {"number": number, "kind": case.kind, "twist": case.twist, "code": code, "wrong": wrong}
+    return found | {"words": case.words, "error": error[-3000:], "seconds": time.monotonic() - began}
 
 
 def judge(case: Case, before: dict[str, str], code: int, output: str, error: str) -> str:
@@ -91,9 +84,8 @@ def judge(case: Case, before: dict[str, str], code: int, output: str, error: str
         return f"{len(lines)} lines of refusal"
     if made:
         return "refused, and yet something was written"
-    named = case.kind == "settings" or any(
-        name and name in lines[0] for name in [*case.files, repr(case.path.stem)[1:-1]]
-    )
+    names = [*case.files, repr(case.path.stem)[1:-1]]
+    named = case.kind == "settings" or any(name and name in lines[0] for name in names)
     return "" if named else "the refusal names neither file nor option"
 
 
@@ -110,18 +102,14 @@ def main() -> int:
         for one in pool.map(partial(run_case, given.seed, given.keep), numbers):
             found.append(one)
             if one["wrong"] or given.cases == 1:
-                again = (
-                    f"python tests/campaign/inputs.py --seed {given.seed} --first {one['number']} --cases 1 --keep case"
-                )
-                print(
-                    f"{one['kind']}, {one['twist']}: {one['wrong']}\n  {again}\n  {one['words']}\n{one['error']}",
-                    flush=True,
-                )
+                print(f"{one['kind']}, {one['twist']}: {one['wrong']}")
+                again = f"--seed {given.seed} --first {one['number']} --cases 1 --keep case"
+                print(f"  python tests/campaign/inputs.py {again}")
+                print(f"  {one['words']}\n{one['error']}", flush=True)
     if given.refusals:
-        refused = [
-            f"{one['number']} {one['kind']}, {one['twist']}: {one['error']}" for one in found if one["code"] == 2
-        ]
-        Path(given.refusals).write_text("".join(refused))
+        refused = [one for one in found if one["code"] == 2]
+        lines = [f"{one['number']} {one['kind']}, {one['twist']}: {one['error']}" for one in refused]
+        Path(given.refusals).write_text("".join(lines))
     print_table(found, (time.monotonic() - began) / 60)
     return any(one["wrong"] for one in found)
 

@@ -48,15 +48,12 @@ def check_transport(transport: Transport) -> None:
 
 
 def check_group(group: Group) -> None:
-    for check in (
-        check_all_to_all,
-        check_send_recv_to_some,
-        check_messages_stay_in_order,
-        check_all_gather,
-        check_barrier,
-        check_refusals,
-    ):
-        check(group)
+    check_all_to_all(group)
+    check_send_recv_to_some(group)
+    check_messages_stay_in_order(group)
+    check_all_gather(group)
+    check_barrier(group)
+    check_refusals(group)
 
 
 def message(sender: int, receiver: int, length: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -288,13 +285,8 @@ def check_all() -> int:
         name, _, device = name.partition("@")
         name, _, own_sums = name.partition("+")
         device = "auto" if device == "sim" else device or "cpu"
-        config = Config(
-            transport=name,
-            messages=messages or "batch",
-            check_messages=bool(sums or own_sums),
-            device=device,
-            timeout_s=60.0,
-        )
+        settings = {"messages": messages or "batch", "check_messages": bool(sums or own_sums), "device": device}
+        config = Config(transport=name, timeout_s=60.0, **settings)
         if how == "launched":
             code = run_ranks(None, detect(), config, {}, on_its_device)
         else:
