@@ -12,26 +12,30 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from cocodiff.comm.launch import detect, emulated
 from cocodiff.comm.trace import Span, Trace
 from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Links, Topology
+from cocodiff.engine.assemble import chunking, exchange_table
+from cocodiff.exchange.exchange import Exchange
+from cocodiff.exchange.outgoing import EncodedCall
+from cocodiff.exchange.transfer import Transfer
 from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.options import Option, check_counts
 from cocodiff.jobs.terminal import say
+from cocodiff.kernels import Kernels
 from cocodiff.planner.layers import SerialTransport
 from cocodiff.topology.layout import Layout, Segment, ShardedSegment
 from cocodiff.topology.links import alltoall_bound
 from cocodiff_bench import common
 from cocodiff_bench.common import Benchmark, Row, Values
 
-if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are forked
-    from torch import Tensor
-
-OURS = ("flat", "library", "tapa", "split", "auto")
 VARIANTS = ("flat", "flat_serial", "library", "mpi", "tapa", "split", "auto")
 LIBRARIES = ("gloo", "xccl", "ccl", "nccl")  # transports that have an all-to-all of their own
 TUNED = ("flat", "tapa", "split")
@@ -57,27 +61,22 @@ class Blocks:
     packed: Tensor
     received: Tensor
 
-    @property
-    def block_bytes(self) -> int:
-        return int(self.packed[0].nbytes)
-
 
 def wanted(values: Values) -> list[str]:
     """The variants to measure. Raises UserError for unknown ones and those that this launch does not allow."""
     if values["tune"]:
         return list(TUNED)
-    remedies = {
-        "mpi": "start the ranks with MPI: emulate --launcher mpiexec, or mpiexec",
-        "library": f"use {', '.join(LIBRARIES)}",
-    }
-    under_mpi = detect().kind == "mpi"
-    can = {"mpi": under_mpi, "library": values["transport"] in LIBRARIES}
-    allowed = [name for name in VARIANTS if can.get(name, True)]
+    remedies = {}  # of those that this launch does not allow
+    if detect().kind != "mpi":
+        remedies["mpi"] = "start the ranks with MPI: emulate --launcher mpiexec, or mpiexec"
+    if values["transport"] not in LIBRARIES:
+        remedies["library"] = f"use {', '.join(LIBRARIES)}"
+    allowed = [name for name in VARIANTS if name not in remedies]
     names = [name for word in values["variants"] or allowed for name in word.split(",") if name]
     for name in names:
         if name not in VARIANTS:
             raise UserError(f"--variants {name}: choose from {', '.join(VARIANTS)}")
-        if name not in allowed:
+        if name in remedies:
             raise UserError(f"--variants {name} on transport {values['transport']}: {remedies[name]}")
     return names
 
@@ -104,8 +103,6 @@ def config_of(name: str, values: Values) -> Config:
 
 def check_table(values: Values, topology: Topology) -> None:
     """Raises UserError where `auto` has no table for the machine."""
-    from cocodiff.engine.assemble import exchange_table
-
     exchange_table(config_of("auto", values), topology)
 
 
@@ -119,35 +116,37 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
             names.remove("auto")
             if transport.rank == 0:
                 say(f"without auto: {error}")
-    traces = {name: Trace(transport.rank) for name in names if name in OURS}
-    make = makers(values, topology, transport, traces)
+    traces = {name: Trace(transport.rank) for name in names if name not in OTHERS}
     measured: list[Row] = []
-    built = {name: make[name]() for name in names}
+    built = {  # all ranks build the same ones in the same order: groups are made on the way
+        name: OTHERS[name](transport)
+        if name in OTHERS
+        else exchange_variant(config_of(name, values), topology, transport, traces[name])
+        for name in names
+    }
     together = transport.group(range(transport.size)).barrier  # messages of no size: all leave it within a millisecond
     for size in values["sizes_mb"]:
         blocks = random_blocks(size, transport)
         variants: dict[str, Callable[[], Tensor]] = {name: partial(built[name], blocks) for name in names}
         check_results(blocks, variants, transport.rank)
-        seconds = common.measure_in_turns(
-            f"bench alltoall {size:g} MB", variants, values, transport, barrier=together, traces=traces.values()
-        )
-        slowest = common.of_slowest_rank(seconds, transport)
-        sent = common.bytes_of_call(traces, values["repeats"], transport)
+        title = f"bench alltoall {size:g} MB"
+        slowest, sent = common.measure_slowest(title, variants, values, transport, traces, together)
         spans = transport.gather_object(traces["tapa"].spans if "tapa" in traces else [])
         if transport.rank == 0:
-            of_size = rows_of(size, slowest, sent, [span for of_rank in spans for span in of_rank])
-            of_size += bound_rows(of_size, bound_s(topology, blocks.block_bytes))
+            of_tapa = [span for of_rank in spans for span in of_rank]
+            of_size = rows_of(size, slowest, sent, of_tapa, bound_s(topology, blocks.packed[0].nbytes))
             of_size = [row | {"nodes": topology.nodes} for row in of_size]
             common.say_rows(of_size, more=more_words, title=f"{size:g} MB per rank")
             measured += of_size
     if transport.rank == 0:
-        report(values, output, topology, measured)
+        if values["tune"]:
+            say("exchange.yaml is auto's table: use it with exchange_table")
+        files = {"exchange.yaml": partial(write_table, topology, measured)} if values["tune"] else {}
+        common.publish(output, values, measured, files)
 
 
 def random_blocks(size_mb: float, transport: Any) -> Blocks:
     """Blocks as near to size_mb / ranks as whole rows of 512 bytes allow, at least one row."""
-    import torch
-
     ranks = transport.size
     L = max(1, round(size_mb * 1e6 / ranks / ROW_BYTES))
     layout = Layout((ShardedSegment(Segment("rows", L * ranks), (L,) * ranks),), (1,) * ranks)
@@ -158,27 +157,20 @@ def random_blocks(size_mb: float, transport: Any) -> Blocks:
     return Blocks(layout, x_BLHD.to(device), packed.to(device), torch.empty_like(packed, device=device))
 
 
-Variant = Callable[[Blocks], "Tensor"]  # what arrived, [ranks, L, D] by sender
+Variant = Callable[[Blocks], Tensor]  # what arrived, [ranks, L, D] by sender
 
 
-def makers(
-    values: Values, topology: Topology, transport: Any, traces: Mapping[str, Trace]
-) -> dict[str, Callable[[], Variant]]:
-    """Name -> what builds the variant. All ranks build the same ones in the same order: groups are made on the way."""
-    ours = {name: partial(exchange_variant, name, values, topology, transport, trace) for name, trace in traces.items()}
-
-    others = {"flat_serial": flat_serial, "mpi": mpi_alltoall}
-    return {**ours, **{name: partial(make, transport) for name, make in others.items()}}
-
-
-def exchange_variant(name: str, values: Values, topology: Topology, transport: Any, trace: Trace) -> Variant:
-    from cocodiff_bench.stand_in import make_exchange, send
-
-    exchange = make_exchange(config_of(name, values), topology, transport, trace)
+def exchange_variant(config: Config, topology: Topology, transport: Any, trace: Trace) -> Variant:
+    """This rank's end of the exchange by the settings, among all ranks."""
+    table, kernels = exchange_table(config, topology), Kernels(config.kernels, trace.note_kernel)
+    chunked, together = chunking(config, topology), config.messages == "alltoall"
+    exchange = Exchange(
+        config.exchange, topology, transport, trace, table, config.nic_balance, kernels, chunked, together
+    )
 
     def run(blocks: Blocks) -> Tensor:
-        (x_BSGD,) = send(exchange, blocks.layout, x=blocks.x_BLHD)
-        return x_BSGD.view(blocks.packed.shape)
+        sent = Transfer(exchange, EncodedCall(blocks.layout), "").send(x=blocks.x_BLHD)
+        return sent["x"].wait().view(blocks.packed.shape)
 
     return run
 
@@ -207,10 +199,11 @@ def mpi_alltoall(_transport: Any) -> Variant:
     return run
 
 
+OTHERS: dict[str, Callable[[Any], Variant]] = {"flat_serial": flat_serial, "mpi": mpi_alltoall}  # that are not ours
+
+
 def check_results(blocks: Blocks, variants: Mapping[str, Callable[[], Tensor]], rank: int) -> None:
     """Raises RuntimeError where a variant brings other numbers than those that every sender has made for this rank."""
-    import torch
-
     senders = range(len(blocks.packed))
     of_sender = [torch.randn(blocks.packed.shape, generator=torch.Generator().manual_seed(s))[rank] for s in senders]
     expected = torch.stack(of_sender).to(blocks.packed.device)
@@ -231,40 +224,31 @@ def bound_s(topology: Topology, block_bytes: int) -> float | None:
 
 
 def rows_of(
-    size: float, slowest: Mapping[str, list[float]], sent: Mapping[str, Mapping[str, int]], of_tapa: Sequence[Span]
+    size: float,
+    slowest: Mapping[str, list[float]],
+    sent: Mapping[str, Mapping[str, int]],
+    of_tapa: Sequence[Span],
+    best_s: float | None,
 ) -> list[Row]:
-    """The variants' rows. of_tapa: TAPA's spans of all ranks."""
+    """The variants' rows, and the bound's own where there is one. of_tapa: TAPA's spans of all ranks."""
     found = common.rows(f"{size:g}MB", slowest, sent, common.compared_with(slowest, "flat", "tapa"))
     for row in found:
         if row["variant"] == "tapa":
             for key, lane in (("phase1_s", "sibling"), ("phase2_s", "plane")):
                 lengths = [(span.end_ns - span.start_ns) / 1e9 for span in of_tapa if span.lane == lane]
                 row[key] = statistics.median(lengths) if lengths else None  # one card alone has no second phase
-    return found
-
-
-def bound_rows(found: list[Row], best_s: float | None) -> list[Row]:
-    """Sets the rows' efficiency; returns the bound's own row, or none without a bound."""
-    for row in found:
         row["efficiency"] = None if best_s is None else best_s / row["median_s"]
     if best_s is None:
-        return []
+        return found
     times = dict.fromkeys(("median_s", "p10_s", "p90_s"), best_s)
-    return [{"case": found[0]["case"], "variant": "bound", **times, "n": 0, "bytes": None, "efficiency": 1.0}]
+    bound = {"case": found[0]["case"], "variant": "bound", **times, "n": 0, "bytes": None, "efficiency": 1.0}
+    return [*found, bound]
 
 
 def more_words(row: Row) -> list[str]:
     words = [f"{row['efficiency']:.3f} of the bound"] if row["n"] and row["efficiency"] is not None else []
     phases = [(number, row.get(f"phase{number}_s")) for number in (1, 2)]
     return words + [f"phase {number} {seconds * 1e3:.2f} ms" for number, seconds in phases if seconds is not None]
-
-
-def report(values: Values, output: OutputFolder, topology: Topology, measured: list[Row]) -> None:
-    files: dict[str, Callable[[Path], None]] = {}
-    if values["tune"]:
-        files["exchange.yaml"] = partial(write_table, topology, measured)
-        say("exchange.yaml is auto's table: use it with exchange_table")
-    common.publish(output, values, measured, files)
 
 
 def tuned_rows(measured: Sequence[Row]) -> list[tuple[float | None, str]]:

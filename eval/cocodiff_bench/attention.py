@@ -9,14 +9,13 @@ asked (a decoder's next token), parts of the own keys that all ranks merge (dist
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cocodiff.comm.launch import emulated
 from cocodiff.comm.trace import Trace
-from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Topology
 from cocodiff.jobs.folder import OutputFolder
@@ -30,12 +29,8 @@ if TYPE_CHECKING:
 
 ALONE = ("naive", "blocks", "torch", "triad")
 SHARED: dict[str, dict[str, Any]] = {  # and what the settings of each are beside the machine's
-    "flat": {"exchange": "flat"},
-    "tapa": {"exchange": "tapa"},
-    "split": {"exchange": "split"},
-    "keys": {"ring_kind": "keys"},
-    "token": {"ring_kind": "token"},
-    "streaming": {"ring_kind": "streaming"},
+    **{name: {"exchange": name} for name in ("flat", "tapa", "split")},
+    **{name: {"ring_kind": name} for name in ("keys", "token", "streaming")},
     "torch_ring": {},  # torch's own: torch.distributed.tensor.experimental
     "merged": {},
 }
@@ -118,21 +113,16 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
     ways = ways_of(values, transport.size)
     for tokens in values["tokens"]:
         call = Call.random(tokens, values, transport.rank, transport.size)
-        traces: dict[str, Trace] = {}
+        traces = {} if alone else {way: Trace(transport.rank) for way in ways}
         if alone:
             variants = {name: run for way in ways for name, run in alone_variants(way, call, values)}
         else:
-            variants = shared_variants(ways, call, values, transport, traces)
+            variants = shared_variants(call, values, transport, traces)
         results = {} if values["waits"] else {name: run() for name, run in variants.items()}
-        seconds = common.measure_in_turns(
-            f"bench attention {tokens}", variants, values, transport, traces=traces.values()
-        )
-        slowest = common.of_slowest_rank(seconds, transport)
-        sent = common.bytes_of_call(traces, values["repeats"], transport)
+        slowest, sent = common.measure_slowest(f"bench attention {tokens}", variants, values, transport, traces)
         if transport.rank == 0:
-            measured += rows_of(
-                call, slowest, sent, results, {name: peak_of(run) for name, run in variants.items() if alone}
-            )
+            peaks = {name: peak_of(run) for name, run in variants.items() if alone}
+            measured += rows_of(call, slowest, sent, results, peaks)
     if transport.rank == 0:
         common.publish(output, values, measured)
 
@@ -222,21 +212,15 @@ def peak_of(run: Callable[[], Any]) -> int | None:
 
 
 def shared_variants(
-    ways: Iterable[str], call: Call, values: Values, transport: Any, traces: dict[str, Trace]
+    call: Call, values: Values, transport: Any, traces: Mapping[str, Trace]
 ) -> dict[str, Callable[[], Any]]:
-    """All ranks build the same ones in the same order: groups are made on the way. traces: gets one for each."""
+    """One for each trace. All ranks build the same ones in the same order: groups are made on the way."""
     topology = common.topology_of(values, transport.size)
     found = {}
-    for way in ways:
-        traces[way] = Trace(transport.rank)
+    for way, trace in traces.items():
         make = {"merged": merging, "torch_ring": torch_ring}.get(way, partial(strategy_of, way))
-        found[way] = make(call, values, topology, transport, traces[way])
+        found[way] = make(call, values, topology, transport, trace)
     return found
-
-
-def config_of(way: str, values: Values, ranks: int, tokens: int) -> Config:
-    own = SHARED[way] | ({"ring": ranks} if "ring_kind" in SHARED[way] else {})
-    return common.engine_config(values, **own, image_tokens=tokens)
 
 
 def strategy_of(way: str, call: Call, values: Values, topology: Topology, transport: Any, trace: Trace) -> Any:
@@ -247,7 +231,8 @@ def strategy_of(way: str, call: Call, values: Values, topology: Topology, transp
 
     _, _, H, D = call.q_BLHD.shape
     segments = (Segment("tokens", call.tokens),)
-    config = config_of(way, values, transport.size, call.tokens)
+    own = SHARED[way] | ({"ring": transport.size} if "ring_kind" in SHARED[way] else {})
+    config = common.engine_config(values, **own, image_tokens=call.tokens)
     mesh = mesh_of(config, topology, AttentionWork(H, D, segments, itemsize=call.q_BLHD.itemsize))
     kernels = Kernels(config.kernels, trace.note_kernel)
     strategy = build_strategy(config, mesh, transport, trace, kernels, local_of(values, topology))
@@ -257,8 +242,10 @@ def strategy_of(way: str, call: Call, values: Values, topology: Topology, transp
 
 def local_of(values: Values, topology: Topology) -> Any:
     """What computes: this host, or waits."""
+    from cocodiff.attention.local import LocalAttention
+
     if not values["waits"]:
-        return None
+        return LocalAttention()
     from cocodiff_bench.stand_in import Clock, RooflineAttention
 
     clock = Clock(topology.machine.device)
@@ -271,11 +258,9 @@ def torch_ring(call: Call, values: Values, topology: Topology, transport: Any, _
     import torch.distributed as dist
     from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
 
-    from cocodiff.attention.local import LocalAttention
-
     theirs._cp_options.enable_load_balance = False  # of causal attention
     theirs.set_rotate_method("alltoall")  # keys and values go round; its default gathers them all
-    local, world = local_of(values, topology) or LocalAttention(), dist.new_group(range(transport.size), backend="gloo")
+    local, world = local_of(values, topology), dist.new_group(range(transport.size), backend="gloo")
     q_BHLD, k_BHLD, v_BHLD = (x.transpose(1, 2) for x in call[1:])
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, **_more: Any) -> tuple[Tensor, Tensor]:
@@ -294,9 +279,9 @@ def merging(call: Call, values: Values, topology: Topology, transport: Any, trac
     the paper's three all-reduces of maximum, sum and output give."""
     import torch
 
-    from cocodiff.attention.local import LocalAttention, Partial
+    from cocodiff.attention.local import Partial
 
-    local, group = local_of(values, topology) or LocalAttention(), transport.group(range(transport.size))
+    local, group = local_of(values, topology), transport.group(range(transport.size))
     D = call.q_BLHD.shape[-1]
     others = [rank for rank in range(transport.size) if rank != transport.rank]
 

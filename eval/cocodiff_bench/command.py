@@ -26,26 +26,18 @@ KINDS = {
 
 
 def module_of(words: Sequence[str]) -> str:
-    """The module of a benchmark: `bench step` has two, for a pipeline and for the shape of a model alone."""
-    if words[0] == "step" and named_shape(words) is not None:
-        return "model_step"
-    return words[0]
-
-
-def named_shape(words: Sequence[str]) -> str | None:
-    """What `--model` has among the words, if it is a name in configs/models or a file like those."""
+    """The module of a benchmark: `bench step` has two, for a pipeline and for the shape of a model alone, where
+    `--model` has a name in configs/models or a file like those."""
     given = [b for a, b in pairwise(words) if a == "--model"]
     given += [word.partition("=")[2] for word in words if word.startswith("--model=")]
-    return next((name for name in given if name in shipped_names("models") or name.endswith(".yaml")), None)
+    of_shape = any(name in shipped_names("models") or name.endswith(".yaml") for name in given)
+    return "model_step" if words[0] == "step" and of_shape else words[0]
 
 
 def start(words: Sequence[str], launch: Launch) -> int:
     if not words or words[0] in ("-h", "--help"):
-        say(
-            "\n".join(
-                ["usage: cocodiff bench KIND [--help] [options]", "", *(f"  {k:<10} {v}" for k, v in KINDS.items())]
-            )
-        )
+        kinds = [f"  {kind:<10} {about}" for kind, about in KINDS.items()]
+        say("\n".join(["usage: cocodiff bench KIND [--help] [options]", "", *kinds]))
         return 0
     check_choice("benchmark", words[0], KINDS)
     benchmark: Benchmark = import_module(f"cocodiff_bench.{module_of(words)}").BENCHMARK

@@ -24,7 +24,6 @@ from typing import Any
 from cocodiff.comm.launch import detect
 from cocodiff.comm.trace import LINK_CLASSES, Trace
 from cocodiff.config.config import Config, load_machine
-from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Topology
 from cocodiff.config.setting import settings_of
 from cocodiff.config.text_table import aligned
@@ -86,9 +85,8 @@ def engine_config(values: Values, preset: str | None = None, **own: Any) -> Conf
     """A variant's settings: its own, over a preset's where it has one and those of the machine, which all share.
     Raises UserError for values that do not fit."""
     record = engine_record()
-    shared = {
-        name: values[name] for name, one in settings_of(record).items() if one.given == "machine" and name in values
-    }
+    of_machine = [name for name, one in settings_of(record).items() if one.given == "machine"]
+    shared = {name: values[name] for name in of_machine if name in values}
     return record.preset(preset, **shared | own) if preset else record(**shared | own)
 
 
@@ -103,12 +101,6 @@ def topology_of(values: Values, ranks: int) -> Topology:
     return Topology.build(load_machine(values["machine"]), ranks, detect().local_size)
 
 
-def check_not_negative(values: Values, *names: str) -> None:
-    for name in names:
-        if not 0 <= values[name] < float("inf"):
-            raise UserError(f"--{name} {values[name]}: give 0 or more")
-
-
 # Measuring ------------------------------------------------------------------------------------------------------------
 
 
@@ -116,32 +108,6 @@ def meet(transport: Any) -> None:
     """Returns when all ranks are here."""
     transport.gather_object(None)
     transport.broadcast_object(None)
-
-
-def interleave(
-    variants: Mapping[str, Callable[[], Any]],
-    rounds: int,
-    units: int,
-    meet: Callable[[], Any],
-    tick: Callable[[], Any],
-    prepare: Callable[[str], Any] = str,
-) -> dict[str, list[float]]:
-    """Seconds per unit of each variant; a variant's call is so many units. Every round runs all variants, each
-    in another order (the same on all ranks), so that drift of the machine and what a variant leaves behind fall on all
-    alike. Warm up with a round of its own.
-
-    prepare: called with the variant's name before each call, unmeasured.
-    """
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
-    for number in range(rounds):
-        for name in random.Random(number).sample(list(variants), len(variants)):
-            prepare(name)
-            meet()
-            started = time.perf_counter()
-            variants[name]()
-            seconds[name].append((time.perf_counter() - started) / units)
-            tick()
-    return seconds
 
 
 def measure_in_turns(
@@ -152,46 +118,62 @@ def measure_in_turns(
     *,
     units: int = 1,
     barrier: Callable[[], Any] | None = None,
+    begin: Mapping[str, Callable[[], Any]] | None = None,
     traces: Iterable[Trace] = (),
-    prepare: Callable[[str], Any] = str,
 ) -> dict[str, list[float]]:
-    """Seconds per unit of each variant, by this rank's clock: one round to warm up, then `--repeats` rounds.
+    """Seconds per unit of each variant, by this rank's clock: one round to warm up, then `--repeats` rounds. Every
+    round runs all variants, each in another order (the same on all ranks), so that drift of the machine and what a
+    variant leaves behind fall on all alike.
 
-    title: of rank 0's progress bar. barrier: brings the ranks together before each call, instead of `meet`. traces: are
-    cleared after the warm-up, so that they hold the measured rounds. prepare: see `interleave`.
+    title: of rank 0's progress bar. units: of which a variant's call has so many. barrier: brings the ranks together
+    before each call, instead of `meet`. begin: by variant, what is called before that. traces: are cleared after the
+    warm-up, so that they hold the measured rounds.
     """
     import torch
 
-    shown = not values["quiet"] and not transport.rank
-    together = barrier or partial(meet, transport)
+    def one_round(seed: int) -> dict[str, float]:
+        found = {}
+        for name in random.Random(seed).sample(list(variants), len(variants)):
+            if begin and name in begin:
+                begin[name]()
+            together()
+            started = time.perf_counter()
+            variants[name]()
+            found[name] = (time.perf_counter() - started) / units
+            bar.update()
+        return found
+
+    together, shown = barrier or partial(meet, transport), not values["quiet"] and not transport.rank
     with torch.no_grad(), progress_bar(title, (values["repeats"] + 1) * len(variants), shown) as bar:
-        interleave(variants, 1, units, together, bar.update, prepare=prepare)
+        one_round(0)
         for trace in traces:
             trace.clear()
-        return interleave(variants, values["repeats"], units, together, bar.update, prepare=prepare)
+        rounds = [one_round(number) for number in range(values["repeats"])]
+    return {name: [of_round[name] for of_round in rounds] for name in variants}
 
 
-def seconds_of(call: Callable[[], object]) -> float:
-    """Of one call, roughly: the least of a few."""
-    found = []
-    for _ in range(5):
-        started = time.perf_counter()
-        call()
-        found.append(time.perf_counter() - started)
-    return min(found)
+def measure_slowest(
+    title: str,
+    variants: Mapping[str, Callable[[], Any]],
+    values: Values,
+    transport: Any,
+    traces: Mapping[str, Trace],
+    barrier: Callable[[], Any] | None = None,
+) -> tuple[dict[str, list[float]], dict[str, dict[str, int]]]:
+    """As `measure_in_turns`, by the clock of the slowest rank; and the bytes that all ranks together sent in a mean
+    call, by link class. traces: by variant. Rank 0's answer is whole."""
+    seconds = measure_in_turns(title, variants, values, transport, barrier=barrier, traces=traces.values())
+    slowest = of_slowest_rank(seconds, transport)
+    own = {name: trace.bytes() for name, trace in traces.items()}
+    of_ranks, calls = transport.gather_object(own) or [own], values["repeats"]
+    sent = {name: {link: sum(one[name][link] for one in of_ranks) // calls for link in LINK_CLASSES} for name in own}
+    return slowest, sent
 
 
 def of_slowest_rank(seconds: Mapping[str, list[float]], transport: Any) -> dict[str, list[float]]:
     """Each measurement as that of the rank for which it took longest. All ranks call it; rank 0's answer is whole."""
     of_ranks = transport.gather_object(seconds) or [seconds]
     return {name: [max(turn) for turn in zip(*(one[name] for one in of_ranks), strict=True)] for name in seconds}
-
-
-def bytes_of_call(traces: Mapping[str, Trace], calls: int, transport: Any) -> dict[str, dict[str, int]]:
-    """Bytes that all ranks together sent in a mean call, by link class. All ranks call it; rank 0's answer is whole."""
-    own = {name: trace.bytes() for name, trace in traces.items()}
-    of_ranks = transport.gather_object(own) or [own]
-    return {name: {link: sum(one[name][link] for one in of_ranks) // calls for link in LINK_CLASSES} for name in own}
 
 
 # Results --------------------------------------------------------------------------------------------------------------

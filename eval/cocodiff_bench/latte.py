@@ -11,6 +11,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
+
 from cocodiff.attention.strategy import LazyQKV
 from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
@@ -44,13 +46,10 @@ OPTIONS = common.with_common_options(
 
 def check(values: Values, ranks: int | None) -> None:
     check_counts(values, "slices", "frames", "side", "layers", "heads", "head_dim", "repeats", "ranks")
-    common.check_not_negative(values, "waits")
+    if not 0 <= values["waits"] < float("inf"):
+        raise UserError(f"--waits {values['waits']}: give 0 or more")
     if ranks == 1:
         raise UserError("bench latte compares how ranks share a model: start at least 2, e.g. --ranks 2")
-
-
-def config_of(values: Values, exchange: str, way: str) -> Config:
-    return common.engine_config(values, exchange=exchange, chunks=values["slices"] if way in SLICED else 1)
 
 
 TOKENS: Plan = {"transformer_blocks.0": {"hidden_states": Cut(tokens=PLACES)}, "proj_out": Gather(tokens=PLACES)}
@@ -88,10 +87,11 @@ class SpatialProcessor(AttentionProcessor):
     def __call__(self, attn: Any, hidden_states: Any, encoder_hidden_states: Any = None, **more: Any) -> Any:
         if encoder_hidden_states is not None or self._layer.startswith("temporal"):
             return self._replaced(attn, hidden_states, encoder_hidden_states, **more)
-        q, k, v = (
-            partial(lambda to: to(hidden_states).unflatten(-1, (attn.heads, -1)), to)
-            for to in (attn.to_q, attn.to_k, attn.to_v)
-        )
+
+        def projected(to: Any) -> Any:
+            return to(hidden_states).unflatten(-1, (attn.heads, -1))
+
+        q, k, v = (partial(projected, to) for to in (attn.to_q, attn.to_k, attn.to_v))
         out_BLC = self._attend(LazyQKV(q, k, v, self._host.segments[1:], attn.heads)).flatten(-2)
         return attn.to_out[0](out_BLC)
 
@@ -110,38 +110,32 @@ def engine_of(model: Any, config: Config, transport: Any, way: str) -> Any:
 
 def measure(values: Values, output: OutputFolder, transport: Any) -> None:
     """Every variant on its own copy of the model, compared with the first one, then timed in turn."""
-    import torch
-
     model, call = random_latte(values)
     if values["waits"]:
         wait_in_linear_layers(model, values["waits"] * transport.size / (values["frames"] * values["side"] ** 2))
     names = {f"{exchange} {way}": (exchange, way) for exchange in values["exchanges"] for way in values["ways"]}
     with contextlib.ExitStack() as opened, torch.no_grad():
-        engines = {
-            name: engine_of(model, config_of(values, exchange, way), transport, way)
-            for name, (exchange, way) in names.items()
-        }
+        engines = {}
+        for name, (exchange, way) in names.items():
+            config = common.engine_config(values, exchange=exchange, chunks=values["slices"] if way in SLICED else 1)
+            engines[name] = engine_of(model, config, transport, way)
         variants = {name: partial(opened.enter_context(one).model, **call) for name, one in engines.items()}
         outputs = [variant().sample for variant in variants.values()]
-        errors = {name: float((x - outputs[0]).abs().max()) for name, x in zip(names, outputs, strict=True)}
+        largest = max(float((x - outputs[0]).abs().max()) for x in outputs)
         traces = {name: engine.trace for name, engine in engines.items()}
-        own = common.measure_in_turns("bench latte", variants, values, transport, traces=traces.values())
-        seconds = common.of_slowest_rank(own, transport)
-        sent = common.bytes_of_call(traces, values["repeats"], transport)
+        seconds, sent = common.measure_slowest("bench latte", variants, values, transport, traces)
     if transport.rank == 0:
-        case = (
-            f"Latte, {values['frames']} frames of {values['side']}x{values['side']} places, {values['layers']} layers"
-        )
+        size = f"{values['frames']} frames of {values['side']}x{values['side']} places"
+        case = f"Latte, {size}, {values['layers']} layers, {transport.size} ranks"
         references = {name: {way: f"{exchange} {way}" for way in WAYS[:2]} for name, (exchange, _) in names.items()}
-        measured = common.rows(f"{case}, {transport.size} ranks", seconds, sent, references)
+        measured = common.rows(case, seconds, sent, references)
         common.say_rows(measured, "a step", lambda row: [f"{sum(row['bytes'].values()) / 1e6:.1f} MB"])
-        say(f"largest difference to the first: {max(errors.values()):.1e}")
+        say(f"largest difference to the first: {largest:.1e}")
         common.publish(output, values, measured)
 
 
 def random_latte(values: Values) -> tuple[Any, dict[str, Any]]:
     """A model in float32 and a call's arguments, the same on every rank."""
-    import torch
     from diffusers import LatteTransformer3DModel
 
     torch.manual_seed(0)
@@ -159,7 +153,6 @@ def random_latte(values: Values) -> tuple[Any, dict[str, Any]]:
 def wait_in_linear_layers(model: Any, seconds_of_token: float) -> None:
     """Ranks on one host share its cores, and compute while others' messages travel, sliced or not. On a machine each
     has its own: there a layer takes as long as its rows need, whatever others do."""
-    import torch
 
     class Waiting(torch.nn.Module):
         def __init__(self, of: torch.nn.Linear, seconds_of_row: float) -> None:
@@ -170,11 +163,10 @@ def wait_in_linear_layers(model: Any, seconds_of_token: float) -> None:
             time.sleep(self.seconds_of_row * x[..., 0].numel())
             return x.new_zeros(*x.shape[:-1], self.width)
 
-    blocks = [*model.transformer_blocks, *model.temporal_transformer_blocks]
+    blocks = torch.nn.ModuleList([*model.transformer_blocks, *model.temporal_transformer_blocks])
     linear = [
         (module, name, layer)
-        for block in blocks
-        for module in block.modules()
+        for module in blocks.modules()
         for name, layer in module.named_children()
         if isinstance(layer, torch.nn.Linear)
     ]

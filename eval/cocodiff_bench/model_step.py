@@ -22,16 +22,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from cocodiff.comm.launch import detect, emulated
 from cocodiff.comm.trace import save_traces
-from cocodiff.comm.transport import Part
 from cocodiff.config.config import Config, load_machine
 from cocodiff.config.errors import UserError, check_choice
 from cocodiff.config.machine import Topology
-from cocodiff.engine.assemble import AttentionWork
-from cocodiff.engine.assemble import mesh_of as assembled_mesh
+from cocodiff.engine.assemble import AttentionWork, mesh_of
+from cocodiff.engine.weights import part_of
 from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.model_shapes import family_of_shape, load_shape
 from cocodiff.jobs.options import Option, check_counts
@@ -63,9 +64,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "split v_first": {"exchange": "split", "order": "v_first"},
     "split v_major": {"exchange": "split", "order": "v_first", "selection": "v_major"},
 }
-# Beside those that are measured where none are named. The library's own all-to-all is the paper's flat
-# baseline. In two parts of the ranks each computes a guidance branch. Rings
-# are of as many ranks as --ring says.
+# Beside those that are measured where none are named. The library's own all-to-all is the paper's flat baseline. In two
+# parts of the ranks each computes a guidance branch. Rings are of as many ranks as --ring says.
 MORE_VARIANTS: dict[str, dict[str, Any]] = {
     "library": {"exchange": "flat", "messages": "alltoall"},
     "library tapa": {"exchange": "tapa", "messages": "alltoall"},
@@ -190,7 +190,7 @@ def fitting(values: Values, shape: ModelShape, topology: Topology) -> tuple[int,
 
     def most(config: Config) -> int:
         load = Load(shape.segments(values["size"][0]), 1, branches=shape.branches, state=state_sizes(config))
-        mesh = assembled_mesh(config, topology, AttentionWork(shape.heads, shape.head_dim))
+        mesh = mesh_of(config, topology, AttentionWork(shape.heads, shape.head_dim))
         return largest_batch(shape, topology, load, memory, mesh)
 
     room = {name: most(config) for name, config in configs.items()}
@@ -215,90 +215,85 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
             common.publish(output, values, rows)
         return
     texts = values["text_tokens"] or [shape.text_tokens] * 2
-    sharing = {name: Sharing.build(topology, transport, parts_of(name)) for name in values["variants"]}
-    built: dict[tuple[str, CallKind], StandIn] = {}
+    world = f"batch {values['batch']}, {topology.size} ranks on {topology.nodes} node(s)"
+    apart = f", texts of {texts[0]} and {texts[1]} tokens" if len(set(texts)) > 1 else ""
+    sharing = {name: Sharing.build(topology, transport, parts_of(name), texts) for name in values["variants"]}
+    built: Built = {}
     clock, together = Clock(topology.machine.device), transport.group(range(transport.size)).barrier
     measured: list[Row] = []
     for size in values["size"]:
-        cases = {name: cases_of(values, name, shape, of, size, texts) for name, of in sharing.items()}
+        cases = {name: cases_of(values, name, shape, of, size) for name, of in sharing.items()}
         built = built or stand_ins(cases, sharing, clock)
         layers = {name: layers_of(cases[name], of.transport.rank, clock) for name, of in sharing.items()}
         for (name, kind), one in built.items():
             one.layers = layers[name]
             one.settle(kind)
         computing = {name: statistics.mean(layer.times.total for layer in of) for name, of in layers.items()}
-        outputs = Outputs(shape, topology, size, values["batch"], transport)
+        outputs = outputs_exchange(shape, topology, size, values["batch"], transport) if topology.size % 2 == 0 else {}
         for efficiency in values["link_efficiency"]:
             clock.dilation = emulated()["scale"] * efficiency
             variants, begins = calls_of(built)
-            if any(of.parts > 1 for of in sharing.values()):
-                variants[OUTPUTS] = outputs.exchange
+            if any(parts_of(name) > 1 for name in sharing):
+                variants |= outputs
             title = f"bench step {size}x{size}, links at {efficiency:g}"
-            seconds = common.measure_in_turns(
-                title, variants, values, transport, barrier=together, prepare=partial(begin_step, begins)
-            )
+            seconds = common.measure_in_turns(title, variants, values, transport, barrier=together, begin=begins)
             behind = {key_of(*of): one for of, one in built.items() if of[1].displaced or one.shares}
             seconds |= {key: one.last_s[-values["repeats"] :] for key, one in behind.items()}
             slowest = common.of_slowest_rank(seconds, transport)
             records = {key: transport.gather_object(one.record) for key, one in behind.items()}
             if transport.rank == 0:
-                title = title_of(shape, topology, size, values["batch"], efficiency, texts)
+                case = f"{shape.name} {size}x{size} {world}, link efficiency {efficiency:g}{apart}"
                 hidden = {
                     key: Late.of([one["spans"] for one in of_ranks], behind[key].waited)
                     for key, of_ranks in records.items()
                 }
                 firsts = {name: of_name[0] for name, of_name in cases.items()}
-                of_case = rows_of(Measured(title, firsts, texts, clock.dilation, computing, hidden), slowest)
+                of_case = rows_of(Measured(case, firsts, texts, clock.dilation, computing, hidden), slowest)
                 common.say_rows(of_case, "a step", more_words)
                 measured += [row | about | {"size": size, "batch": values["batch"]} for row in of_case]
     if transport.rank == 0:
-        common.publish(
-            output, values, measured, {"trace.json": partial(save_traces, records=records)} if records else {}
-        )
+        files = {"trace.json": partial(save_traces, records=records)} if records else {}
+        common.publish(output, values, measured, files)
 
 
-@dataclass(frozen=True)
-class Sharing:
-    """The ranks that share one branch's sequence with this one: all, or a part."""
+class Sharing(NamedTuple):
+    """The ranks that share one branch's sequence with this one, all or a part, and the texts that they attend to: a
+    part has its own branch's; where there are no parts, both are measured if they differ."""
 
     topology: Topology
     transport: Any
-    part: int
-    parts: int
+    texts: Sequence[int]
 
     @classmethod
-    def build(cls, topology: Topology, transport: Any, parts: int) -> Sharing:
-        axes = Axes.build(topology, guidance=parts)
-        ranks, part = axes.branch(transport.rank), axes.coordinates(transport.rank).guidance
-        return cls(topology.part(ranks), Part(transport, ranks) if parts > 1 else transport, part, parts)
+    def build(cls, topology: Topology, transport: Any, parts: int, texts: Sequence[int]) -> Sharing:
+        own = part_of(topology, transport, parts)
+        if parts == 1:
+            return cls(*own, list(dict.fromkeys(texts)))
+        branch = Axes.build(topology, guidance=parts).coordinates(transport.rank).guidance
+        return cls(*own, [texts[branch]])
 
 
-def cases_of(values: Values, name: str, shape: ModelShape, of: Sharing, size: int, texts: Sequence[int]) -> list[Case]:
-    """A variant's layer with every text that these ranks attend to: a part has its own branch's; where there are no
-    parts, both are measured if they differ."""
-    config, decisions, mesh = (
-        config_of(values, name),
-        read_decisions(values["decisions"]),
-        mesh_of(values, name, of.topology),
-    )
-    batch = values["batch"] * max(1, shape.rows_per_image // of.parts)
-    loads = [
-        Load(replace(shape, text_tokens=tokens).segments(size), batch)
-        for tokens in (texts[of.part : of.part + 1] if of.parts > 1 else dict.fromkeys(texts))
-    ]
-    serial = name == "flat_serial"
+def cases_of(values: Values, name: str, shape: ModelShape, of: Sharing, size: int) -> list[Case]:
+    """A variant's layer with every text. Raises UserError where a ring does not divide the ranks."""
+    config, decisions = config_of(values, name), read_decisions(values["decisions"])
+    kind = ALL_VARIANTS[name].get("ring_kind")
+    ring = values["ring"] or of.topology.size if kind else 1
+    mesh = Mesh.build(of.topology, ring, values["placement"], kind=kind or "keys")
+    batch, serial = values["batch"] * max(1, shape.rows_per_image // parts_of(name)), name == "flat_serial"
+    loads = [Load(replace(shape, text_tokens=tokens).segments(size), batch) for tokens in of.texts]
     return [
         Case(shape, of.topology, config, load, values["steps"], 0.0, decisions, serial, known_mesh=mesh)
         for load in loads
     ]
 
 
-def stand_ins(
-    cases: Mapping[str, Sequence[Case]], sharing: Mapping[str, Sharing], clock: Clock
-) -> dict[tuple[str, CallKind], StandIn]:
+Built = dict[tuple[str, CallKind], StandIn]
+
+
+def stand_ins(cases: Mapping[str, Sequence[Case]], sharing: Mapping[str, Sharing], clock: Clock) -> Built:
     """By variant and kind of calls. Codecs and displacement have one for each kind: a whole step would undo what they
     know."""
-    found: dict[tuple[str, CallKind], StandIn] = {}
+    found: Built = {}
     for name, (case, *_) in cases.items():
         for kind in measured_kinds(case):
             known = found.get((name, WHOLE)) if case.config.selection == "v_major" else None
@@ -308,8 +303,6 @@ def stand_ins(
 
 def layers_of(cases: Sequence[Case], rank: int, clock: Clock) -> list[PlannedLayer]:
     """This rank's layer of every case, with tensors of full size; what it computes is waited for."""
-    import torch
-
     found = []
     for case in cases:
         shape, segments = case.shape, case.load.segments
@@ -323,8 +316,9 @@ def layers_of(cases: Sequence[Case], rank: int, clock: Clock) -> list[PlannedLay
 Calls = dict[str, Callable[[], Any]]
 
 
-def calls_of(built: Mapping[tuple[str, CallKind], StandIn]) -> tuple[Calls, Calls]:
-    """What is measured, and what begins the step before that, by key."""
+def calls_of(built: Built) -> tuple[Calls, Calls]:
+    """What is measured, and what begins the step before that, by key. Calls that do not wait begin their steps
+    themselves."""
     variants, begins = Calls(), Calls()
     for (name, kind), one in built.items():
         key = key_of(name, kind)
@@ -335,60 +329,24 @@ def calls_of(built: Mapping[tuple[str, CallKind], StandIn]) -> tuple[Calls, Call
     return variants, begins
 
 
-def begin_step(begins: Calls, key: str) -> None:
-    """Calls that do not wait begin their steps themselves; the exchange of outputs has none."""
-    if key in begins:
-        begins[key]()
-
-
-def title_of(
-    shape: ModelShape, topology: Topology, size: int, batch: int, efficiency: float, texts: Sequence[int]
-) -> str:
-    apart = f", texts of {texts[0]} and {texts[1]} tokens" if len(set(texts)) > 1 else ""
-    return (
-        f"{shape.name} {size}x{size} batch {batch}, {topology.size} ranks on {topology.nodes} node(s), link efficiency "
-        f"{efficiency:g}{apart}"
-    )
-
-
-class Outputs:
+def outputs_exchange(shape: ModelShape, topology: Topology, size: int, batch: int, transport: Any) -> Calls:
     """Guidance's two parts send each other the model's output, every rank to that of the same place."""
+    output = torch.zeros(batch, shape.image_tokens(size), OUTPUT_CHANNELS, dtype=torch.bfloat16)
+    received = torch.zeros_like(output)
+    group = transport.group(sorted(Axes.build(topology, guidance=2).partners(transport.rank)))
+    peer = 1 - group.index
 
-    def __init__(self, shape: ModelShape, topology: Topology, size: int, batch: int, transport: Any) -> None:
-        import torch
+    def exchange() -> None:
+        group.send_recv([(output, peer)], [(received, peer)]).wait()
 
-        self._sent, self._received = (
-            torch.zeros(batch, shape.image_tokens(size), OUTPUT_CHANNELS, dtype=torch.bfloat16) for _ in range(2)
-        )
-        self._group = None
-        if topology.size % 2 == 0:
-            pair = sorted(Axes.build(topology, guidance=2).partners(transport.rank))
-            self._group = transport.group(pair)
-
-    def exchange(self) -> None:
-        assert self._group is not None, "an even number of ranks"
-        peer = 1 - self._group.index
-        self._group.send_recv([(self._sent, peer)], [(self._received, peer)]).wait()
+    return {OUTPUTS: exchange}
 
 
 # Variants, and the rows that come of them -----------------------------------------------------------------------------
 
 
-def exact(name: str) -> bool:
-    """Whether a variant sends tensors as they are, and waits for all of them."""
-    return not {"selection", "codec", "arrival"} & ALL_VARIANTS[name].keys()
-
-
 def parts_of(name: str) -> int:
     return int(ALL_VARIANTS[name].get("guidance_parallel", 1))
-
-
-def mesh_of(values: Values, name: str, topology: Topology) -> Mesh:
-    """Ulysses alone, or the mesh with a ring. Raises UserError where that does not divide the ranks."""
-    if "ring_kind" not in ALL_VARIANTS[name]:
-        return Mesh.build(topology)
-    kind = ALL_VARIANTS[name]["ring_kind"]
-    return Mesh.build(topology, values["ring"] or topology.size, values["placement"], kind=kind)
 
 
 def config_of(values: Values, name: str) -> Config:
@@ -463,7 +421,8 @@ def rows_of(case: Measured, slowest: Mapping[str, list[float]]) -> list[Row]:
             once = [outputs / case.dilation for outputs in slowest[OUTPUTS]]
             seconds[name] = [step + outputs for step, outputs in zip(seconds[name], once, strict=True)]
     references = common.compared_with(seconds, "flat_serial", "flat")
-    unchanged = [name for name in seconds if exact(name)]
+    # those that send tensors as they are, and wait for all of them
+    unchanged = [name for name in seconds if not {"selection", "codec", "arrival"} & ALL_VARIANTS[name].keys()]
     if unchanged and len(unchanged) < len(seconds):
         best = min(unchanged, key=lambda name: statistics.median(seconds[name]))
         references = {name: of | {"best_exact": best} for name, of in references.items()}

@@ -16,11 +16,13 @@ import copy
 import os
 import statistics
 import time
+import timeit
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from cocodiff.comm.launch import emulated
@@ -42,7 +44,7 @@ if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are for
 
 OURS, DIFFUSERS, CACHE_DIT = "ours", "diffusers", "cache_dit"
 WHOSE = (OURS, DIFFUSERS, CACHE_DIT)
-PACKAGES = {CACHE_DIT: ("cache_dit", "einops")}  # what a peer needs beyond our own dependencies
+PACKAGES = ("cache_dit", "einops")  # what CACHE_DIT needs beyond our own dependencies
 DIFFUSERS_MODELS = "diffusers.models.transformers"
 ITEMSIZES = {"fp32": 4, "bf16": 2}
 INSTALL = "pip install cache-dit einops"
@@ -86,12 +88,10 @@ def check(values: Values, ranks: int | None) -> None:
     """Raises UserError for sizes that cannot be run or split, and for peers or their kernels that are not there."""
     check_counts(values, "side", "frames", "text", "heads", "double", "single", "repeats", "ranks")
     our_configs(values)
-    peers = [name for name in values["only"] if name != OURS]
-    for peer in peers:
-        missing = [package for package in PACKAGES.get(peer, ()) if find_spec(package) is None]
-        if missing:
-            others = " ".join(name for name in values["only"] if name != peer) or OURS
-            raise UserError(f"not installed: {', '.join(missing)}: {INSTALL}, or leave it out with --only {others}")
+    missing = [package for package in PACKAGES if find_spec(package) is None]
+    if missing and CACHE_DIT in values["only"]:
+        others = " ".join(name for name in values["only"] if name != CACHE_DIT) or OURS
+        raise UserError(f"not installed: {', '.join(missing)}: {INSTALL}, or leave it out with --only {others}")
     if ranks is not None:
         check_sizes(values, ranks)
 
@@ -143,19 +143,21 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
     """Every variant on its own copy of the model, checked against one process, then timed in turn."""
     import torch
 
+    from cocodiff.engine.engine import Engine
+
     check_sizes(values, transport.size)
-    engines: dict[str, Engine] = {}
     configs = with_codecs(values, transport) if OURS in values["only"] else {}
     with torch.no_grad(), contextlib.ExitStack() as opened:
         benched, sizes = MODELS[values["model"]], sizes_of(values)
         model = random_model(benched, sizes)
         inputs = run_inputs(benched, sizes, values["repeats"] + LEAD_IN + 1, steps_of(values))
         exact = copy.deepcopy(model).float()
-        expected, expected_last = (step(exact, in_fp32(inputs[n])) for n in (0, -1))
-        allowed, allowed_last = (
-            allowed_error(step(model, inputs[n]), exactly) for n, exactly in ((0, expected), (-1, expected_last))
-        )
-        variants = make_variants(values, configs, model, inputs, engines, transport)
+        expected = {number: step(exact, in_fp32(inputs[number])) for number in (0, -1)}
+        allowed = {number: allowed_error(step(model, inputs[number]), one) for number, one in expected.items()}
+        engines = {name: Engine(twin(model), config, transport) for name, config in configs.items()}
+        calls: dict[str, Call] = {name: partial(step, engine.model) for name, engine in engines.items()}
+        calls |= calls_of_peers(values, model, transport)
+        variants = {name: Stepping(call, inputs) for name, call in calls.items()}
         for engine in engines.values():
             opened.enter_context(engine)
         lossless = [name for name in variants if name not in configs or configs[name].exact]
@@ -166,22 +168,22 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
             variant()
             first_s[name] = time.perf_counter() - started
             if name in lossless:
-                check_output(name, variant.last, expected, allowed, transport.rank)
+                check_output(name, variant.last, expected[0], allowed[0], transport.rank)
             for _ in range(LEAD_IN - 1):
                 variant()
         before = {name: engine.bytes() for name, engine in engines.items()}
         late = {name: -late_bytes(engine) for name, engine in engines.items() if configs[name].arrival != "now"}
         seconds = common.measure_in_turns("bench peers", variants, values, transport)
-        calls = values["repeats"] + 1  # with the warm-up
+        steps = values["repeats"] + 1  # with the warm-up
         sent = {
-            name: {link: (count - before[name][link]) // calls for link, count in engine.bytes().items()}
+            name: {link: (count - before[name][link]) // steps for link, count in engine.bytes().items()}
             for name, engine in engines.items()
         }
-        late = {name: (late[name] + late_bytes(engines[name])) / calls / sum(sent[name].values()) for name in late}
+        late = {name: (late[name] + late_bytes(engines[name])) / steps / sum(sent[name].values()) for name in late}
         reference = next(iter(variants.values())).last
-        errors = {name: errors_of(one.last, expected_last, reference, transport) for name, one in variants.items()}
+        errors = {name: errors_of(one.last, expected[-1], reference, transport) for name, one in variants.items()}
         for name in lossless:
-            check_output(name, variants[name].last, expected_last, allowed_last, transport.rank)
+            check_output(name, variants[name].last, expected[-1], allowed[-1], transport.rank)
     if transport.rank == 0:
         found: dict[str, dict[str, Any]] = {name: errors[name] | {"first_s": first_s[name]} for name in variants}
         for name, part in late.items():
@@ -189,30 +191,15 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
         report(values, output, seconds, sent, found, transport.size)
 
 
-def make_variants(
-    values: Values,
-    configs: Mapping[str, Config],
-    model: Any,
-    inputs: Sequence[Inputs],
-    engines: dict[str, Engine],
-    transport: Any,
-) -> dict[str, Stepping]:
-    """The engines of ours go to `engines`, not yet entered. Every rank makes the same variants in the same order:
-    process groups are made on the way."""
+def calls_of_peers(values: Values, model: Any, transport: Any) -> dict[str, Call]:
+    """Every rank makes the same ones in the same order: process groups are made on the way."""
     calls: dict[str, Call] = {}
-    if OURS in values["only"]:
-        from cocodiff.engine.engine import Engine
-
-        for name, config in configs.items():
-            own = twin(model)
-            engines[name] = Engine(own, config, transport)
-            calls[name] = partial(step, own)
     if DIFFUSERS in values["only"]:
         for name, anything in {"diffusers ulysses": False, "diffusers ulysses_anything": True}.items():
             calls[name] = partial(step, diffusers_parallel(twin(model), transport, anything))
     if CACHE_DIT in values["only"]:
         calls |= cache_dit_variants(model, transport.size, values)
-    return {name: Stepping(call, inputs) for name, call in calls.items()}
+    return calls
 
 
 def report(
@@ -236,7 +223,7 @@ def report(
     case = f"{title}, {blocks}, {heads}, {tokens}, {ranks} ranks on {values['transport']}"
     found = common.rows(case, seconds, sent, common.compared_with(seconds, "flat", baseline))
     measured = [row | dict(more[row["variant"]]) for row in found]
-    late = [row["late_part"] for row in measured if "late_part" in row]
+    late = any("late_part" in row for row in measured)
     common.say_rows(measured, "a step", more_words)
     say(
         f"first: the run's first call. error: of its last step, as a part of the norm, to one process in fp32 and to "
@@ -246,12 +233,9 @@ def report(
 
 
 def more_words(row: Row) -> list[str]:
+    errors = f"error {row['relative_error']:.1e}, {row['relative_to_exact']:.1e}"
     arrival = [f"codec {row['codec']}, late {row['late_part']:.0%}"] if "late_part" in row else []
-    return [
-        f"first {row['first_s'] * 1e3:.0f} ms",
-        f"error {row['relative_error']:.1e}, {row['relative_to_exact']:.1e}",
-        *arrival,
-    ]
+    return [f"first {row['first_s'] * 1e3:.0f} ms", errors, *arrival]
 
 
 # Correctness ----------------------------------------------------------------------------------------------------------
@@ -288,18 +272,13 @@ def errors_of(output: Tensor, expected: Tensor, reference: Tensor, transport: An
 def our_configs(values: Values) -> dict[str, Config]:
     """Every exchange in every order; the joint order's name is that of the exchange alone. And the presets, also
     compiled where that is wanted."""
-    exact = {
-        exchange if order == "joint" else f"{exchange} {order}": common.engine_config(
-            values, exchange=exchange, order=order
-        ).with_(compile=False)
-        for exchange in EXCHANGES
-        for order in ORDERS
-    }
+    exact = {}
+    for exchange, order in product(EXCHANGES, ORDERS):
+        name = exchange if order == "joint" else f"{exchange} {order}"
+        exact[name] = common.engine_config(values, exchange=exchange, order=order).with_(compile=False)
     run = steps_of(values)
-    presets = common.with_compiled(
-        {name: common.engine_config(values, preset=name, steps=run) for name in values["preset"]}
-    )
-    return exact | {name: config for name, config in presets.items() if name not in exact}
+    presets = {name: common.engine_config(values, preset=name, steps=run) for name in values["preset"]}
+    return exact | {name: config for name, config in common.with_compiled(presets).items() if name not in exact}
 
 
 def with_codecs(values: Values, transport: Any) -> dict[str, Config]:
@@ -343,7 +322,7 @@ def measured_device(ranks: int, tokens: int, width: int) -> Device:
 
     def rate(call: Callable[[], object]) -> float:
         """Calls in a second."""
-        return share / common.seconds_of(call)
+        return share / min(timeit.repeat(call, number=1, repeat=5))
 
     flop = 2 * len(x_LW) * width * width
     return Device(
@@ -415,9 +394,8 @@ def replaceable(model: str) -> Replaceable:
     tables = [(Registry, name) for name, value in vars(Registry).items() if isinstance(value, dict | set)]
     module, *attributes = REPLACED[model]
     classes = import_module(f"{DIFFUSERS_MODELS}.{module}")
-    places = [(getattr(classes, kind), name) for kind, _, name in (one.partition(".") for one in attributes)]
-    places += tables
-    return {(owner, name): copy.copy(vars(owner)[name]) for owner, name in places}
+    places = [(getattr(classes, kind), name) for kind, name in (one.split(".") for one in attributes)]
+    return {(owner, name): copy.copy(vars(owner)[name]) for owner, name in [*places, *tables]}
 
 
 def put(what: Replaceable) -> None:

@@ -40,16 +40,17 @@ class Sizes(NamedTuple):
 
 
 class Benched(NamedTuple):
-    """A class of transformers. config: of the class in diffusers. inputs: a call's arguments beside the text, from what
-    is denoised, [B, tokens, channels], and its noise level. text_travels: whether text is attended to jointly. pooled:
-    whether a prompt is given as one vector as well. channels, text_channels, pooled_channels: of the real models."""
+    """A class of transformers. config: of the class in diffusers. inputs: a call's arguments that only this class has,
+    from what is denoised, [B, tokens, channels]. timesteps: in which its noise level is given. text_travels: whether
+    text is attended to jointly. channels, text_channels, pooled_channels: of the real models; the last ones are 0 where
+    a prompt is not given as one vector as well."""
 
     title: str
     class_name: str
     config: Callable[[Sizes], dict[str, Any]]
-    inputs: Callable[[Sizes, Any, float], Inputs]
+    inputs: Callable[[Sizes, Any], Inputs]
+    timesteps: int = 1
     text_travels: bool = True
-    pooled: bool = False
     channels: int = 64
     text_channels: int = 4096
     pooled_channels: int = 0
@@ -104,15 +105,10 @@ def flux_config(sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def flux_inputs(sizes: Sizes, sample: Tensor, sigma: float) -> Inputs:
+def flux_inputs(sizes: Sizes, _sample: Tensor) -> Inputs:
     import torch
 
-    return {
-        "hidden_states": sample,
-        "timestep": torch.full((sizes.batch,), sigma),
-        "img_ids": places(sizes, 3),
-        "txt_ids": torch.zeros(sizes.text, 3),
-    }
+    return {"img_ids": places(sizes, 3), "txt_ids": torch.zeros(sizes.text, 3)}
 
 
 def flux2_config(sizes: Sizes) -> dict[str, Any]:
@@ -125,13 +121,12 @@ def flux2_config(sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def flux2_inputs(sizes: Sizes, sample: Tensor, sigma: float) -> Inputs:
+def flux2_inputs(sizes: Sizes, _sample: Tensor) -> Inputs:
     import torch
 
     text_ids = torch.zeros(sizes.text, 4)
     text_ids[:, 3] = torch.arange(sizes.text)
-    timestep = torch.full((sizes.batch,), sigma)
-    return {"hidden_states": sample, "timestep": timestep, "img_ids": places(sizes, 4), "txt_ids": text_ids}
+    return {"img_ids": places(sizes, 4), "txt_ids": text_ids}
 
 
 def sd3_config(sizes: Sizes) -> dict[str, Any]:
@@ -146,14 +141,10 @@ def sd3_config(sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def sd3_inputs(sizes: Sizes, sample: Tensor, sigma: float) -> Inputs:
+def sd3_inputs(sizes: Sizes, sample: Tensor) -> Inputs:
     """A token is two by two places of the latents, all of which have the numbers of one here."""
-    import torch
-
-    image = (
-        sample.transpose(1, 2).unflatten(2, (sizes.side, sizes.side)).repeat_interleave(2, 2).repeat_interleave(2, 3)
-    )
-    return {"hidden_states": image, "timestep": torch.full((sizes.batch,), 1000 * sigma)}
+    image = sample.transpose(1, 2).unflatten(2, (sizes.side, sizes.side))
+    return {"hidden_states": image.repeat_interleave(2, 2).repeat_interleave(2, 3)}
 
 
 def wan_config(sizes: Sizes) -> dict[str, Any]:
@@ -167,11 +158,9 @@ def wan_config(sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def wan_inputs(sizes: Sizes, sample: Tensor, sigma: float) -> Inputs:
-    import torch
-
+def wan_inputs(sizes: Sizes, sample: Tensor) -> Inputs:
     video = sample.transpose(1, 2).unflatten(2, (sizes.frames, sizes.side, sizes.side))
-    return {"hidden_states": video.contiguous(), "timestep": torch.full((sizes.batch,), 1000 * sigma)}
+    return {"hidden_states": video.contiguous()}
 
 
 def qwen_config(sizes: Sizes) -> dict[str, Any]:
@@ -184,16 +173,13 @@ def qwen_config(sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def qwen_inputs(sizes: Sizes, sample: Tensor, sigma: float) -> Inputs:
-    import torch
-
-    shapes = [[(sizes.frames, sizes.side, sizes.side)]] * sizes.batch
-    return {"hidden_states": sample, "timestep": torch.full((sizes.batch,), sigma), "img_shapes": shapes}
+def qwen_inputs(sizes: Sizes, _sample: Tensor) -> Inputs:
+    return {"img_shapes": [[(sizes.frames, sizes.side, sizes.side)]] * sizes.batch}
 
 
 MODELS = {
-    "flux": Benched("FLUX", "FluxTransformer2DModel", flux_config, flux_inputs, pooled=True, pooled_channels=768),
-    "wan": Benched("Wan", "WanTransformer3DModel", wan_config, wan_inputs, text_travels=False),
+    "flux": Benched("FLUX", "FluxTransformer2DModel", flux_config, flux_inputs, pooled_channels=768),
+    "wan": Benched("Wan", "WanTransformer3DModel", wan_config, wan_inputs, timesteps=1000, text_travels=False),
     "qwen-image": Benched("Qwen-Image", "QwenImageTransformer2DModel", qwen_config, qwen_inputs, text_channels=3584),
 }
 # By family as well: what real models are made of, at any of its shapes.
@@ -203,7 +189,7 @@ OF_FAMILIES = {
         "FLUX.2", "Flux2Transformer2DModel", flux2_config, flux2_inputs, channels=128, text_channels=15360
     ),
     "SD3 / SD3.5": Benched(
-        "SD3", "SD3Transformer2DModel", sd3_config, sd3_inputs, pooled=True, channels=16, pooled_channels=2048
+        "SD3", "SD3Transformer2DModel", sd3_config, sd3_inputs, timesteps=1000, channels=16, pooled_channels=2048
     ),
     "Qwen-Image": MODELS["qwen-image"],
 }
@@ -222,7 +208,7 @@ def run_inputs(benched: Benched, sizes: Sizes, calls: int, steps: int) -> list[I
 
     start, one, other = (drawn(sizes.tokens, sizes.channels) for _ in range(3))
     alike = {"encoder_hidden_states": drawn(sizes.text, sizes.text_channels).to(sizes.device, dtype)}
-    if benched.pooled:
+    if benched.pooled_channels:
         alike["pooled_projections"] = drawn(sizes.pooled).to(sizes.device, dtype)
     found = []
     for number in range(calls):
@@ -230,7 +216,8 @@ def run_inputs(benched: Benched, sizes: Sizes, calls: int, steps: int) -> list[I
         angle = sigma * math.pi / 2
         picture = math.sin(angle) * one + math.cos(angle) * other
         sample = (sigma * start + (1 - sigma) * picture).to(dtype)
-        own = benched.inputs(sizes, sample, sigma)
+        own = {"hidden_states": sample, "timestep": torch.full((sizes.batch,), benched.timesteps * sigma)}
+        own |= benched.inputs(sizes, sample)
         found.append({name: x.to(sizes.device) if hasattr(x, "to") else x for name, x in own.items()} | alike)
     return found
 
@@ -243,7 +230,7 @@ def step(model: Any, inputs: Inputs) -> Tensor:
     return model(**inputs, return_dict=False)[0]
 
 
-def run(model: Any, of_steps: Sequence[Inputs], branches: int = 1) -> None:
+def run(model: Any, of_steps: Sequence[Inputs], branches: int) -> None:
     """A whole run. With two branches of guidance each step calls the model for a second prompt as well."""
     for inputs in of_steps:
         step(model, inputs)

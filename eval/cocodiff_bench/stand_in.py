@@ -1,5 +1,5 @@
-"""The engine's exchange and attention without a model: real messages, and timed waits in the place of what computes, so
-that the cores that all ranks share do not decide what messages can hide behind."""
+"""Layers of a model that is not there: the engine's attention with real messages, and waits as long as a roofline says
+in the place of what computes, so that the cores that all ranks share do not decide what messages can hide behind."""
 
 from __future__ import annotations
 
@@ -14,42 +14,20 @@ from torch import Tensor, nn
 
 from cocodiff.attention.local import LocalAttention, Partial
 from cocodiff.comm.trace import Span, Trace
-from cocodiff.config.config import Config
-from cocodiff.config.machine import Device, Topology
-from cocodiff.engine.assemble import build_strategy, chunking, exchange_table
+from cocodiff.config.machine import Device
+from cocodiff.engine.assemble import build_strategy
 from cocodiff.engine.weights import SplitWeights
-from cocodiff.exchange.exchange import Exchange
-from cocodiff.exchange.outgoing import EncodedCall
-from cocodiff.exchange.transfer import Transfer
 from cocodiff.kernels import Kernels, moved_by
 from cocodiff.planner.costs import CallKind
 from cocodiff.planner.layers import SITES, Case, ModelCalls, SerialTransport
 from cocodiff.planner.memory import block_parameters
 from cocodiff.planner.roofline import LAUNCHES, bytes_of, cost_of, seconds
-from cocodiff.topology.layout import Layout
 
 PASSES = (  # operations that are waits: scoring and both codecs'. All others are done
     *("l1_score", "note_change", "encode_residual", "decode_residual", "continue_linearly"),
     *("encode_lossless", "stream_lengths", "decode_lossless"),
 )
 LENGTHS = {"encode_lossless": 4, "stream_lengths": 3}  # the argument that gets streams' lengths: all fit in first parts
-
-
-def make_exchange(config: Config, topology: Topology, transport: Any, trace: Trace) -> Exchange:
-    """This rank's end of the exchange by the settings, among all ranks."""
-    table, kernels = exchange_table(config, topology), Kernels(config.kernels, trace.note_kernel)
-    chunked = chunking(config, topology)
-    together = config.messages == "alltoall"
-    return Exchange(config.exchange, topology, transport, trace, table, config.nic_balance, kernels, chunked, together)
-
-
-def send(exchange: Exchange, layout: Layout, kind: str = "", **x_BLHD: Tensor) -> list[Tensor]:
-    """Sends each tensor [B, L, H, D] in one message to each peer and returns, when all has arrived, [B, S, G, D]."""
-    sent = Transfer(exchange, EncodedCall(layout), kind).send(**x_BLHD)
-    return [arriving.wait() for arriving in sent.values()]
-
-
-# Layers of a model that is not there, timed by a roofline -------------------------------------------------------------
 
 
 class Clock:
@@ -117,11 +95,12 @@ class StandIn(ModelCalls):
         kernels = WaitingKernels(clock, case.config.kernels, self._trace.note_kernel)
         strategy = build_strategy(case.config, case.mesh, over, self._trace, kernels, RooflineAttention(clock))
         super().__init__(case.config, strategy, case.steps)
-        self.shares = case.config.split is not None
+        split = case.config.split
+        self.shares = split is not None
         self.waited = "wait for weights" if self.shares else "wait"  # what waits are called that hide nothing
-        if case.config.split is not None:
+        if split is not None:
             self._blocks = Blocks(statistics.mean(block_parameters(case.shape)))
-            SplitWeights(self._blocks, case.topology, transport, *case.config.split).attach(self._trace)
+            SplitWeights(self._blocks, case.topology, transport, *split).attach(self._trace)
 
     def settle(self, kind: CallKind) -> None:
         """The whole step and those that differ from the ones which follow, without waits."""
@@ -192,17 +171,12 @@ class Late(NamedTuple):
         """By the spans of every rank. waited: what waits are called that count."""
         sent, hidden = 0, 0.0
         for of_rank in of_ranks:
-            waits = _waits(of_rank, waited)
+            waits = union(_times(s for s in of_rank if s.lane == "main" and s.name.startswith(waited)))
             for late in (span for span in of_rank if span.late_bytes):
                 duration = late.end_ns - late.start_ns
                 unseen = duration - overlap(_times([late]), waits)
                 sent, hidden = sent + late.late_bytes, hidden + late.late_bytes * (unseen / duration if duration else 1)
         return cls(sent, hidden)
-
-
-def _waits(of_rank: Iterable[Span], waited: str) -> list[Interval]:
-    """When the rank's main thread waited."""
-    return union(_times(s for s in of_rank if s.lane == "main" and s.name.startswith(waited)))
 
 
 def _times(spans: Iterable[Span]) -> list[Interval]:

@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from cocodiff_eval.harness.session import DTYPES, import_before_fork, load_requested
 
 from cocodiff.config.config import Config
+from cocodiff.engine.engine import Engine
 from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.options import Option, check_counts, preset_configs
 from cocodiff.jobs.pipelines import EMBEDDED, Model, Request, check_model
@@ -18,6 +20,7 @@ from cocodiff.planner.layers import SerialGroup, SerialTransport
 from cocodiff.planner.memory import ModelShape
 from cocodiff_bench import common
 from cocodiff_bench.common import Benchmark, Row, Values
+from cocodiff_bench.random_models import OF_FAMILIES, Sizes, random_model, run, run_inputs, twin
 
 PLAIN = "diffusers"
 OPTIONS = common.with_common_options(
@@ -42,8 +45,6 @@ def check(values: Values, ranks: int | None) -> None:
 
 def measure(values: Values, output: OutputFolder, transport: Any) -> None:
     """Whole pipeline calls, the variants in turn; the time of a step is the call's divided by its steps."""
-    from cocodiff.engine.engine import Engine
-
     model = load_requested(request_of(values), values["dtype"], transport)
     model.pipe.set_progress_bar_config(disable=True)
     side = model.pipe.default_sample_size * model.pipe.vae_scale_factor
@@ -62,10 +63,8 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
     if transport.size == 1:
         variants = {PLAIN: call} | variants  # on several ranks the plain pipeline would do everything on each
     seconds = common.measure_in_turns("bench step", variants, values, transport, units=values["steps"])
-    traffic = {name: engine.bytes() for name, engine in engines.items()}
+    sent = bytes_of_steps(engines, values)
     if transport.rank == 0:
-        steps = (values["repeats"] + 1) * values["steps"]
-        sent = {name: {link: count // steps for link, count in total.items()} for name, total in traffic.items()}
         case = f"{model.name} {side}x{side} batch {values['batch']}, {transport.size} rank(s)"
         baselines = common.compared_with(variants, "flat", next(iter(variants)))
         measured = common.rows(case, seconds, sent, baselines)
@@ -73,9 +72,13 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
         common.publish(output, values, measured)
 
 
-def restore_once(model: Model, batch: int, side: int, steps: int) -> None:
-    import torch
+def bytes_of_steps(engines: Mapping[str, Engine], values: Values) -> dict[str, dict[str, int]]:
+    """Sent in a mean step by link class, those of the warm-up too. All ranks call it."""
+    steps = (values["repeats"] + 1) * values["steps"]
+    return {name: {link: count // steps for link, count in engine.bytes().items()} for name, engine in engines.items()}
 
+
+def restore_once(model: Model, batch: int, side: int, steps: int) -> None:
     noise = torch.Generator().manual_seed(0)
     mask_BCHW = torch.zeros(batch, 1, side, side)
     mask_BCHW[..., side // 4 : side - side // 4, side // 4 : side - side // 4] = 1
@@ -117,11 +120,6 @@ def measure_shape(
     variant, with the most memory that a rank had on its device. Of images as large as `--size` says first.
 
     configs: by variant; "flat_serial" serves one peer at a time."""
-    import torch
-
-    from cocodiff.engine.engine import Engine
-    from cocodiff_bench.random_models import OF_FAMILIES, Sizes, random_model, run, run_inputs, twin
-
     benched, device = OF_FAMILIES[family], transport.device
     sizes = Sizes(
         *(shape.heads, shape.joint_layers, shape.parallel_layers),
@@ -157,10 +155,8 @@ def measure_shape(
 
     variants: dict[str, Callable[[], None]] = {name: partial(whole, name, one) for name, one in engines.items()}
     seconds = common.measure_in_turns("bench step", variants, values, transport, units=values["steps"])
-    traffic = {name: engine.bytes() for name, engine in engines.items()}
+    sent = bytes_of_steps(engines, values)
     of_ranks = transport.gather_object(most) or [most]
-    steps = (values["repeats"] + 1) * values["steps"]
-    sent = {name: {link: count // steps for link, count in total.items()} for name, total in traffic.items()}
     title = f"{shape.name} {values['size'][0]}x{values['size'][0]} batch {values['batch']}, {transport.size} ranks"
     references = common.compared_with(engines, "library", "flat")
     found = common.rows(title, common.of_slowest_rank(seconds, transport), sent, references)
