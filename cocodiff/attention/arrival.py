@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -98,9 +98,6 @@ class DisplacedStep:
         self.sets["".join(name for name in TENSORS if name in displaced)] += 1
         self.awaited += (len(TENSORS) - len(displaced)) * share
 
-    def beside(self, inner: StepNotes | None) -> DisplacedStep:
-        return DisplacedStep(self.sets, self.awaited, inner)
-
     @classmethod
     def merged(cls, parts: Sequence[DisplacedStep]) -> dict[str, Any]:
         """Over ranks, besides what the codec notes: "displaced_fraction" of all tensors, "displaced_sets": the
@@ -128,8 +125,10 @@ class Displaced(StatefulCodec[LayerArrivals, DisplacedStep]):
     def __init__(self, inner: Codec, exchange: Exchange | None, everyone: AllRanks, settings: Any) -> None:
         """inner: what travels. everyone: the ranks that share the sequence, who decide together. settings: arrival, tau
         and fine_steps, see `Config`."""
-        super().__init__(exchange, everyone, LayerArrivals, DisplacedStep, getattr(inner, "notes", None))
+        super().__init__(exchange, everyone, LayerArrivals, DisplacedStep)
+        self.notes = getattr(inner, "notes", self.notes)
         self.inner, self._settings = inner, settings
+        self.measures = settings.arrival == "adaptive"  # how tensors change
 
     @classmethod
     def of(
@@ -154,8 +153,8 @@ class Displaced(StatefulCodec[LayerArrivals, DisplacedStep]):
         self.inner.begin_step(moment)
 
     def catch_up(self) -> None:
-        for layer_key in self._layers.values():
-            layer_key.catch_up()
+        for state in self._layers.values():
+            state.catch_up()
 
     def forget(self, layer_key: LayerKey) -> None:
         if layer_key in self._layers:
@@ -172,22 +171,17 @@ class Displaced(StatefulCodec[LayerArrivals, DisplacedStep]):
     def bytes_held(self) -> int:
         """Received values are the codec's own where that keeps something, and counted there."""
         own = not self.inner.keeps_state
-        return self.inner.bytes_held() + sum(layer_key.bytes_held(own) for layer_key in self._layers.values())
+        return self.inner.bytes_held() + sum(state.bytes_held(own) for state in self._layers.values())
 
     def report(self) -> dict[int, StepNotes]:
         of_inner = self.inner.report()
-        return {step: own.beside(of_inner.get(step)) for step, own in self._report.items()}
+        return {step: replace(own, inner=of_inner.get(step)) for step, own in self._report.items()}
 
     def forget_report(self) -> None:
         super().forget_report()
         self.inner.forget_report()
 
     # Deciding ---------------------------------------------------------------------------------------------------------
-
-    @property
-    def measures(self) -> bool:
-        """Whether it is measured how tensors change."""
-        return bool(self._settings.arrival == "adaptive")
 
     def begin_call(self, call: DisplacedCall, like_BLHD: Tensor) -> None:
         """Decides what is displaced, alike on all ranks, and receives what the last call left."""
@@ -212,8 +206,9 @@ class Displaced(StatefulCodec[LayerArrivals, DisplacedStep]):
         if not self.measures:
             return frozenset(TENSORS)
         limit = self._settings.tau / state.pace
-        limits = {name: limit if inner.continues(name) else limit / LAG for name in TENSORS}
-        return frozenset(name for name in TENSORS if state.changes.get(name, math.inf) < limits[name])
+        if not inner.continues:
+            limit /= LAG
+        return frozenset(name for name in TENSORS if state.changes.get(name, math.inf) < limit)
 
 
 class DisplacedCall(StatefulCall[LayerArrivals]):
@@ -309,14 +304,15 @@ class DisplacedTransfer(Transfer):
         return self.coded.stand_in(OUTPUT)
 
     def _operand(self, name: str, together: str) -> TensorFuture:
-        """The operand for a tensor: it is here, and so never comes in chunks."""
         x_BSGD = self.coded.stand_in(name)
-        return TensorFuture(together, lambda _chunk: x_BSGD)
+        return TensorFuture(together, lambda _chunk: x_BSGD)  # it is here, and so never comes in chunks
 
     def _send_late(self, outgoing: Outgoing, tensors: Iterable[Tensor]) -> None:
         """Sends tensors that the next call of the layer receives. Its wait has a span of its own, without decoding."""
-        trace, state = self.exchange.trace, self.coded.state
-        state.in_flight += sum(map(self._in_flight, tensors))
+        trace, state, layout, own = self.exchange.trace, self.coded.state, self.layout, self.exchange.rank
+        # Tokens and heads of what this rank sends of a tensor, and of what it receives.
+        cells = layout.rows[own] * sum(layout.heads) + sum(layout.rows) * layout.heads[own]
+        state.in_flight += sum(self.coded.cell_bytes(x) * cells for x in tensors)
         outgoing.encode_now()
         pending = self.exchange.submit(outgoing)
 
@@ -326,9 +322,3 @@ class DisplacedTransfer(Transfer):
             outgoing.decode(received)
 
         state.late.append(receive)
-
-    def _in_flight(self, x: Tensor) -> int:
-        """Bytes of a tensor on the wire, both of what this rank sends and of what it receives."""
-        layout, own = self.layout, self.exchange.rank
-        cells = layout.rows[own] * sum(layout.heads) + sum(layout.rows) * layout.heads[own]
-        return self.coded.cell_bytes(x) * cells

@@ -194,12 +194,9 @@ class LosslessCall(StatefulCall[SiteState]):
     # The sender's end -------------------------------------------------------------------------------------------------
 
     def encode(self, tensors_BLHD: Mapping[str, Tensor]) -> Encoded:
-        layout, cut = self.layout, Cut(2, tuple(self.layout.heads))
-        ranks, length = range(len(cut.sizes)), layout.rows[self._exchange.rank]
-        payloads = [
-            self._encoded(name, x_BLHD, slice(0, length), length, cut, ranks) for name, x_BLHD in tensors_BLHD.items()
-        ]
-        return Encoded(payloads, layout)
+        cut, length = Cut(2, tuple(self.layout.heads)), self.layout.rows[self._exchange.rank]
+        how = slice(0, length), length, cut, range(len(cut.sizes))
+        return Encoded([self._encoded(name, x_BLHD, *how) for name, x_BLHD in tensors_BLHD.items()], self.layout)
 
     def encode_output(self, out_BTGD: Tensor, rows: slice) -> Tensor | EncodedBlocks:
         ranks: Sequence[int] = self.layout.in_sequence
@@ -263,12 +260,10 @@ class LosslessCall(StatefulCall[SiteState]):
             for one in arrived:
                 one.find_lengths(self._kernels)
         self._bring_rests(arrived, ranks, hearing)
-        found: list[Tensor] = []
         for one in arrived:
             with self._trace.span(f"decode {one.name}", "codec", self._layer):
                 one.decode(self._kernels)
-            found.append(ends[one.name].written(self.number))
-        return found
+        return [ends[name].written(self.number) for name in received_BTHW]
 
     def _bring_rests(self, arrived: Sequence[Arrived], ranks: Sequence[int], hearing: Sequence[int]) -> None:
         """Exchanges what of streams did not fit in their first parts, straight between the two ends. All ranks come
@@ -301,19 +296,14 @@ class LosslessCall(StatefulCall[SiteState]):
                 link = self._exchange.topology.link_class(own, rank)
                 self._trace.count(link, rest.nbytes, purpose=OVERFLOW)
             rests = [*here.values(), *(rest for rest, _ in sends)]  # a first part is as long for the own block
-            whole_bytes = self._bytes_of_whole() * len(self.rooms) // len(TENSORS)
-            self.noted_step.overflow(sum(rest.nbytes for rest in rests), whole_bytes)
+            whole_bytes = self._batch * self.layout.rows[own] * sum(self.layout.heads) * 2 * self._head_dim
+            self.noted_step.overflow(sum(rest.nbytes for rest in rests), whole_bytes * len(self.rooms) // len(TENSORS))
             with self._trace.span("wait for rests", layer=self._layer):
                 self._codec.ranks.control.submit(self._exchange_rests, sends, receives).wait()
 
     def _exchange_rests(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]) -> None:
         with self._trace.span("rests", "control"):
             self._codec.ranks.world.send_recv(sends, receives).wait()
-
-    def _bytes_of_whole(self) -> int:
-        """Of one tensor of this rank, all heads of its rows."""
-        rows, heads = self.layout.rows[self._exchange.rank], sum(self.layout.heads)
-        return self._batch * rows * heads * 2 * self._head_dim
 
 
 class Arrived:
@@ -336,8 +326,7 @@ class Arrived:
         return self._rests.split_with_sizes(sizes)
 
     def decode(self, kernels: Kernels) -> None:
-        given = self._code_BTHW, self._rests, self.lengths_N, self._found
-        kernels.decode_lossless(*given, self._known, self._cut)
+        kernels.decode_lossless(self._code_BTHW, self._rests, self.lengths_N, self._found, self._known, self._cut)
 
 
 def _rows_in_turn(x_BTHW: Tensor, rows: slice) -> Tensor:
@@ -354,9 +343,4 @@ def _numbers(tensors: Sequence[Tensor]) -> list[list[int]] | None:
     whole = torch.cat(list(tensors))
     if whole.is_meta:
         return None
-    numbers: list[int] = whole.tolist()
-    found, start = [], 0
-    for tensor in tensors:
-        found.append(numbers[start : start + len(tensor)])
-        start += len(tensor)
-    return found
+    return [part.tolist() for part in whole.cpu().split_with_sizes([len(x) for x in tensors])]

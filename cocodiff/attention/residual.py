@@ -56,7 +56,7 @@ class SiteState(LayerEnds):
 class Residual(StatefulCodec[SiteState, CodedStep]):
     """Sends residuals."""
 
-    fixed_kind: ResidualKind | None = None  # every call is of this kind, in recordings
+    fixed_kind: ResidualKind | None = None
 
     def __init__(self, exchange: Exchange | None, everyone: AllRanks, settings: Any) -> None:
         """settings: codec, predictor, fine_steps and arrival, see `Config`."""
@@ -85,13 +85,14 @@ class Residual(StatefulCodec[SiteState, CodedStep]):
 
     def begin_call(self, call: ResidualCall, like_BLHD: Tensor) -> None:
         notes, state = self.begun(call, like_BLHD), call.state
-        call.bits, call.predictions = self.bits(state), self.predictions(state)
+        call.bits = self.bits(state)
         if call.bits is not None:
+            call.continues = state.factor > 0 and self._settings.predictor == "taylor"
+            call.how = Prediction(state.factor, call.continues, self.measures and state.follows > 0)
             call.share = (call.bits + 8 / GROUP) / 16  # of 16-bit numbers in heads of whole groups
             call.noted = notes.of_call(like_BLHD.device)
             call.noted.takers.append(state.take_notes)
-        linear = sum(how.linear for how in call.predictions.values())
-        self._report[self.moment.step].add(bool(call.predictions), call.share, linear)
+        self._report[self.moment.step].add(call.bits is not None, call.share, len(TENSORS) * call.continues)
 
     def bits(self, state: SiteState) -> int | None:
         """Of a channel in a layer's call; None where tensors travel as they are."""
@@ -102,23 +103,15 @@ class Residual(StatefulCodec[SiteState, CodedStep]):
             return min(2 * bits, FINEST) if self.fine else bits
         return FIRST_BITS * bits if codes_first_calls(self._settings.codec) and not state.plain else None
 
-    def predictions(self, state: SiteState) -> Mapping[str, Prediction]:
-        """How the call's tensors are predicted: by name, none where they travel as they are. In a first call what they
-        are predicted by is zero."""
-        if self.bits(state) is None:
-            return {}
-        linear = state.factor > 0 and self._settings.predictor == "taylor"
-        return dict.fromkeys(TENSORS, Prediction(state.factor, linear, self.measures and state.follows > 0))
-
 
 class ResidualCall(StatefulCall[SiteState]):
-    """bits and predictions are known once the call has begun. bits: of a channel; None where tensors travel as they
-    are. predictions: by name, none in a call that is not coded. noted: where its encoding notes how it went, if it is
-    coded. displaced: the tensors that no call waits for."""
+    """bits and how are known once the call has begun. bits: of a channel; None where tensors travel as they are. how:
+    all tensors of a coded call are predicted; a first call's by zero. noted: where its encoding notes how it went, if
+    it is coded. displaced: the tensors that no call waits for."""
 
     _codec: Residual
     bits: int | None
-    predictions: Mapping[str, Prediction]
+    how: Prediction
     noted: Noted | None = None
     measures = True
     displaced: frozenset[str] = frozenset()
@@ -126,10 +119,6 @@ class ResidualCall(StatefulCall[SiteState]):
     def begin(self, like_BLHD: Tensor) -> None:
         self._head_dim, self._dtype = like_BLHD.shape[-1], like_BLHD.dtype
         super().begin(like_BLHD)
-
-    @property
-    def coded(self) -> bool:
-        return self.bits is not None
 
     def width(self, x_BLHD: Tensor) -> int:
         """Bytes of one head of one token on the wire."""
@@ -140,24 +129,15 @@ class ResidualCall(StatefulCall[SiteState]):
 
     # Where calls do not wait for what they send: see `DisplacedCall` --------------------------------------------------
 
-    def continues(self, name: str) -> bool:
-        """Whether a displaced tensor's operand is a continuation."""
-        return name in self.predictions and self.predictions[name].linear
-
     def displace(self, names: frozenset[str]) -> None:
-        """These tensors are displaced. Of those that are continued the operand is written in the pass in which what
-        the last call left is decoded."""
+        """Continuations are written in the pass in which what the last call left is decoded."""
         self.displaced, self.state.wanted = names, {}
-        for name in names:
-            if self.continues(name):
-                newest_BTHD = self.state.received[name].newest(self.number)
-                factor = DAMPING * self.predictions[name].factor
-                self.state.wanted[name] = Onward(factor, torch.empty_like(newest_BTHD))
+        for name in names if self.continues else ():
+            newest_BTHD = self.state.received[name].newest(self.number)
+            self.state.wanted[name] = Onward(DAMPING * self.how.factor, torch.empty_like(newest_BTHD))
         self._operands = dict(self.state.wanted)
 
     def operand(self, name: str, last: Tensor) -> Tensor:
-        """The operand that attention, or the model, takes in a displaced tensor's place. last: what the last call
-        left."""
         onward = self._operands.pop(name, None)  # what is in flight keeps this call until the next one, and not these
         if onward is None:
             return last
@@ -194,15 +174,14 @@ class ResidualCall(StatefulCall[SiteState]):
         code_BTHW = x_BTHD.new_empty(*x_BTHD.shape[:3], self.width(x_BTHD), dtype=torch.uint8)
         known = ends[name].known(self.number, rows)
         with self._span("encode", name):
-            how, notes_N = self.predictions[name], self.noted.of(name)
-            self._kernels.encode_residual(x_BTHD, known, how, self.bits, code_BTHW, notes_N)
+            self._kernels.encode_residual(x_BTHD, known, self.how, self.bits, code_BTHW, self.noted.of(name))
         return code_BTHW
 
     def _end(self, like_BTHW: Tensor, length: int) -> End:
         """The reconstructions of a tensor of so many rows, in a first call: where it is coded, what it is predicted by
         is zero."""
         B, _, H, _ = like_BTHW.shape
-        new = like_BTHW.new_zeros if self.coded else like_BTHW.new_empty
+        new = like_BTHW.new_empty if self.bits is None else like_BTHW.new_zeros
         last_BTHD = new(B, length, H, self._head_dim, dtype=self._dtype)
         return End([*(torch.empty_like(last_BTHD) for _ in range(self._codec.kept - 1)), last_BTHD])
 
@@ -215,16 +194,15 @@ class ResidualCall(StatefulCall[SiteState]):
         ends = self.state.received
         if self.bits is None:
             if name not in ends:  # else these are more rows of the same memory
-                ends[name] = End.beginning_with(x_BSGW, self._codec.kept)
+                ends[name] = End([x_BSGW, *(torch.empty_like(x_BSGW) for _ in range(self._codec.kept - 1))])
             return x_BSGW
         if name not in ends:
             ends[name] = self._end(x_BSGW, x_BSGW.shape[1])
-        how, known = self.predictions[name], ends[name].known(self.number, rows)
-        code_BTGW = x_BSGW[:, rows]
+        code_BTGW, known = x_BSGW[:, rows], ends[name].known(self.number, rows)
         onward = self.state.wanted.pop(name, None)
         assert onward is None or code_BTGW.shape == x_BSGW.shape, "what no call waits for comes in one piece"
         with self._span("decode", name):
-            factor = how.factor if how.linear else None
+            factor = self.how.factor if self.continues else None
             self._kernels.decode_residual(code_BTGW, known, factor, self.bits, onward)
         return ends[name].written(self.number)
 

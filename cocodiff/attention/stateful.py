@@ -71,7 +71,7 @@ class LayerState:
     @property
     def factor(self) -> float:
         """Of the linear continuation, 0 where there is none."""
-        return continuation(self.levels) if self.follows > 1 else 0.0
+        return continuation(self.levels)
 
     @property
     def pace(self) -> float:
@@ -150,10 +150,9 @@ class SharedNotes:
         (noted, pending), self._deciding = self._deciding, None
         with self._trace.span("wait for notes"):
             sums = pending.wait() or []
-        of_calls = [sums[first : first + len(TENSORS)] for first in range(0, len(sums), len(TENSORS))]
-        for one, of_call in zip(noted, of_calls, strict=bool(of_calls)):
+        for number, one in enumerate(noted if sums else ()):
             for take_notes in one.takers:
-                take_notes(of_call)
+                take_notes(sums[number * len(TENSORS) : (number + 1) * len(TENSORS)])
 
     def clear(self) -> None:
         self._noted, self._largest, self._blocks, self._deciding = [], [], [], None
@@ -178,11 +177,6 @@ class End:
     """One end's values of one tensor at the last calls, each contiguous, in turn the newest."""
 
     buffers: list[Tensor]
-
-    @classmethod
-    def beginning_with(cls, first: Tensor, count: int) -> End:
-        """`first` as the newest of so many values, and room for the ones before it."""
-        return cls([first, *(torch.empty_like(first) for _ in range(count - 1))])
 
     def newest(self, call: int) -> Tensor:
         """The newest one that the call of this number, from 1, finds."""
@@ -226,8 +220,7 @@ class CodedStep:
     sent: float = 0.0
 
     def add(self, coded: bool, share: float, linear: int = 0) -> None:
-        """A call. share: of a whole tensor's bytes that each takes. linear: so many of its tensors were predicted
-        linearly."""
+        """A call. share: of a whole tensor's bytes that each takes. linear: of its tensors, predicted linearly."""
         self.calls += 1
         self.coded += coded
         self.linear += linear
@@ -262,23 +255,16 @@ class StatefulCodec(Codec, Generic[S, N]):
     fixed_kind: Any = None  # every call is of this kind, in recordings; anew: it follows no other
 
     def __init__(
-        self,
-        exchange: Exchange | None,
-        everyone: AllRanks,
-        layer_key: Callable[[], S],
-        step: Callable[[], N],
-        notes: SharedNotes | None = None,
+        self, exchange: Exchange | None, everyone: AllRanks, layer: Callable[[], S], step: Callable[[], N]
     ) -> None:
         """everyone: the ranks that share the sequence, who decide together. layer, step: make what is kept of a layer,
-        and noted of a step. notes: of another codec, which are shared."""
-        self.moment, self.notes = StepInfo(-1, 0, None), notes
-        if notes is None and exchange is not None:
-            self.notes = SharedNotes(everyone, exchange.trace)
-        self._layers: dict[Any, S] = {}
-        self._layer_key, self._report = layer_key, defaultdict[int, N](step)
+        and noted of a step."""
+        self.notes = None if exchange is None else SharedNotes(everyone, exchange.trace)
+        self._layers: dict[LayerKey, S] = {}
+        self._new_layer, self._report = layer, defaultdict[int, N](step)
 
     def state_of(self, layer_key: LayerKey) -> S:
-        return self._layers.setdefault(layer_key, self._layer_key())
+        return self._layers.setdefault(layer_key, self._new_layer())
 
     def begin_call(self, call: Any, like_BLHD: Tensor) -> None:
         """Decides how a `StatefulCall` is coded, alike on all ranks. Begins with `begun`."""
@@ -313,7 +299,7 @@ class StatefulCodec(Codec, Generic[S, N]):
         self._layers.clear()
 
     def bytes_held(self) -> int:
-        return sum(layer_key.bytes_held() for layer_key in self._layers.values())
+        return sum(state.bytes_held() for state in self._layers.values())
 
     def report(self) -> dict[int, StepNotes]:
         return {**self._report}
@@ -330,13 +316,8 @@ class StatefulCall(EncodedCall, Generic[S]):
 
     def __init__(self, codec: StatefulCodec[S, Any], exchange: Exchange, layout: Layout, layer_key: LayerKey) -> None:
         super().__init__(layout)
-        self._codec, self.state, self._exchange, self._layer = (
-            codec,
-            codec.state_of(layer_key),
-            exchange,
-            layer_key.kind,
-        )
-        self._kernels, self._trace = exchange.kernels, exchange.trace
+        self._codec, self.state, self._layer = codec, codec.state_of(layer_key), layer_key.kind
+        self._exchange, self._kernels, self._trace = exchange, exchange.kernels, exchange.trace
 
     def begin(self, like_BLHD: Tensor) -> None:
         self._codec.begin_call(self, like_BLHD)

@@ -68,10 +68,7 @@ class EncodedCall:
     share = 1.0  # of a whole tensor's bytes that each takes on the wire
     measures = False  # whether encoding notes by how much tensors change
     noted: Any = None  # where encoding notes how it went
-
-    def continues(self, name: str) -> bool:
-        """Whether `operand` goes on from the last values of a tensor, rather than being the last one."""
-        return False
+    continues = False  # whether `operand` goes on from the last values of a tensor, rather than being the last one
 
     def displace(self, names: frozenset[str]) -> None:
         """Told once the call has begun: these tensors are not waited for."""

@@ -39,13 +39,12 @@ from cocodiff.topology.routes.plans import Block, Phase
 
 @dataclass
 class LayerCache:
-    """The state of a layer between steps. reference: v at the scored rows; received: q, k and v, each [B, S, G, D].
-    inference: whether they were made in torch's inference mode, outside of which they cannot be written to."""
+    """The state of a layer between steps. form: shape, layout and inference mode of the last call: what was made in
+    that mode cannot be written to outside of it. reference: v at the scored rows; received: q, k and v, each
+    [B, S, G, D]."""
 
-    shape: tuple[int, ...] = ()
-    layout: Layout | None = None
+    form: tuple[Any, ...] = ()
     last_step: int = -2
-    inference: bool = False
     reference: Tensor | None = None
     received: dict[str, Tensor] = field(default_factory=dict)
 
@@ -62,8 +61,7 @@ class VMajor(Codec):
         before they travel) or "card" (after v's first phase the card's first tile scores the card's tokens with its
         plane's heads; TAPA only). reference: "prev" (v at the call before) or "sent" (v as it was last sent)."""
         self.schedule, self.scoring, self.reference = schedule, scoring, reference
-        self.rank, self.transport, self.moment = transport.rank, transport, StepInfo(-1, 0, None)
-        self.drift = DriftNotes()
+        self.rank, self.transport, self.drift = transport.rank, transport, DriftNotes()
         self._exchange = exchange
         self._caches: dict[LayerKey, LayerCache] = {}
         self._cards: dict[tuple[Layout, torch.device], Cards] = {}
@@ -108,11 +106,6 @@ class VMajor(Codec):
     # Choosing ---------------------------------------------------------------------------------------------------------
 
     @property
-    def exchanges(self) -> bool:
-        """Whether there are ranks to select for."""
-        return self._exchange is not None
-
-    @property
     def steps(self) -> int:
         return self.moment.steps or 0
 
@@ -150,23 +143,25 @@ class SelectiveCall(EncodedCall, ABC):
         """The rows that travel in a selective call; waits for the choice."""
 
     def begin(self, like_BLHD: Tensor) -> None:
-        cache, step, inference = self.cache, self.codec.moment.step, torch.is_inference_mode_enabled()
-        same = cache.shape == like_BLHD.shape and cache.layout == self.layout and cache.inference == inference
-        known = same and cache.last_step == step - 1
+        cache, step = self.cache, self.codec.moment.step
+        form = tuple(like_BLHD.shape), self.layout, torch.is_inference_mode_enabled()
+        known = cache.form == form and cache.last_step == step - 1
         self.codec.drift.ensure_step(step)
         self.full = not known or self.codec.schedule.is_full(step, self.codec.steps)
         if not known:
             cache.reference, cache.received = None, {}
-        cache.last_step, cache.shape, cache.layout = step, tuple(like_BLHD.shape), self.layout
-        cache.inference = inference
+        cache.form, cache.last_step = form, step
 
     def encode(self, tensors_BLHD: Mapping[str, Tensor]) -> Encoded:
         if self.full:
             return super().encode(tensors_BLHD)
         selection = self.selection()
         own = selection.of_rank[self.codec.rank]
-        payloads = [travelling_rows(x_BLHD, own) for x_BLHD in tensors_BLHD.values()]
-        return Encoded(payloads, selection.layout)
+        return Encoded([self.chosen_rows(name, x, own) for name, x in tensors_BLHD.items()], selection.layout)
+
+    def chosen_rows(self, name: str, x_BLHD: Tensor, index_N: Tensor) -> Rows:
+        """The chosen rows of all batch rows in one, [1, N, H, D], gathered where they are packed."""
+        return Rows(x_BLHD.flatten(0, 1), index_N)
 
     def decode(self, received_BSGW: Mapping[str, Tensor], coded: Layout, rows: slice) -> list[Tensor]:
         """Into the caches: everything, or in one launch those rows that came."""
@@ -179,12 +174,12 @@ class SelectiveCall(EncodedCall, ABC):
             self.kernels.scatter_rows(here, self.selection().arriving[rows], into)
         return [caches[name] for name in received_BSGW]
 
-    def update_reference(self, v_BNHD: Tensor, active_BN: Tensor | None) -> None:
-        """Updates the reference where scoring has not: all of it at the first call, else the tokens that travel."""
+    def renew_reference(self, v_BNHD: Tensor) -> None:
+        """At a full step."""
         if self.cache.reference is None:
             self.cache.reference = v_BNHD.clone(memory_format=torch.contiguous_format)
-        elif active_BN is not None and self.codec.reference == "sent":
-            self.cache.reference[active_BN] = v_BNHD[active_BN]
+        else:
+            self.score(v_BNHD)
 
     def score(self, v_BNHD: Tensor) -> tuple[Tensor, Tensor]:
         """Change and norm of every token against the reference, which must be there; noted in the profile. At full
@@ -216,11 +211,6 @@ class SelectiveTransfer(Transfer):
         super().open(tensors_BLHD)
 
 
-def travelling_rows(x_BLHD: Tensor, index_N: Tensor) -> Rows:
-    """The chosen rows of all batch rows in one, [1, N, H, D], gathered where they are packed."""
-    return Rows(x_BLHD.flatten(0, 1), index_N)
-
-
 # Scoring by source ----------------------------------------------------------------------------------------------------
 
 
@@ -242,12 +232,10 @@ class SourceCall(SelectiveCall):
     def observe(self, v_BLHD: Tensor) -> None:
         """Scores this rank's tokens, if it is a selective call in the background."""
         own_BNHD = v_BLHD[:, self.layout.may_stay_slices[self.codec.rank]]
-        if not self.full:
+        if self.full:
+            self.renew_reference(own_BNHD)
+        else:
             self.chosen = self.codec.transport.control.submit(self._choose, own_BNHD)
-            return
-        if self.cache.reference is not None:
-            self.score(own_BNHD)
-        self.update_reference(own_BNHD, None)
 
     def selection(self) -> Selection:
         assert self.chosen is not None, "v is sent before or together with what depends on it"
@@ -266,25 +254,17 @@ class SourceCall(SelectiveCall):
         codec.drift.chosen(codec.moment.step, active_BS[:, slices(layout.may_stay)[codec.rank]])
         return Selection.build(active_BS, layout, cards, codec.fraction)
 
-    def encode(self, tensors_BLHD: Mapping[str, Tensor]) -> Encoded:
-        payloads, layout = super().encode(tensors_BLHD)
-        if self.full or self.codec.reference != "sent" or "v" not in tensors_BLHD:
-            return Encoded(payloads, layout)
-        updating = [
-            self.rows_updating_reference(rows) if name == "v" and isinstance(rows, Rows) else rows
-            for name, rows in zip(tensors_BLHD, payloads, strict=True)
-        ]
-        return Encoded(updating, layout)
-
-    def rows_updating_reference(self, v_KHD: Rows) -> Rows:
-        """The chosen rows of v, of which those that may stay become their reference when they are packed."""
+    def chosen_rows(self, name: str, x_BLHD: Tensor, index_N: Tensor) -> Rows:
+        """Those of v that may stay become their reference when they are packed, where that is what was sent."""
+        if name != "v" or self.codec.reference != "sent":
+            return super().chosen_rows(name, x_BLHD, index_N)
         reference_BNHD, chosen = self.cache.reference, self.layout.may_stay_slices[self.codec.rank]
         assert reference_BNHD is not None, "a selective step follows a full one"
         tokens, rows = reference_BNHD.shape[1], self.layout.rows[self.codec.rank]
-        row_K = v_KHD.index_K % rows - chosen.start
-        place_K = v_KHD.index_K // rows * tokens + row_K
-        place_K[(row_K < 0) | (row_K >= tokens)] = -1  # what may not stay has no reference
-        return Rows(v_KHD.source_RHD, v_KHD.index_K, reference_BNHD.flatten(0, 1), place_K)
+        row_N = index_N % rows - chosen.start
+        place_N = index_N // rows * tokens + row_N
+        place_N[(row_N < 0) | (row_N >= tokens)] = -1  # what may not stay has no reference
+        return Rows(x_BLHD.flatten(0, 1), index_N, reference_BNHD.flatten(0, 1), place_N)
 
 
 # Scoring by card ------------------------------------------------------------------------------------------------------
@@ -310,11 +290,9 @@ class CardTransfer(SelectiveTransfer):
 class CardCall(SelectiveCall):
     """One attention call whose v decides between its two phases what of q, k and v travels on."""
 
-    def __init__(
-        self, codec: VMajor, exchange: Exchange, layout: Layout, layer_key: LayerKey, cache: LayerCache
-    ) -> None:
-        super().__init__(codec, exchange, layout, layer_key, cache)
+    def begin(self, like_BLHD: Tensor) -> None:
         self.chosen: Future[LaneFuture[Selection]] = Future()
+        super().begin(like_BLHD)
 
     def selection(self) -> Selection:
         return self.chosen.result().wait()
@@ -322,7 +300,9 @@ class CardCall(SelectiveCall):
     def second_phase(self, phase: Phase, swapped: LaneFuture[BlockSet], outgoing: TensorsToHeads) -> Target:
         on_card = swapped.wait()
         if self.full:
-            self._update_at_full_step(on_card)
+            scored_BNHD = self._scored_rows(on_card)
+            if scored_BNHD is not None:
+                self.renew_reference(scored_BNHD)
         else:
             on_card = self._active_rows(on_card)
             outgoing.layout = on_card.layout
@@ -341,13 +321,6 @@ class CardCall(SelectiveCall):
         ]
         return torch.cat(rows, 1)
 
-    def _update_at_full_step(self, on_card: BlockSet) -> None:
-        scored_BNHD = self._scored_rows(on_card)
-        if scored_BNHD is not None:
-            if self.cache.reference is not None:
-                self.score(scored_BNHD)
-            self.update_reference(scored_BNHD, None)
-
     def _active_rows(self, on_card: BlockSet) -> BlockSet:
         """Scores, shares the selection, and leaves the active rows of v for the second phase."""
         try:
@@ -358,7 +331,7 @@ class CardCall(SelectiveCall):
         selection, topology = self.selection(), self.exchange.topology
         served = topology.served_planes[self.codec.rank]
         blocks = {
-            block: [travelling_rows(dense(x), selection.of_rank[block.rows]) for x in parts]
+            block: [self.chosen_rows("v", dense(x), selection.of_rank[block.rows]) for x in parts]
             for block, parts in on_card.blocks.items()
             if topology.places[block.heads].plane in served
         }
@@ -373,7 +346,8 @@ class CardCall(SelectiveCall):
             change_BN, norm_BN = self.score(scored_BNHD)
             active_BN = ~staying(change_BN, norm_BN, codec.fraction, codec.schedule.threshold, self.kernels)
             codec.drift.chosen(codec.moment.step, active_BN)
-            self.update_reference(scored_BNHD, active_BN)
+            if self.cache.reference is not None and self.codec.reference == "sent":
+                self.cache.reference[active_BN] = scored_BNHD[active_BN]
             own = active_BN.to(torch.uint8)
         scorers = [min(ranks) for ranks in topology.cards.values()]  # the first tile of every card
         cards = codec.cards(layout, own.device)

@@ -88,15 +88,11 @@ def stable_tokens(score_BN: Tensor, fraction: float, kernels: Kernels) -> Tensor
     return torch.ones_like(score_BN, dtype=torch.bool).scatter_(1, active_BK, False)
 
 
-def quiet_tokens(score_BN: Tensor, norm_BN: Tensor, threshold: float) -> Tensor:
-    """The tokens whose score is at most `threshold` times the mean L1 norm of the row's tokens: bool [B, N]."""
-    return score_BN.double() <= threshold * norm_BN.double().mean(1, keepdim=True)
-
-
 def staying(score_BN: Tensor, norm_BN: Tensor, fraction: float | None, threshold: float, kernels: Kernels) -> Tensor:
-    """The tokens of each row that stay: that fraction, or where it is None as the threshold says; bool [B, N]."""
+    """The tokens of each row that stay, bool [B, N]: that fraction, or where it is None those whose score is at most
+    `threshold` times the mean L1 norm of the row's tokens."""
     if fraction is None:
-        return quiet_tokens(score_BN, norm_BN, threshold)
+        return score_BN.double() <= threshold * norm_BN.double().mean(1, keepdim=True)
     return stable_tokens(score_BN, fraction, kernels)
 
 
@@ -126,9 +122,9 @@ class Cards:
         for positions in cards:
             of_size.setdefault(len(positions), []).append(positions)
         alike = tuple(torch.stack(same).to(device) for same in of_size.values())
-        rows = rows_in_order(layout, device)
         single = all(len(ranks) == 1 for ranks in topology.cards.values())
-        return cls(tuple(map(len, cards)), torch.cat(cards).to(device), alike, rows, single)
+        sizes = tuple(map(len, cards))
+        return cls(sizes, torch.cat(cards).to(device), alike, rows_in_order(layout, device), single)
 
     def active(
         self, score_BS: Tensor, norm_BS: Tensor, fraction: float | None, threshold: float, kernels: Kernels
