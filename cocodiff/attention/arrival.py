@@ -100,10 +100,9 @@ class DisplacedStep:
 
     @classmethod
     def merged(cls, parts: Sequence[DisplacedStep]) -> dict[str, Any]:
-        """Over ranks, besides what the codec notes: "displaced_fraction" of all tensors, "displaced_sets": the
-        fraction of calls by the tensors that were displaced together, as {"qkv": 0.25, "": 0.75}; of the bytes that
-        whole tensors of 16 bits take, with heads of whole groups, "sent_fraction" and "exposed_fraction", which
-        attention waited for."""
+        """Over ranks, besides what the codec notes: "displaced_fraction" of all tensors, "displaced_sets": the fraction
+        of calls by those displaced together, as {"qkv": 0.25, "": 0.75}; of the bytes that whole tensors of 16 bits
+        take, with heads of whole groups, "sent_fraction" and "exposed_fraction", which attention waited for."""
         inner = [part.inner for part in parts if part.inner is not None]
         sets: Counter[str] = sum((part.sets for part in parts), Counter())
         calls, late = sets.total(), sum(len(names) * count for names, count in sets.items())
@@ -123,8 +122,7 @@ class Displaced(StatefulCodec[LayerArrivals, DisplacedStep]):
     fixed_kind: DisplacedKind | None = None  # every call is of this kind, in recordings
 
     def __init__(self, inner: Codec, exchange: Exchange | None, everyone: AllRanks, settings: Any) -> None:
-        """inner: what travels. everyone: the ranks that share the sequence, who decide together. settings: arrival, tau
-        and fine_steps, see `Config`."""
+        """everyone: that share the sequence, who decide together. settings: arrival, tau, fine_steps, see `Config`."""
         super().__init__(exchange, everyone, LayerArrivals, DisplacedStep)
         self.notes = getattr(inner, "notes", self.notes)
         self.inner, self._settings = inner, settings

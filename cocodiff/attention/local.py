@@ -34,8 +34,7 @@ class Keys(NamedTuple):
 
 
 def mask_in_rank_order(qkv: LazyQKV, layout: Layout) -> Tensor | None:
-    """Which keys are attended to, for the sequence after the exchange, rank by rank in the layout's order:
-    [B, 1, 1, S]; None for all."""
+    """Which keys are attended to after the exchange, in the layout's order of ranks: [B, 1, 1, S]; None for all."""
     if not qkv.masks:
         return None
     some_BT = next(iter(qkv.masks.values()))
@@ -75,8 +74,7 @@ def _for_groups(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[T
 def partial_attention(q_BLHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, mask_B11S: Tensor | None = None) -> Partial:
     """Attention to these keys alone, by the best kernel of the device that tells the sums.
 
-    mask_B11S: bool, the keys that are attended to; a batch row may have none.
-    """
+    mask_B11S: bool, the keys that are attended to; a batch row may have none."""
     if not k_BSHD.shape[1]:
         return no_keys(q_BLHD)
     k_BSHD, v_BSHD, mask_B11S = _for_groups(q_BLHD, k_BSHD, v_BSHD, mask_B11S)

@@ -178,8 +178,7 @@ class ResidualCall(StatefulCall[SiteState]):
         return code_BTHW
 
     def _end(self, like_BTHW: Tensor, length: int) -> End:
-        """The reconstructions of a tensor of so many rows, in a first call: where it is coded, what it is predicted by
-        is zero."""
+        """A first call's reconstructions of a tensor of so many rows; what is coded is predicted by zero."""
         B, _, H, _ = like_BTHW.shape
         new = like_BTHW.new_empty if self.bits is None else like_BTHW.new_zeros
         last_BTHD = new(B, length, H, self._head_dim, dtype=self._dtype)

@@ -73,8 +73,7 @@ class Ring:
     def attend(
         self, q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, qkv: LazyQKV, layouts: Sequence[Layout], layer: str = ""
     ) -> Tensor:
-        """Attention of the group's queries to all groups' keys: [B, S_g, G, D] of the queries' dtype. layouts: of every
-        group."""
+        """Of the group's queries to all groups' keys: [B, S_g, G, D] of the queries' dtype. layouts: of every group."""
         merged: Partial | None = None
         for block in self.blocks(k_BSGD, v_BSGD, qkv, layouts, layer):
             merged = self._merge(merged, self._local.part(q_BSGD, *block))
@@ -84,9 +83,9 @@ class Ring:
     def blocks(
         self, k_BSGD: Tensor, v_BSGD: Tensor, qkv: LazyQKV, layouts: Sequence[Layout], layer: str = ""
     ) -> Iterator[Keys]:
-        """Every group's keys and values for the heads that are here, the own ones first. Each is on its way to another
-        rank, and the one after it on its way here, until another is asked for; a block is gone when the second after
-        it is asked for."""
+        """Every group's keys and values for the heads that are here, the own ones first. Until another is asked for,
+        each is on its way on and the next one on its way here; a block is gone when the second after it is asked
+        for."""
         here, buffers = KeysValues(k_BSGD.contiguous(), v_BSGD.contiguous()), self._two_buffers(k_BSGD, layouts)
         for number, visit in enumerate(self._visits):
             coming: LaneFuture[KeysValues] | None = None
@@ -147,6 +146,7 @@ class Passing(NamedTuple):
 class TokensInFlight:
     """What the lane's jobs of one call have posted and not waited for."""
 
+    layer: str
     parts: deque[tuple[Pending, Passing]] = field(default_factory=deque)
     keys: tuple[Pending, Passing] | None = None
 
@@ -171,8 +171,7 @@ class TokenRing(Ring):
         """As `Ring`."""
         super().__init__(mesh, transport, *more)
         self._nodes, self._steps = (visits_of(mesh, self.rank, along) for along in ((NODE,), (CARD, TILE)))
-        # A communicator of their own, for what takes another way than queries: on accelerators messages of one follow
-        # one another.
+        # For what takes another way than queries: on accelerators messages of one communicator follow one another.
         self._back = transport.group(self._ranks.ranks)
 
     def attend(
@@ -180,7 +179,7 @@ class TokenRing(Ring):
     ) -> Tensor:
         """As `Ring.attend`."""
         own_BSGD, keys = q_BSGD.contiguous(), KeysValues(k_BSGD.contiguous(), v_BSGD.contiguous())
-        rows, step = [sum(layout.rows) for layout in layouts], partial(self._step, TokensInFlight(), layer)
+        rows, step = [sum(layout.rows) for layout in layouts], partial(self._step, TokensInFlight(layer))
         merged: Partial | None = None
         back: Passing | None = None
         for node in self._nodes:
@@ -207,18 +206,12 @@ class TokenRing(Ring):
         return merged.out_BLHD.to(q_BSGD.dtype)
 
     def _step(
-        self,
-        flight: TokensInFlight,
-        layer: str,
-        on: Passing | None,
-        back: Passing | None,
-        keys: Passing | None,
-        lag: int,
+        self, flight: TokensInFlight, on: Passing | None, back: Passing | None, keys: Passing | None, lag: int
     ) -> Came:
         """A job of the lane: posts what goes on, back, and to the next node. Waits for the next queries, for parts
         until `lag` of them are on their way, and where no queries go on, which ends a node's round, for the next keys.
         """
-        with self._trace.span("token ring", LANE, layer):
+        with self._trace.span("token ring", LANE, flight.layer):
             queries = None if on is None else self._send_recv(self._ranks, on)
             if keys is not None:
                 flight.keys = (self._send_recv(self._back, keys), keys)

@@ -43,9 +43,8 @@ class LayerState:
     fits: bool = True
 
     def begin(self, like_BLHD: Tensor, layout: Layout, moment: StepInfo, anew: bool) -> None:
-        """A call begins. It follows the last one that ran, at an earlier step of the run, if that was of the same form
-        and all groups had a scale. anew: it does not in any case. Steps between that left the layer out change nothing:
-        both ends have what the last call left."""
+        """A call begins. It follows the last one, at an earlier step of the run, if that was of the same form and all
+        groups had a scale; with `anew` it does not. Steps between that left the layer out change nothing."""
         form = tuple(like_BLHD.shape), like_BLHD.dtype, layout, torch.is_inference_mode_enabled()
         level = float(moment.step) if moment.sigma is None else moment.sigma
         anew = anew or self.form != form or self.last_step >= moment.step or not self.fits
@@ -229,8 +228,7 @@ class CodedStep:
     @classmethod
     def merged(cls, parts: Sequence[Any]) -> dict[str, Any]:
         """Over ranks: "coded_fraction" of the calls; "linear_fraction" of the tensors that were coded, None where none
-        was; of the bytes that whole tensors of 16 bits take, with heads of whole groups, "sent_fraction". Attention
-        waits for all of them: see `DisplacedStep`."""
+        was; "sent_fraction", and what attention waited for, as of `DisplacedStep`."""
         names = ("calls", "coded", "linear", "sent")
         calls, coded, linear, sent = (sum(getattr(part, name) for part in parts) for name in names)
         return {
@@ -248,8 +246,7 @@ N = TypeVar("N", bound=StepNotes)
 
 
 class StatefulCodec(Codec, Generic[S, N]):
-    """Keeps the last values of every layer, and decides by what all ranks noted of the last call. On one rank nothing
-    travels, and nothing is coded."""
+    """Keeps every layer's last values, and decides by what all ranks noted of the last call. One rank codes nothing."""
 
     keeps_state = prefers_ulysses = True
     fixed_kind: Any = None  # every call is of this kind, in recordings; anew: it follows no other
@@ -257,8 +254,7 @@ class StatefulCodec(Codec, Generic[S, N]):
     def __init__(
         self, exchange: Exchange | None, everyone: AllRanks, layer: Callable[[], S], step: Callable[[], N]
     ) -> None:
-        """everyone: the ranks that share the sequence, who decide together. layer, step: make what is kept of a layer,
-        and noted of a step."""
+        """everyone: that share the sequence, who decide together. layer, step: make what is kept of one, and noted."""
         self.notes = None if exchange is None else SharedNotes(everyone, exchange.trace)
         self._layers: dict[LayerKey, S] = {}
         self._new_layer, self._report = layer, defaultdict[int, N](step)
@@ -309,8 +305,7 @@ class StatefulCodec(Codec, Generic[S, N]):
 
 
 class StatefulCall(EncodedCall, Generic[S]):
-    """One attention call of such a codec. number: of the call among those that follow one another, 0 for the first;
-    known once the call has begun."""
+    """One attention call of such a codec. number: among calls that follow one another, from 0, once it has begun."""
 
     number: int
 

@@ -34,8 +34,7 @@ class LazyQKV(NamedTuple):
     segments   what the sequence consists of, in the model's order, with the tokens of all ranks
     masks      of segments, by name, bool [B, tokens] of all ranks: which of their tokens are attended to; all tokens of
                the segments that are not there
-    meanwhile  work of the layer that needs no attention, to be done while something travels; called once
-    """
+    meanwhile  work of the layer that needs no attention, to be done while something travels; called once"""
 
     q: Callable[[], Tensor]
     k: Callable[[], Tensor]

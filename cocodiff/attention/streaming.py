@@ -52,6 +52,9 @@ class QueryPiece(NamedTuple):
 class PiecesInFlight:
     """What the lane's jobs of one call have posted and not waited for, and what is merged of each run of heads."""
 
+    layer: str
+    pieces: Sequence[QueryPiece]
+    rows: Sequence[int]
     queries: deque[tuple[Pending, Tensor]] = field(default_factory=deque)
     parts: deque[tuple[Pending, Partial, slice]] = field(default_factory=deque)
     merged: dict[int, Partial] = field(default_factory=dict)
@@ -85,9 +88,9 @@ class Streaming(Ring):
     ) -> Tensor:
         """As `Ring.attend`."""
         keys = Keys(k_BSGD.contiguous(), v_BSGD.contiguous(), mask_in_rank_order(qkv, layouts[self.group]))
-        rows, pieces = [sum(layout.rows) for layout in layouts], self.pieces(q_BSGD.shape[2])
+        rows, pieces = [sum(layout.rows) for layout in layouts], self._pieces(q_BSGD.shape[2])
         own = [q_BSGD[:, :, piece.heads].contiguous() for piece in pieces]
-        step = partial(self._step, PiecesInFlight(), pieces, rows, layer)
+        step = partial(self._step, PiecesInFlight(layer, pieces, rows))
         coming = self._lane.submit(step, 0, own, None)
         part: Partial | None = None
         for number, piece in enumerate(pieces, 1):
@@ -103,32 +106,25 @@ class Streaming(Ring):
             _, merged = last.wait()
         return torch.cat([part.out_BLHD for part in merged], 2).to(q_BSGD.dtype)
 
-    def pieces(self, heads: int) -> list[QueryPiece]:
+    def _pieces(self, heads: int) -> list[QueryPiece]:
         """Of a call, node by node, the own one first."""
         runs = head_runs(len(self._nodes), heads)
         at = [slice(heads * n // runs, heads * (n + 1) // runs) for n in range(runs)]
         return [node._replace(heads=run) for node in self._nodes for run in at]
 
     def _step(
-        self,
-        flight: PiecesInFlight,
-        pieces: Sequence[QueryPiece],
-        rows: Sequence[int],
-        layer: str,
-        number: int,
-        own: Sequence[Tensor],
-        part: Partial | None,
+        self, flight: PiecesInFlight, number: int, own: Sequence[Tensor], part: Partial | None
     ) -> tuple[Tensor | None, list[Partial]]:
         """A job of the lane: gathers the queries of piece `number`, with those of the next crossing nodes, and reduces
-        the part that piece `number - 2` has given. Returns the queries, and after the last piece what is merged of each
-        run of heads."""
-        with self._trace.span("streaming", LANE, layer):
-            reducing = None if part is None else self._reduce(part, pieces[number - 2], rows)
+        what piece `number - 2` has given. Returns the queries, and after the last piece what is merged."""
+        pieces = flight.pieces
+        with self._trace.span("streaming", LANE, flight.layer):
+            reducing = None if part is None else self._reduce(part, pieces[number - 2], flight.rows)
             if number + 1 < len(pieces):
-                self._cross(flight, pieces[number + 1], own[number + 1], rows)
+                self._cross(flight, pieces[number + 1], own[number + 1])
             gathering, queries = None, list[Tensor]()
             if number < len(pieces):
-                gathering, queries = self._gather(flight, pieces[number], own[number], rows)
+                gathering, queries = self._gather(flight, pieces[number], own[number])
             if reducing is not None:
                 self._merge_node(flight, pieces[number - 2], *reducing)
             if gathering is not None:
@@ -140,26 +136,21 @@ class Streaming(Ring):
                 self._merge(flight.merged[heads.start], arrived)
             return torch.cat(queries, 1) if queries else None, list(flight.merged.values()) if through else []
 
-    def _cross(self, flight: PiecesInFlight, piece: QueryPiece, own_BSGD: Tensor, rows: Sequence[int]) -> None:
+    def _cross(self, flight: PiecesInFlight, piece: QueryPiece, own_BSGD: Tensor) -> None:
         if piece.of != self.group:
-            there = own_BSGD.new_empty(len(own_BSGD), rows[piece.of], *own_BSGD.shape[2:])
+            there = own_BSGD.new_empty(len(own_BSGD), flight.rows[piece.of], *own_BSGD.shape[2:])
             flight.queries.append((self._post(self._across, [(own_BSGD, piece.to)], [(there, piece.of)]), there))
 
-    def _gather(
-        self, flight: PiecesInFlight, piece: QueryPiece, own_BSGD: Tensor, rows: Sequence[int]
-    ) -> tuple[Pending, list[Tensor]]:
+    def _gather(self, flight: PiecesInFlight, piece: QueryPiece, own_BSGD: Tensor) -> tuple[Pending, list[Tensor]]:
         """Queries of the piece's node, of which this rank has those of its own place, from and to all peers."""
         here_BSGD = own_BSGD
         if piece.of != self.group:
             crossed, here_BSGD = flight.queries.popleft()
             crossed.wait()
         B, _, *more = own_BSGD.shape
-        others = [own_BSGD.new_empty(B, rows[member], *more) for member in piece.members[1:]]
-        peers = self._peers[1:]
-        gathering = self._post(
-            self._ranks, [(here_BSGD, peer) for peer in peers], list(zip(others, peers, strict=True))
-        )
-        return gathering, [here_BSGD, *others]
+        others = [own_BSGD.new_empty(B, flight.rows[member], *more) for member in piece.members[1:]]
+        sends, recvs = [(here_BSGD, peer) for peer in self._peers[1:]], zip(others, self._peers[1:], strict=True)
+        return self._post(self._ranks, sends, list(recvs)), [here_BSGD, *others]
 
     def _reduce(self, part: Partial, piece: QueryPiece, rows: Sequence[int]) -> tuple[Pending, list[Partial]]:
         """Starts to exchange what the rank's keys gave to the piece's queries for what its peers' keys gave to those of

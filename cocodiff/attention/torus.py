@@ -36,8 +36,7 @@ class Torus:
         ring: Ring | None,
         layouts: Sequence[Layout],
     ) -> None:
-        """sent: q, k and v on their way. ring: brings the keys of other Ulysses groups, which are attended to after the
-        own ones; layouts: of all groups."""
+        """sent: q, k and v. ring: brings the keys of other groups, attended to last; layouts: of all groups."""
         staged = transfer.exchange.staged
         assert staged is not None, "Torus attends to what comes in stages"
         self._transfer, self._local, self._ring, self._layouts = transfer, local, ring, layouts

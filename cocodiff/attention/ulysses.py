@@ -43,8 +43,7 @@ def joint(qkv: LazyQKV, transfer: Transfer, trace: Trace) -> dict[str, TensorFut
 
 def v_first(qkv: LazyQKV, transfer: Transfer, trace: Trace) -> dict[str, TensorFuture]:
     """V-First (CoCoDiff section III-C): v needs neither normalisation nor rotation, so it is projected first and
-    travels while q and k are still being made. Packing is the lanes' work as well, so v costs this thread its
-    projection alone."""
+    travels while q and k are still being made. Packing is the lanes' work: v costs this thread its projection alone."""
     with trace.span("project v", layer=transfer.layer):
         v_BLHD = qkv.v()
     v = transfer.send(v=v_BLHD)

@@ -43,8 +43,7 @@ def check_agreement(values: dict[str, Any], transport: Transport) -> None:
 
     values: tensors, and numbers, texts and containers of them, by the same names on every rank.
 
-    Raises UserError on every rank, which names what differs and the ranks that have something else than most.
-    """
+    Raises UserError on every rank, which names what differs and the ranks that have something else than most."""
     own = [Compared(name, form(value), _bits(value), described(value)) for name, value in values.items()]
     of_ranks = transport.gather_object(own)
     message = transport.broadcast_object(None if of_ranks is None else disagreement(of_ranks))
@@ -75,8 +74,7 @@ def disagreement(of_ranks: Sequence[Sequence[Compared]]) -> str | None:
 
 def _bits(value: Any) -> int:
     """The digest of the tensors of a value; it waits for their device."""
-    found = [int(digest(x)) * (2 * number + 1) for number, x in enumerate(tensors_in(value))]
-    return sum(found) % 2**63
+    return sum(int(digest(x)) * (2 * number + 1) for number, x in enumerate(tensors_in(value))) % 2**63
 
 
 def weights_digest(model: nn.Module) -> str:
@@ -94,7 +92,8 @@ def weights_digest(model: nn.Module) -> str:
         numbers = x.flatten()
         sampled.setdefault((x.dtype, x.device), []).append(numbers[:: -(-len(numbers) // each)])
     bits = [int(digest(torch.cat(numbers))) for numbers in sampled.values()]
-    return f"{_hash(f'{[(name, form(x)) for name, x in plain.items()]} {bits} {adapters}') % 2**64:016x}"
+    told = f"{[(name, form(x)) for name, x in plain.items()]} {bits} {adapters}"
+    return blake2b(told.encode(), digest_size=8).digest()[::-1].hex()
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -119,7 +118,3 @@ def described(value: Any) -> str:
     if isinstance(value, Tensor) and value.numel() <= SHOWN_VALUES:
         return f"{form(value)} {value.flatten().tolist()}"
     return form(value)
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)

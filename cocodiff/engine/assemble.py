@@ -34,8 +34,7 @@ class AttentionWork:
     image of 1024 x 1024 pixels with a prompt of 512 tokens.
 
     chunking: in how many chunks tensors travel among a group's ranks (Torus).
-    head_bytes: what one token of one head takes on the wire among a group's ranks; None: as it is.
-    """
+    head_bytes: what one token of one head takes on the wire among a group's ranks; None: as it is."""
 
     heads: int
     head_dim: int = 128
@@ -106,8 +105,8 @@ def _of_job(config: Config, work: AttentionWork) -> AttentionWork:
 
 
 def with_codec_chosen(config: Config, topology: Topology, work: AttentionWork) -> tuple[Config, str | None]:
-    """The settings of ranks that share a sequence with `codec: auto` decided, and what was decided in words; None where
-    nothing was to decide."""
+    """The settings of ranks that share a sequence with `codec: auto` decided; what it became in words, if it was
+    auto."""
     if config.codec != "auto":
         return config, None
     chosen: tuple[Config, str] = load(PLANNER, "codec")(config, topology, _of_job(config, work))

@@ -30,8 +30,7 @@ class Compiler:
     """torch.compile for one engine, and an account of what it did on this rank.
 
     backend: torch's name of the compiler. paused: while all blocks run as they are. graphs, seconds: that were
-    compiled, and what that took; later: how many of them after the first step of a run.
-    """
+    compiled, and what that took; later: how many of them after the first step of a run."""
 
     def __init__(self, trace: Trace, is_later: Callable[[], bool] = lambda: False) -> None:
         """is_later: whether a first step is over."""
@@ -129,23 +128,15 @@ def attends(module: nn.Module) -> bool:
 
 def parts_outside(block: nn.Module) -> list[Any]:
     """Parts of a block that break its graphs: where messages are sent, and what else has hooks."""
-    return [part for part in block.modules() if part is not block and (attends(part) or is_hooked(part))]
-
-
-def is_hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+    parts = (part for part in block.modules() if part is not block)
+    return [part for part in parts if attends(part) or part._forward_hooks or part._forward_pre_hooks]
 
 
 def copy_of(function: Any) -> Function:
     """The same function with code of its own: torch keeps what it compiled, and counts it, by code object, and other
     engines compile the same blocks."""
-    copy = FunctionType(
-        function.__code__.replace(),
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
+    code, given = function.__code__.replace(), function.__defaults__
+    copy = FunctionType(code, function.__globals__, function.__name__, given, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 

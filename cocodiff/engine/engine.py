@@ -64,8 +64,7 @@ def parallelize(
     transport: an open one to use, and to leave open; by default the launch is recognised and one is opened.
     plan: where tokens are cut and gathered (`cocodiff.models.plan`), by default what is known of the class.
     Raises UserError for unknown settings, models without an adapter, attention that has no parallel form, and ranks
-    that do not fit machine or model.
-    """
+    that do not fit machine or model."""
     settings = config.with_(**overrides) if config is not None else Config.preset(preset, **overrides)
     return Engine(target, settings, transport, plan)
 

@@ -23,8 +23,7 @@ class StepCounter:
     as a run is at its first timestep, a sample that has nothing to do with the last one is a new run.
 
     run, step, branch: of the current call, from 0. calls: of this run, the current one included. sigma: the noise level
-    of the current call, in the scheduler's units; its timestep where no scheduler counts, None where it has none.
-    """
+    of the current call, in the scheduler's units; its timestep where no scheduler counts, None where it has none."""
 
     def __init__(self) -> None:
         self.run, self.step, self.branch, self.calls = -1, -1, 0, 0
@@ -42,9 +41,8 @@ class StepCounter:
         self._begins = True
 
     def call(self, timestep: Tensor | None, sample: Tensor, text: Tensor | None = None, scheduler: Any = None) -> None:
-        """timestep: of the call, of any shape; the largest counts, since tokens of a given frame have 0. sample, text:
-        what is denoised, and the prompt's embeddings, of any shape. scheduler: the pipeline's; None for a bare
-        transformer."""
+        """timestep: of any shape; the largest counts, since tokens of a given frame have 0. sample, text: what is
+        denoised, and the prompt's embeddings, of any shape. scheduler: None for a bare transformer."""
         schedule, index = getattr(scheduler, "timesteps", None), getattr(scheduler, "step_index", None)
         if self._begins or schedule is not self._schedule:
             kind = "run"

@@ -39,8 +39,7 @@ class SequenceRanks:
         trace: Trace,
         kernels: Kernels,
     ) -> None:
-        """topology, transport: of these ranks. work: the attention that a mesh is chosen by. trace: counts what this
-        rank sends."""
+        """topology, transport: of these ranks. work: what a mesh is chosen by. trace: counts what this rank sends."""
         self._work, self._trace, self._kernels = work, trace, kernels
         self.config, self.chosen = with_codec_chosen(config, topology, work)
         self.topology, self.transport = topology, transport

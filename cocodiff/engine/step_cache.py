@@ -56,8 +56,7 @@ class Kept:
 @dataclass
 class Call:
     """A call of the model. key: whose `Kept` it has. ranks: that share its sequence. cached: what stands for the other
-    blocks; None where they are computed. first_BLC, output: what the first block added, and returned, once it has.
-    like: see `Kept`."""
+    blocks; None where they are computed. first_BLC, output: what the first added and returned. like: see `Kept`."""
 
     key: Any
     step: int
@@ -116,8 +115,7 @@ class FirstBlockCache:
         return undo.close
 
     def begin_call(self, moment: StepInfo, branch: int, ranks: SequenceRanks, arguments: Mapping[str, Any]) -> None:
-        """The model is called. ranks: that share its sequence, who decide together. A branch that these ranks did not
-        compute in the step before begins anew."""
+        """ranks: that share the call's sequence. A branch that they did not compute in the step before begins anew."""
         if moment.run != self._run:
             self._forget()
         self._run, step = moment.run, moment.step
@@ -225,8 +223,7 @@ def beginnings(output: Any, count: int) -> Sequence[Tensor]:
 
 
 def place_of_image(block: nn.Module) -> int | None:
-    """Which tensor that a block returns holds the tokens that are denoised; None where diffusers has no record of its
-    class."""
+    """Which tensor that a block returns holds the image's tokens; None where diffusers has no record of its class."""
     from diffusers.hooks._helpers import TransformerBlockRegistry
 
     try:

@@ -38,9 +38,8 @@ Calls = Sequence[tuple[nn.Module, Sequence[Mapping[str, Any]]]]  # of each model
 
 @dataclass(frozen=True)
 class Trial:
-    """One setting on so many ranks. outcome: "exact", "wrong", "failed" or "refused"; reason: why, of the last two; of
-    others what was compiled or cached. error: the largest difference to one process; alike: whether all ranks ended
-    with the same bits."""
+    """One setting. outcome: "exact", "wrong", "failed" or "refused"; reason: why, of the last two; of others what was
+    compiled or cached. error: the largest difference to one process; alike: whether all ranks have the same bits."""
 
     ranks: int
     setting: str
@@ -103,8 +102,7 @@ def verify(
     inputs: the arguments of a call of `target`. A pipeline makes two steps with them, unless they say otherwise, and
     the calls of its transformers are repeated. plan: as of `parallelize`. compile: gives the graphs of compiled blocks,
     which are tried on the first number of ranks, to the compiler, which takes a minute; else they run as they are.
-    Raises UserError for targets without a transformer, and for inputs that they cannot be called with.
-    """
+    Raises UserError for targets without a transformer, and for inputs that they cannot be called with."""
     models = experts_of(target)
     model = models[0]
     if any(x.device.type != "cpu" for one in models for x in one.parameters()):

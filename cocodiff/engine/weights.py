@@ -40,9 +40,8 @@ class SplitBlock:
         end = 0
         for parameter in parameters:
             if type(parameter.data) is not Tensor or not parameter.is_contiguous():
-                raise UserError(
-                    f"weights of {name}: a {type(parameter.data).__name__} cannot be split: choose weights whole"
-                )
+                kind = type(parameter.data).__name__
+                raise UserError(f"weights of {name}: a {kind} cannot be split: choose weights whole")
             self._cells.append((end, parameter.nbytes, parameter.dtype, parameter.shape))
             end += -(-parameter.nbytes // ALIGNED) * ALIGNED
         self.part = -(-end // (ranks * ALIGNED)) * ALIGNED
@@ -79,16 +78,11 @@ class SplitWeights:
     """A model's blocks, some of them split among the ranks of this one's card or node, in the order in which the model
     calls them. digest: of the model's weights, as they were."""
 
+    @torch.inference_mode(False)  # what is made here serves calls in that mode and out of it
     def __init__(
         self, model: nn.Module, topology: Topology, transport: Transport, among: str, layers: int | None
     ) -> None:
         """among: "card" or "node". layers: blocks that are split, evenly spread; None for all. All ranks call it."""
-        with torch.inference_mode(False):  # what is made here serves calls in that mode and out of it
-            self._split(model, topology, transport, among, layers)
-
-    def _split(
-        self, model: nn.Module, topology: Topology, transport: Transport, among: str, layers: int | None
-    ) -> None:
         self.digest, blocks = weights_digest(model), called_often(model)[1:]
         self._ranks = sharing(topology, among, transport.rank)
         self._topology, self._transport, self._trace = topology, transport, Trace(transport.rank)

@@ -26,8 +26,7 @@ def rank_device(name: str, local_rank: int, shared: bool = False) -> torch.devic
 
     On accelerators the local rank picks the tile and makes it current, which must happen before any process group.
     shared: where ranks outnumber tiles, they take them in turns.
-    Raises OwnRankError when the named accelerator is absent or, unshared, has fewer tiles than ranks.
-    """
+    Raises OwnRankError when the named accelerator is absent or, unshared, has fewer tiles than ranks."""
     if name == "auto":
         found = torch.accelerator.current_accelerator(check_available=True)
         name = found.type if found is not None else "cpu"
@@ -60,8 +59,7 @@ def _more_devices(name: str, count: int) -> str:
 
 def import_ipex() -> bool:
     """Imports Intel's extension of PyTorch where there is one for this PyTorch: older stacks have xpu through it alone,
-    newer ones a few more kernels. It ends the process when its version is another one's, so that is looked at first.
-    """
+    newer ones a few more kernels. It ends the process when its version is another one's, so that is looked at first."""
     try:
         version = metadata.version(IPEX)
     except metadata.PackageNotFoundError:

@@ -91,8 +91,7 @@ class Kernels(TorchOps):
         """note: called with the operation's name and "sycl" or "torch" each time one runs. compiled: gives what
         computes in the place of a function of modules and tensors.
 
-        Raises UserError for an unknown path.
-        """
+        Raises UserError for an unknown path."""
         if path == "auto":
             path = os.environ.get(ENVIRONMENT, "auto")
         if path not in PATHS:

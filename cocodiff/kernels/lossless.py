@@ -63,8 +63,7 @@ CODED = tuple(MANTISSA)  # the types that are coded; others travel whole
 
 class Known(NamedTuple):
     """What both ends know of a tensor [B, T, H, D], and where its next values go, which may be the oldest of them.
-    last: the newest values, None at a first call. before: those before, where they are continued, by the factor at
-    first."""
+    last: the newest, None at a first call. before: those before, where they are continued, by the factor at first."""
 
     written: Tensor
     last: Tensor | None = None
@@ -414,8 +413,7 @@ def _put(found: Tensor, begins: Tensor, values: Tensor) -> None:
 
 @lru_cache(maxsize=4)
 def _beginnings(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """By the lowest bits that a code may begin with: its ones, and its width, which is so many bits and so many times
-    its parameter; int64."""
+    """By a code's lowest bits: its ones, and its width, so many bits and so many times its parameter; int64."""
     bits = torch.arange(1 << LONGEST, device=device)
     ones = torch.stack([(bits + 1) % (1 << count) == 0 for count in range(1, LONGEST + 1)]).sum(0)
     long = ones == LONGEST

@@ -55,8 +55,7 @@ class TorchOps:
         """Change and norm of every token, float32 [B, L]: the L1 distance of v to its reference and the L1 norm of the
         reference, over heads and channels, summed in float64 and rounded once (CoCoDiff section III-D).
 
-        renew: reference becomes v, after it was compared.
-        """
+        renew: reference becomes v, after it was compared."""
         change_BL = (v_BLHD.double() - reference_BLHD.double()).abs_().sum((-2, -1)).float()
         norm_BL = reference_BLHD.abs().sum((-2, -1), dtype=torch.float64).float()
         if renew:
@@ -86,8 +85,7 @@ class TorchOps:
             complex  one table  as pairs, cos + i sin (Qwen-Image)
             none     no table   no rotation (SD3)
         Rounds after the weight and after the rotation, and with `round_before_weight` before the weight too: diffusers'
-        RMSNorm does, torch's does not. The mean square is summed in float64 and rounded to float32.
-        """
+        RMSNorm does, torch's does not. The mean square is summed in float64 and rounded to float32."""
         if epsilon is not None:
             mean_BLH1 = x_BLHD.double().square_().mean(-1, keepdim=True).float()
             dtype, normed_BLHD = x_BLHD.dtype, x_BLHD.float() * torch.rsqrt(mean_BLH1 + epsilon)

@@ -82,8 +82,7 @@ class Reconstructions(NamedTuple):
 
 
 class Onward(NamedTuple):
-    """Where decoding writes the operand of a call that does not wait, [B, L, H, D] of the reconstructions' dtype; and
-    the factor by which it continues them."""
+    """Where decoding writes the operand, [B, L, H, D], of a call that does not wait; the factor that continues it."""
 
     factor: float
     out_BLHD: Tensor
@@ -109,8 +108,7 @@ def encode_residual(
         [2]  with `how.measure` the sum over groups of the size byte of x's difference to the newest reconstruction,
              whatever predicts x, less that of x
         [3]  with `how.measure` the number of groups
-    So 2 ** ([2] / (8 * [3])) is by how much x has changed, relatively: the geometric mean over groups.
-    """
+    So 2 ** ([2] / (8 * [3])) is by how much x has changed, relatively: the geometric mean over groups."""
     x = x_BLHD.float()
     predicted = _predicted(known, how.factor if how.linear else None)
     residual_GC = _in_groups(x - predicted)

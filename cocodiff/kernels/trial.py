@@ -31,8 +31,7 @@ class KernelTrial(NamedTuple):
 
 
 def try_operations(ops: SyclOps | None, device: torch.device) -> list[KernelTrial]:
-    """All operations in all dtypes: SYCL's against torch's on the same device; without SYCL torch's own against those
-    of the CPU."""
+    """All operations in all dtypes: SYCL's against torch's on the device; without SYCL torch's against the CPU's."""
     return [_try(op, dtype, ops, device) for op in OPS for dtype in STEPS if op not in STREAMED or dtype in CODED]
 
 

@@ -40,8 +40,7 @@ from cocodiff.topology.routes.plans import Block, Phase
 @dataclass
 class LayerCache:
     """The state of a layer between steps. form: shape, layout and inference mode of the last call: what was made in
-    that mode cannot be written to outside of it. reference: v at the scored rows; received: q, k and v, each
-    [B, S, G, D]."""
+    that mode cannot be written to outside of it. reference: v at the scored rows; received: q, k, v, [B, S, G, D]."""
 
     form: tuple[Any, ...] = ()
     last_step: int = -2
@@ -126,8 +125,7 @@ class VMajor(Codec):
 
 
 class SelectiveCall(EncodedCall, ABC):
-    """One attention call of V-Major; how it scores is the subclass's. full: whether all tokens travel, known once the
-    call has begun."""
+    """One attention call of V-Major; subclasses score. full: whether all tokens travel, once the call has begun."""
 
     full = True
 
@@ -224,8 +222,7 @@ class SourceTransfer(SelectiveTransfer):
 
 
 class SourceCall(SelectiveCall):
-    """Every rank scores its own tokens; scores are gathered while q and k are made; active rows travel in every
-    phase."""
+    """Every rank scores its own tokens; scores are gathered while q and k are made."""
 
     chosen: LaneFuture[Selection] | None = None
 

@@ -29,8 +29,7 @@ class Schedule:
                     cosine (half a wave from 0 to 1), list (`ratios`, the last one repeated) or threshold (tokens whose
                     score is at most `threshold` times the card's mean L1 norm of V are stable)
     warmup          full steps at the start; None is a tenth of the steps, at least one
-    sync_interval   every so many steps after the warm-up all tokens travel; 1 is at every step, 0 never
-    """
+    sync_interval   every so many steps after the warm-up all tokens travel; 1 is at every step, 0 never"""
 
     kind: str = "linear"
     ratio: float = 0.5
@@ -46,8 +45,7 @@ class Schedule:
         return cls(s.schedule, s.ratio, s.ratios, s.threshold, s.warmup, s.sync_interval)
 
     def held_at(self, fraction: float | None) -> Schedule:
-        """A schedule that has every step be as one of this fraction, None: full. A threshold stays one: what travels
-        with it does."""
+        """One that has every step be as one of this fraction, None: full. A threshold stays one: what travels does."""
         if fraction is None:
             return replace(self, warmup=0, sync_interval=1)
         if self.kind == "threshold":
@@ -102,8 +100,7 @@ class Cards:
 
     sizes: their numbers. all_S: their positions, card by card, of each ascending. alike: the same for choosing: cards
     of as many tokens together, [C, N] each, since one launch can choose in all of them. rows: see `rows_in_order`.
-    single: whether every card has one tile, so that a schedule's fraction tells how many rows of each rank travel.
-    """
+    single: whether every card has one tile, so that a schedule's fraction tells how many rows of each rank travel."""
 
     sizes: tuple[int, ...]
     all_S: Tensor
@@ -145,8 +142,7 @@ class Selection:
 
     layout     their numbers, of all batch rows together, and the heads: the exchange's layout for [1, rows, H, D]
     of_rank    of every rank, indices of its rows in its flattened [B * L]
-    arriving   indices of all ranks' rows in the flattened [B * S], in the order of the sequence
-    """
+    arriving   indices of all ranks' rows in the flattened [B * S], in the order of the sequence"""
 
     layout: Layout
     of_rank: tuple[Tensor, ...]
@@ -182,8 +178,7 @@ class Selection:
 
 def rows_in_order(layout: Layout, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Of every row of the sequence, in its order of ranks and in the model's order: its number among the tokens that
-    may stay, rank by rank (-1: it always travels), its rank's turn, and that rank's first row. And the rows of every
-    rank, in the sequence's order."""
+    may stay, rank by rank (-1: it always travels), its rank's turn, that rank's first row. And every rank's rows."""
     tokens = torch.full((sum(layout.rows),), -1)
     turns, first, numbers = [], [], slices(layout.may_stay)
     for turn, rank in enumerate(layout.in_sequence):

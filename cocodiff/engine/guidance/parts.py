@@ -26,8 +26,7 @@ class GuidanceParts:
     """This rank's part of the ranks, and the rank of the other part that has the same place there."""
 
     def __init__(self, topology: Topology, transport: Transport, trace: Trace, sequence_of: SequenceOf) -> None:
-        """topology, transport: of both parts. Every rank of them makes one. sequence_of: makes a part's ranks into
-        those of a sequence."""
+        """topology, transport: of both parts, of which every rank makes one."""
         axes, rank = Axes.build(topology, guidance=PARTS), transport.rank
         ranks = axes.branch(rank)
         self.number = axes.coordinates(rank).guidance

@@ -36,8 +36,7 @@ class SharedCall:
 
 
 class GuidanceRule:
-    """Decides who computes which call, by what all ranks know alike. outputs: by the form of a call, what the model
-    returned, without values."""
+    """Decides who computes which call, by what all ranks know alike. outputs: by a call's form, without values."""
 
     def __init__(self, setting: int | str, ranks: int, batched: bool, branches: int) -> None:
         """setting: `guidance_parallel`. ranks: that share an image. batched, branches: of the model's family: whether
@@ -83,8 +82,7 @@ class GuidanceRule:
             )
 
     def sharing(self, counter: StepCounter, rows: int, form: Form, guided: bool | None) -> Sharing:
-        """Of the current call. rows: of its batch. guided: whether the pipeline says that it guides; None where it does
-        not say."""
+        """Of the current call. rows: of its batch. guided: whether the pipeline guides; None where it does not say."""
         if not self.possible:
             return Sharing.TOGETHER
         if self._batched:
@@ -109,15 +107,13 @@ class GuidanceRule:
         self._calls += 1
 
     def note(self, call: SharedCall, output: Any) -> None:
-        """Keeps what a call returned, without its values; of a call in one batch this part's rows. Every rank that
-        computed it notes it."""
+        """Keeps what a call returned, without values. Every rank that computed any of it notes it."""
         if self.possible and call.form not in self.outputs and (call.sharing is Sharing.ROWS or not self._batched):
             self.outputs[call.form] = tree_map_only(Tensor, lambda x: torch.empty_like(x, device="meta"), output)
 
 
 def parts_fit(topology: Topology, mesh_on: Callable[[Topology], Mesh]) -> bool:
-    """Whether ranks can be cut into parts of which each has a mesh. mesh_on: of some ranks; it raises UserError where
-    they cannot have one."""
+    """Whether ranks can be cut into parts with a mesh each. mesh_on: of some ranks; UserError where there is none."""
     try:
         for ranks in Axes.build(topology, guidance=PARTS).branches[0]:
             mesh_on(topology.part(ranks))
@@ -146,8 +142,7 @@ class GuidedRanks:
 
     def begin_call(self, counter: StepCounter, sample: Tensor, return_dict: Any, guided: bool | None) -> None:
         """Decides who computes this call, alike on all ranks, and makes these the current ones. sample: what is
-        denoised; return_dict: an argument of the call; guided: whether the pipeline says that it guides, None where it
-        does not say."""
+        denoised; return_dict: an argument of the call; guided: see `GuidanceRule.sharing`."""
         form = tuple(sample.shape), sample.dtype, return_dict
         sharing = self._rule.sharing(counter, len(sample), form, guided)
         if sharing is Sharing.TOGETHER and self._transport.rank == 0:
@@ -207,8 +202,7 @@ class GuidedRanks:
         return [ranks for ranks in found if ranks.connected]
 
     def end(self, drain: bool) -> None:
-        """Gives memory back. drain: once nothing is under way any more; not where ranks may have stopped at different
-        places."""
+        """Gives memory back. drain: see `Codec.end`."""
         if drain and self._parts is not None:
             self._parts.drain()
         for ranks in self.sequences:
