@@ -137,8 +137,7 @@ class Displaced(StatefulCodec[LayerArrivals, DisplacedStep]):
         return cls(inner.of(settings, topology, exchange, transport, everyone), exchange, everyone, settings)
 
     def transfer(self, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> Transfer:
-        call = DisplacedCall(self, exchange, layout, layer_key, self.inner.call(exchange, layout, layer_key))
-        return DisplacedTransfer(exchange, call, layer_key.kind)
+        return DisplacedTransfer(exchange, DisplacedCall(self, exchange, layout, layer_key), layer_key.kind)
 
     # Lifecycle --------------------------------------------------------------------------------------------------------
 
@@ -217,11 +216,9 @@ class DisplacedCall(StatefulCall[LayerArrivals]):
     displaced: frozenset[str]
     measured: Noted | None = None
 
-    def __init__(
-        self, codec: Displaced, exchange: Exchange, layout: Layout, layer_key: LayerKey, inner: EncodedCall
-    ) -> None:
+    def __init__(self, codec: Displaced, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> None:
         super().__init__(codec, exchange, layout, layer_key)
-        self.inner = inner
+        self.inner = codec.inner.call(exchange, layout, layer_key)
 
     def comes_in_stages(self) -> None:
         self.inner.comes_in_stages()

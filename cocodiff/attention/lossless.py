@@ -144,10 +144,9 @@ class Sent(NamedTuple):
 
 
 class LosslessCall(StatefulCall[SiteState]):
-    """What follows is known once the call has begun.
-
-    codes: whether tensors are of a type that is coded; others travel whole. factor: of the continuation, 0 where the
-    last values stand alone. rooms: of every tensor that is coded the bytes for a token and head of the first part."""
+    """What follows is known once the call has begun. codes: whether tensors are of a type that is coded; others travel
+    whole. factor: of the continuation, 0 where the last values stand alone. rooms: of every tensor that is coded the
+    bytes for a token and head of the first part."""
 
     _codec: Lossless
     codes: bool

@@ -105,9 +105,9 @@ class Residual(StatefulCodec[SiteState, CodedStep]):
 
 
 class ResidualCall(StatefulCall[SiteState]):
-    """bits and how are known once the call has begun. bits: of a channel; None where tensors travel as they are. how:
-    all tensors of a coded call are predicted; a first call's by zero. noted: where its encoding notes how it went, if
-    it is coded. displaced: the tensors that no call waits for."""
+    """Known once the call has begun: bits, of a channel, None where tensors travel as they are; how, of all tensors
+    that are coded, in a first call by zero. noted: where encoding notes how it went. displaced: what no call waits
+    for."""
 
     _codec: Residual
     bits: int | None

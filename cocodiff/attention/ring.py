@@ -84,8 +84,7 @@ class Ring:
         self, k_BSGD: Tensor, v_BSGD: Tensor, qkv: LazyQKV, layouts: Sequence[Layout], layer: str = ""
     ) -> Iterator[Keys]:
         """Every group's keys and values for the heads that are here, the own ones first. Until another is asked for,
-        each is on its way on and the next one on its way here; a block is gone when the second after it is asked
-        for."""
+        each travels on and the next one here; a block is gone when the second after it is asked for."""
         here, buffers = KeysValues(k_BSGD.contiguous(), v_BSGD.contiguous()), self._two_buffers(k_BSGD, layouts)
         for number, visit in enumerate(self._visits):
             coming: LaneFuture[KeysValues] | None = None

@@ -69,9 +69,8 @@ class Ulysses:
         local: LocalAttention | None = None,
         ring: Ring | None = None,
     ) -> None:
-        """exchange: None when there is one rank, which has nothing to exchange. codec: what travels, by default all
-        tokens whole. local: what computes. ring: brings the keys and values of other Ulysses groups; `topology` and
-        `exchange` are those of this rank's group then."""
+        """exchange: None for one rank. codec: what travels, by default all tokens whole. local: what computes. ring:
+        brings other Ulysses groups' keys and values; topology and exchange are this group's."""
         self.codec, self._topology, self.exchange = codec or Codec(), topology, exchange
         self._trace, self._order, self._ring = trace, order, ring
         self._local = local or LocalAttention()

@@ -39,11 +39,9 @@ class Compared(NamedTuple):
 
 
 def check_agreement(values: dict[str, Any], transport: Transport) -> None:
-    """Compares what ranks call with. All ranks call it and wait for each other.
-
-    values: tensors, and numbers, texts and containers of them, by the same names on every rank.
-
-    Raises UserError on every rank, which names what differs and the ranks that have something else than most."""
+    """Compares what ranks call with. All ranks call it and wait for each other. values: tensors, and numbers, texts and
+    containers of them, by the same names on every rank. Raises UserError on every rank, which names what differs and
+    the ranks that have something else than most."""
     own = [Compared(name, form(value), _bits(value), described(value)) for name, value in values.items()]
     of_ranks = transport.gather_object(own)
     message = transport.broadcast_object(None if of_ranks is None else disagreement(of_ranks))

@@ -115,9 +115,8 @@ def with_codec_chosen(config: Config, topology: Topology, work: AttentionWork) -
 
 def mesh_of(config: Config, topology: Topology, work: AttentionWork) -> Mesh:
     """The mesh of Ulysses and Ring that the settings ask for, for a transformer's heads and, where the machine's file
-    tells all rates, calls of `image_tokens`: the engine decides before it has seen a call.
-
-    Raises UserError for a ring that ranks and heads do not allow."""
+    tells all rates, calls of `image_tokens`: the engine decides before it has seen a call. Raises UserError for a ring
+    that ranks and heads do not allow."""
     if not topology.machine.missing_rates:
         work = _of_job(config, work)
     prefers_ulysses = codec_class(config).prefers_ulysses

@@ -27,10 +27,9 @@ Function = Callable[..., Any]
 
 
 class Compiler:
-    """torch.compile for one engine, and an account of what it did on this rank.
-
-    backend: torch's name of the compiler. paused: while all blocks run as they are. graphs, seconds: that were
-    compiled, and what that took; later: how many of them after the first step of a run."""
+    """torch.compile for one engine, and an account of what it did on this rank. backend: torch's name of the compiler.
+    paused: while all blocks run as they are. graphs, seconds: that were compiled, and what that took; later: how many
+    of them after the first step of a run."""
 
     def __init__(self, trace: Trace, is_later: Callable[[], bool] = lambda: False) -> None:
         """is_later: whether a first step is over."""

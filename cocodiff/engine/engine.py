@@ -72,9 +72,8 @@ def parallelize(
 def open_transport(
     config: Config, launch: Launch | None = None, settings: dict[str, str] | None = None, on_loss: Sequence[OnLoss] = ()
 ) -> Transport:
-    """The transport of this rank. `settings` are compared between ranks, the engine's own with them.
-
-    on_loss: called at once when a rank is lost, also during the start."""
+    """The transport of this rank. `settings` are compared between ranks, the engine's own with them. on_loss: called at
+    once when a rank is lost, also during the start."""
     launch = launch or detect()
     device, name = place_rank(launch, config.device, config.transport)
     alike = {name: str(value) for name, value in vars(config).items()} | (settings or {})
@@ -380,8 +379,7 @@ class Engine:
 
     def _check_memory(self, hidden: Tensor) -> None:
         """Refuses a run that keeps more between calls than fits, at its first call of each size and branch. No rank is
-        far ahead of another then: the first exchange needs them all. Where the family's shape is not planned, its
-        adapter has `check_room` do it."""
+        far ahead of another then: the first exchange needs them all. Families of unplanned shape use `check_room`."""
         ranks = self.sequence
         codec = ranks.strategy.codec
         if self.size == 1 or not (codec.keeps_state or self._caches) or not (ranks.segments and self.family.planned):
@@ -411,8 +409,7 @@ class Engine:
         return self.sequence.segments
 
     def attend(self, qkv: LazyQKV, layer: str) -> Tensor:
-        """Attention of this rank's rows to all rows, [B, L, H, D]: for the processors of the model's attention. layer:
-        the name of the module that attends."""
+        """Attention of this rank's rows to all rows, [B, L, H, D]. layer: the name of the module that attends."""
         if self.model is not self._models[0]:
             layer = f"{EXPERTS[1]}.{layer}"
         layer_key = LayerKey(layer, self.counter.branch)

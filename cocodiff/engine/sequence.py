@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 class SequenceRanks:
     """segments: of the model's current call, with the tokens of all these ranks. It is set before each call. config:
     the settings without what was left to be chosen for these ranks; chosen: what that became, None where nothing was.
-
     Mesh and strategy are made when they are first used, by all ranks at once: they cost groups and lanes."""
 
     def __init__(

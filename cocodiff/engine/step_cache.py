@@ -43,8 +43,7 @@ BLOCK_LISTS = (
 class Kept:
     """Of a branch of guidance, what its last computed call left. form: of its arguments; step: of the branch's last
     call, computed or not. first_BLC: what the first block added to this rank's image tokens. rest: what the others
-    added to each tensor that the first one returned, None where the last block returns none. like: what the blocks
-    between returned, without values, by their numbers."""
+    added to each tensor it returned, None where the last returns none. like: what those between returned, no values."""
 
     form: Any
     step: int
@@ -86,9 +85,8 @@ class FirstBlockCache:
 
     def __init__(self, model: nn.Module, settings: Any) -> None:
         """settings: step_cache_threshold, see `Config`: the mean change of what the first block adds to a token's
-        channel, as a fraction of what it added before, up to which the other blocks are not computed.
-
-        Raises UserError for a model of which it is not known where its blocks are."""
+        channel, as a fraction of what it added before, up to which the other blocks are not computed. Raises UserError
+        for a model of which it is not known where its blocks are."""
         self._threshold, self._name = settings.step_cache_threshold, type(model).__name__
         self._blocks = [
             block
@@ -149,11 +147,7 @@ class FirstBlockCache:
         call.output, call.first_BLC = output, (self._image_of(output) - given_BLC).detach()
         noted, kept = self._report[call.step], self._kept.get(call.key)
         noted.calls += 1
-        if (
-            kept is not None
-            and kept.form == call.form
-            and not self._changed(call.first_BLC, kept.first_BLC, call.ranks)
-        ):
+        if kept and kept.form == call.form and not self._changed(call.first_BLC, kept.first_BLC, call.ranks):
             noted.cached += 1
             kept.step, call.cached = call.step, kept
         return output
@@ -194,9 +188,8 @@ class FirstBlockCache:
         if isinstance(output, Tensor):
             return output
         if self._image is None:
-            raise self._refusal(
-                "has blocks that return several tensors, and diffusers does not tell which is the image"
-            )
+            why = "has blocks that return several tensors, and diffusers does not tell which is the image"
+            raise self._refusal(why)
         found: Tensor = output[self._image]
         return found
 

@@ -70,17 +70,11 @@ class Verification:
 
     def __str__(self) -> str:
         head = ("ranks", "setting", "outcome", "error", "same bits", "why")
-        rows = [
-            (
-                str(trial.ranks),
-                trial.setting,
-                trial.outcome,
-                "" if trial.error is None else f"{trial.error:.1e}",
-                "" if trial.alike is None else "yes" if trial.alike else "no",
-                trial.reason,
-            )
-            for trial in self.trials
-        ]
+        rows = []
+        for trial in self.trials:
+            error = "" if trial.error is None else f"{trial.error:.1e}"
+            alike = {None: "", True: "yes", False: "no"}[trial.alike]
+            rows.append((str(trial.ranks), trial.setting, trial.outcome, error, alike, trial.reason))
         about = f"{self.model}: {self.calls} calls, against one process; rounding explains {self.allowed:.1e}"
         verdict = {0: "exact", 1: "not exact: do not use it", 2: "runs with none of these settings"}[self.exit_code]
         bad = {trial.setting for trial in self.trials if trial.outcome in ("wrong", "failed")}

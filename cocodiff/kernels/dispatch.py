@@ -58,19 +58,14 @@ Function = Callable[..., Any]
 log = logging.getLogger("cocodiff.kernels")
 
 
-def begins_of(path: str, device: str, dtype: torch.dtype) -> Mapping[str, float]:
-    """The size from which on each operation is SYCL's, on a type of device."""
-    if path == "auto" and dtype in WITH_KERNELS and device in CHOICES:
-        return CHOICES[device]
-    # Bytes, which codes are, have no kernels: torch moves them also where SYCL is asked for.
-    return dict.fromkeys(OPS, 0 if path == "sycl" and dtype != torch.uint8 else NEVER)
-
-
 class Choice:
     """What a path means for tensors of one device and dtype: the sizes from which on SYCL runs, and its operations."""
 
     def __init__(self, path: str, device: torch.device, dtype: torch.dtype) -> None:
-        self.begins = begins_of(path, device.type, dtype)
+        # Bytes, which codes are, have no kernels: torch moves them also where SYCL is asked for.
+        self.begins: Mapping[str, float] = dict.fromkeys(OPS, 0 if path == "sycl" and dtype != torch.uint8 else NEVER)
+        if path == "auto" and dtype in WITH_KERNELS:
+            self.begins = CHOICES.get(device.type, self.begins)
         self._open = partial(sycl_ops, device, path == "sycl")
 
     @cached_property
@@ -89,9 +84,7 @@ class Kernels(TorchOps):
         compiled: Callable[[Function], Function] = lambda function: function,
     ) -> None:
         """note: called with the operation's name and "sycl" or "torch" each time one runs. compiled: gives what
-        computes in the place of a function of modules and tensors.
-
-        Raises UserError for an unknown path."""
+        computes in the place of a function of modules and tensors. Raises UserError for an unknown path."""
         if path == "auto":
             path = os.environ.get(ENVIRONMENT, "auto")
         if path not in PATHS:

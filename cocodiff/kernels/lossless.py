@@ -43,7 +43,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -117,8 +117,7 @@ def encode_lossless(
     x_BLHD: Tensor, known: Known, cut: Cut, streams: Tensor, lengths_N: Tensor, needed_1: Tensor
 ) -> None:
     """Writes the streams of all blocks, each where `stream_places` says; their lengths in bytes, int64 [blocks]; and x
-    where its next values go. needed_1: int64, raised to what a token and head need for every block to fit, in
-    sixteenths of a byte."""
+    where its next values go. needed_1: int64, raised to what a token and head need, in sixteenths of a byte."""
     if not x_BLHD.numel():
         lengths_N.zero_()
         return
@@ -142,8 +141,7 @@ def encode_lossless(
 
 def stream_lengths(code_BLHW: Tensor, cut: Cut, like_BLHD: Tensor, lengths_N: Tensor) -> Tensor | None:
     """Writes how long the streams of received blocks are, int64 [blocks], by the sizes of their tiles. Returns what
-    else was found on the way, for `decode_lossless`. code: the blocks' first parts lie one behind the other in it.
-    like: what they are decoded to."""
+    else was found, for `decode_lossless`. code: the blocks' first parts in a row. like: what they become."""
     tiles = cut.tiles(code_BLHW.shape, like_BLHD.shape[-1])
     for number, part in enumerate(_first_parts(code_BLHW, cut)):
         sizes = part[: 2 * tiles[number]].clone().view(torch.int16).to(torch.int64) & 0xFFFF
@@ -218,7 +216,6 @@ def _sum(x_8: Tensor) -> Tensor:
 
 class _Columns:
     """Strips as both ends go through them: `begin`, then for each token `expect`, `folded` or `unfolded`, and `learn`.
-
     parameter_S8: of the expected token's codes, int32."""
 
     parameter_S8: Tensor
@@ -314,7 +311,7 @@ class _Strips:
         for start, (batch, tokens, heads) in zip(starts, shapes, strict=False):
             chunks, width = -(-tokens // TOKENS), heads * D
             first = [number * tokens // max(1, chunks) for number in range(chunks + 1)]
-            counts = [one - other for one, other in zip(first[1:], first[:-1], strict=True)]
+            counts = [until - begin for begin, until in pairwise(first)]
             columns = -(-width // RUN)
             row, channel = torch.arange(longest), torch.arange(columns * RUN)
             token_CL = torch.tensor(first[:-1], dtype=torch.int64)[:, None] + row
@@ -337,14 +334,9 @@ class _Strips:
         self.first_T, self.until_T = before.to(device)[self.block_T], tiles.cumsum(0).to(device)[self.block_T]
         self.sizes_T = (torch.bincount(self.tile_S, minlength=sum(self._tiles)) + 1) // 2
 
-    @staticmethod
-    @lru_cache(maxsize=8)  # of q, k, v and the output at both ends, and some chunks
-    def _of(shape: tuple[int, ...], cut: Cut, device: torch.device) -> _Strips:
-        return _Strips(shape, cut, device)
-
     @classmethod
     def of(cls, like_BLHD: Tensor, cut: Cut) -> _Strips:
-        return cls._of(tuple(like_BLHD.shape), Cut(cut.dim, tuple(cut.sizes)), like_BLHD.device)
+        return _strips(tuple(like_BLHD.shape), Cut(cut.dim, tuple(cut.sizes)), like_BLHD.device)
 
     def taken(self, x_BLHD: Tensor) -> Tensor:
         """A tensor's numbers, [S, L, 8], zeros where there are none."""
@@ -390,6 +382,9 @@ class _Strips:
         x_N = x_SL8[raw_S].view(torch.int16).to(torch.int64) & 0xFFFF
         _put(found, at_N.view(raw_N.shape)[raw_N], x_N[raw_N])
         return list(found[:-REACH].to(torch.uint8).split_with_sizes(lengths))
+
+
+_strips = lru_cache(maxsize=8)(_Strips)  # of q, k, v and the output at both ends, and some chunks
 
 
 def _coded(z: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

@@ -53,9 +53,8 @@ class TorchOps:
 
     def l1_score(self, v_BLHD: Tensor, reference_BLHD: Tensor, renew: bool = False) -> tuple[Tensor, Tensor]:
         """Change and norm of every token, float32 [B, L]: the L1 distance of v to its reference and the L1 norm of the
-        reference, over heads and channels, summed in float64 and rounded once (CoCoDiff section III-D).
-
-        renew: reference becomes v, after it was compared."""
+        reference, over heads and channels, summed in float64 and rounded once (CoCoDiff section III-D). renew:
+        reference becomes v, after it was compared."""
         change_BL = (v_BLHD.double() - reference_BLHD.double()).abs_().sum((-2, -1)).float()
         norm_BL = reference_BLHD.abs().sum((-2, -1), dtype=torch.float64).float()
         if renew:
@@ -63,8 +62,8 @@ class TorchOps:
         return change_BL, norm_BL
 
     def select(self, score_BN: Tensor, k: int) -> Tensor:
-        """Positions of each row's k largest scores, ascending: int64 [B, k]. Of equal scores the later position counts
-        as larger; NaN is larger than everything."""
+        """Ascending positions of each row's k largest scores, int64 [B, k]: of equal ones the later, NaN before
+        others."""
         order_BN = torch.sort(score_BN, dim=1, stable=True).indices
         return torch.sort(order_BN[:, score_BN.shape[1] - k :], dim=1).values
 

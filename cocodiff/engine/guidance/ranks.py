@@ -40,9 +40,8 @@ class GuidanceRule:
 
     def __init__(self, setting: int | str, ranks: int, batched: bool, branches: int) -> None:
         """setting: `guidance_parallel`. ranks: that share an image. batched, branches: of the model's family: whether
-        both branches are in one call, else its usual calls in a step.
-
-        Raises UserError for two parts of an odd number of ranks."""
+        both branches are in one call, else its usual calls in a step. Raises UserError for two parts of an odd number
+        of ranks."""
         if setting == PARTS and ranks % PARTS:
             raise UserError(
                 f"guidance_parallel {PARTS}: {ranks} rank(s) cannot be cut into {PARTS} equal parts: start an even "
