@@ -62,8 +62,8 @@ class TorchOps:
         return change_BL, norm_BL
 
     def select(self, score_BN: Tensor, k: int) -> Tensor:
-        """Ascending positions of each row's k largest scores, int64 [B, k]: of equal ones the later, NaN before
-        others."""
+        """Positions of each row's k largest scores, ascending: int64 [B, k]. Of equal scores the later position counts
+        as larger; NaN is larger than everything."""
         order_BN = torch.sort(score_BN, dim=1, stable=True).indices
         return torch.sort(order_BN[:, score_BN.shape[1] - k :], dim=1).values
 
