@@ -31,7 +31,6 @@ from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.messages import EncodedBlocks
 from cocodiff.exchange.outgoing import Encoded, EncodedCall
 from cocodiff.exchange.staged import StagedExchange
-from cocodiff.kernels import Kernels
 from cocodiff.kernels.lossless import CODED, PARTS, Cut, Known, least_room, room_of, stream_places
 from cocodiff.topology.layout import Layout
 
@@ -66,14 +65,9 @@ class SiteState(LayerEnds):
 
 @dataclass
 class LosslessStep(CodedStep):
-    """overflows: the calls that had rests to send."""
+    """overflows: the exchanges of rests."""
 
     overflows: int = 0
-
-    def overflow(self, rest_bytes: int, whole_bytes: int) -> None:
-        """One exchange of rests. whole_bytes: of a tensor of this rank."""
-        self.overflows += 1
-        self.sent += rest_bytes / whole_bytes
 
     @classmethod
     def merged(cls, parts: Sequence[Any]) -> dict[str, Any]:
@@ -141,6 +135,16 @@ class Sent(NamedTuple):
     lengths_N: Tensor
     number: int
     room: int
+
+
+class Arrived(NamedTuple):
+    """One tensor's first parts. found: by `stream_lengths`."""
+
+    name: str
+    code_BTHW: Tensor
+    known: Known
+    lengths_N: Tensor
+    found: Tensor | None
 
 
 class LosslessCall(StatefulCall[SiteState]):
@@ -249,28 +253,30 @@ class LosslessCall(StatefulCall[SiteState]):
         ends = self.state.received
         if not self.codes:
             return list(received_BTHW.values())
-        arrived = [
-            Arrived(name, _rows_in_turn(x_BTHW, rows), cut, self._known(ends, name, x_BTHW.shape[:3], rows))
-            for name, x_BTHW in received_BTHW.items()
-        ]
+        arrived = list[Arrived]()
         with self._trace.span(f"lengths {''.join(received_BTHW)}", "main", self._layer):
-            for one in arrived:
-                one.find_lengths(self._kernels)
-        self._bring_rests(arrived, ranks, hearing)
-        for one in arrived:
-            with self._trace.span(f"decode {one.name}", "codec", self._layer):
-                one.decode(self._kernels)
+            for name, x_BTHW in received_BTHW.items():
+                code_BTHW, known = _rows_in_turn(x_BTHW, rows), self._known(ends, name, x_BTHW.shape[:3], rows)
+                lengths_N = code_BTHW.new_empty(len(cut.sizes), dtype=torch.int64)
+                found = self._kernels.stream_lengths(code_BTHW, cut, known.written, lengths_N)
+                arrived.append(Arrived(name, code_BTHW, known, lengths_N, found))
+        rests = self._rests(arrived, cut, ranks, hearing)
+        for (name, code_BTHW, known, lengths_N, found), rest in zip(arrived, rests, strict=True):
+            with self._trace.span(f"decode {name}", "codec", self._layer):
+                self._kernels.decode_lossless(code_BTHW, rest, lengths_N, found, known, cut)
         return [ends[name].written(self.number) for name in received_BTHW]
 
-    def _bring_rests(self, arrived: Sequence[Arrived], ranks: Sequence[int], hearing: Sequence[int]) -> None:
-        """Exchanges what of streams did not fit in their first parts, straight between the two ends. All ranks come
-        here in the same order, each for what it decodes next; it is two ranks' affair whether there is a message."""
+    def _rests(
+        self, arrived: Sequence[Arrived], cut: Cut, ranks: Sequence[int], hearing: Sequence[int]
+    ) -> list[Tensor]:
+        """What did not fit in first parts, every tensor's in one: exchanged straight between the two ends. All ranks
+        come here in one order, each for what it decodes next; it is two ranks' affair whether there is a message."""
         own = self._exchange.rank
         ours = [(one.name, rank, self._sent[one.name][rank]) for one in arrived for rank in hearing]
         own_lengths = {id(sent.lengths_N): sent.lengths_N for _, _, sent in ours}
         numbers = _numbers([*(one.lengths_N for one in arrived), *own_lengths.values()])
-        if numbers is None:
-            return  # predictions have no numbers
+        if numbers is None:  # predictions have none
+            return [one.code_BTHW.new_empty(0) for one in arrived]
         of_arrived, of_ours = numbers[: len(arrived)], dict(zip(own_lengths, numbers[len(arrived) :], strict=True))
         sends, here = [], {}
         for name, rank, sent in ours:
@@ -279,10 +285,12 @@ class LosslessCall(StatefulCall[SiteState]):
                 here[name] = rest
             elif len(rest):
                 sends.append((rest, rank))
-        receives = []
-        for one, of_tensor in zip(arrived, of_arrived, strict=True):
-            parts = one.make_room(of_tensor)
-            for rank, part in zip(ranks, parts, strict=True):
+        receives, rests = [], list[Tensor]()
+        for one, lengths in zip(arrived, of_arrived, strict=True):
+            rooms = [room_of(cells, one.code_BTHW.shape[-1]) for cells in cut.cells(one.code_BTHW.shape)]
+            sizes = [max(0, length - room) for length, room in zip(lengths, rooms, strict=True)]
+            rests.append(one.code_BTHW.new_empty(sum(sizes)))
+            for rank, part in zip(ranks, rests[-1].split_with_sizes(sizes), strict=True):
                 if len(part) and rank == own:
                     part.copy_(here[one.name])
                 elif len(part):
@@ -292,38 +300,17 @@ class LosslessCall(StatefulCall[SiteState]):
                 self._exchange.port.count(rank, rest.nbytes)
                 link = self._exchange.topology.link_class(own, rank)
                 self._trace.count(link, rest.nbytes, purpose=OVERFLOW)
-            rests = [*here.values(), *(rest for rest, _ in sends)]  # a first part is as long for the own block
+            leaving = [*here.values(), *(rest for rest, _ in sends)]  # a first part is as long for the own block
             whole_bytes = self._batch * self.layout.rows[own] * sum(self.layout.heads) * 2 * self._head_dim
-            self.noted_step.overflow(sum(rest.nbytes for rest in rests), whole_bytes * len(self.rooms) // len(TENSORS))
+            self.noted_step.overflows += 1
+            self.noted_step.sent += sum(x.nbytes for x in leaving) / (whole_bytes * len(self.rooms) // len(TENSORS))
             with self._trace.span("wait for rests", layer=self._layer):
                 self._codec.ranks.control.submit(self._exchange_rests, sends, receives).wait()
+        return rests
 
     def _exchange_rests(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]) -> None:
         with self._trace.span("rests", "control"):
             self._codec.ranks.world.send_recv(sends, receives).wait()
-
-
-class Arrived:
-    """One tensor's first parts. rests: what did not fit in them, once it is here."""
-
-    def __init__(self, name: str, code_BTHW: Tensor, cut: Cut, known: Known) -> None:
-        self.name, self._code_BTHW, self._cut, self._known = name, code_BTHW, cut, known
-        self.lengths_N = code_BTHW.new_empty(len(cut.sizes), dtype=torch.int64)
-        self._rests = code_BTHW.new_empty(0)
-        self._found: Tensor | None = None
-
-    def find_lengths(self, kernels: Kernels) -> None:
-        self._found = kernels.stream_lengths(self._code_BTHW, self._cut, self._known.written, self.lengths_N)
-
-    def make_room(self, lengths: Sequence[int]) -> Sequence[Tensor]:
-        """Memory for the rest of every block, in one tensor."""
-        rooms = [room_of(cells, self._code_BTHW.shape[-1]) for cells in self._cut.cells(self._code_BTHW.shape)]
-        sizes = [max(0, length - room) for length, room in zip(lengths, rooms, strict=True)]
-        self._rests = self._code_BTHW.new_empty(sum(sizes))
-        return self._rests.split_with_sizes(sizes)
-
-    def decode(self, kernels: Kernels) -> None:
-        kernels.decode_lossless(self._code_BTHW, self._rests, self.lengths_N, self._found, self._known, self._cut)
 
 
 def _rows_in_turn(x_BTHW: Tensor, rows: slice) -> Tensor:

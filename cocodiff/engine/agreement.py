@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from hashlib import blake2b
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -51,8 +52,7 @@ def check_agreement(values: dict[str, Any], transport: Transport) -> None:
 
 def disagreement(of_ranks: Sequence[Sequence[Compared]]) -> str | None:
     """The line that says who differs, in what rank 0's names tell; None where nobody does."""
-    nothing = Compared("", "", 0, "")
-    columns = [[one[row] if row < len(one) else nothing for one in of_ranks] for row in range(max(map(len, of_ranks)))]
+    columns = zip_longest(*of_ranks, fillvalue=Compared("", "", 0, ""))
     differing = [column for column in columns if len({one.told for one in column}) > 1]
     if not differing:
         return None

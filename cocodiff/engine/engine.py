@@ -29,7 +29,7 @@ from cocodiff.config.registry import PLANNER, STEP_CACHES, load
 from cocodiff.engine.agreement import check_agreement, weights_digest
 from cocodiff.engine.assemble import AttentionWork
 from cocodiff.engine.guidance import PARTS
-from cocodiff.engine.guidance.ranks import GuidanceRule, GuidedRanks, parts_fit
+from cocodiff.engine.guidance.ranks import GuidanceRule, GuidedRanks
 from cocodiff.engine.progress import StepCounter
 from cocodiff.engine.sequence import SequenceRanks
 from cocodiff.exchange.codec import StepInfo, merge_notes
@@ -38,7 +38,7 @@ from cocodiff.models import checks, experts_of, family_of
 from cocodiff.models.adapter import Arguments
 from cocodiff.models.checks import replace, replace_forward, signature_of
 from cocodiff.models.family import EXPERTS
-from cocodiff.topology.axes import Mesh
+from cocodiff.topology.axes import Axes
 from cocodiff.topology.layout import Segments
 
 if TYPE_CHECKING:
@@ -160,14 +160,19 @@ class Engine:
 
     def _guidance_rule(self) -> GuidanceRule:
         setting = self.config.guidance_parallel
-
-        def mesh_on(topology: Topology) -> Mesh:
-            return self._sequence_of(topology, self.transport, self.trace).mesh
-
         # A bare transformer's calls have to be told that they guide; and half of the ranks must allow the settings.
-        if setting == "auto" and (self._pipe is None or not parts_fit(self.topology, mesh_on)):
+        if setting == "auto" and (self._pipe is None or not self._parts_fit()):
             setting = 1
         return GuidanceRule(setting, self.size, self.family.rows_per_image > 1, self.family.branches)
+
+    def _parts_fit(self) -> bool:
+        """Whether ranks can be cut into parts of which each has a mesh."""
+        try:
+            for ranks in Axes.build(self.topology, guidance=PARTS).branches[0]:
+                _ = self._sequence_of(self.topology.part(ranks), self.transport, self.trace).mesh
+        except UserError:
+            return False
+        return True
 
     def _sequence_of(self, topology: Topology, transport: Transport, trace: Trace) -> SequenceRanks:
         work = AttentionWork(*self.adapter.heads(self.model))

@@ -92,15 +92,11 @@ class StepCounter:
                 return "step" if change < 0 else "run"
         if self._sample is None or self._sample.shape != sample.shape:
             return "branch"
-        distance = relative_distance(sample, self._sample)
+        last = self._sample.float()
+        distance = float((sample.float() - last).norm() / last.norm())
         if self._at_first_timestep and distance > NEW_NOISE:
             return "run"
         return "step" if distance and any(same(text, seen) for seen in self._texts) else "branch"
-
-
-def relative_distance(one: Tensor, other: Tensor) -> float:
-    """The L2 distance of two tensors of one shape, as a fraction of the second one's norm."""
-    return float((one.float() - other.float()).norm() / other.float().norm())
 
 
 def same(one: Tensor | None, other: Tensor | None) -> bool:

@@ -172,8 +172,9 @@ class Case:
                 engine = parallelize(own, config=config, transport=transport, plan=self.plan)
                 if engine.compiler is not None and not self.compile:
                     engine.compiler.backend = "eager"
-                if config.step_cache != "none":
-                    calls = _two_steps(engine, calls)
+                if config.step_cache != "none":  # a call, and one that the engine takes for the next step
+                    calls = [copy.deepcopy(dict(calls[0])) for _ in range(2)]
+                    engine.adapter.called_with(calls[1])[0].mul_(MOVED)
                 with torch.no_grad(), engine:
                     found += [x + 0 for x in _outputs([(own, calls)])]
                 accounts.append(_account(engine))
@@ -191,13 +192,6 @@ class Case:
         alike = all(torch.equal(x, y) for outputs, _ in of_ranks for x, y in zip(outputs, first, strict=True))
         outcome = "exact" if alike and error <= self.allowed else "wrong"
         return Trial(ranks, setting, outcome, error, alike, account)
-
-
-def _two_steps(engine: Engine, calls: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """A call, and one like it whose sample has moved a little: the engine takes it for the next step."""
-    first, second = (copy.deepcopy(dict(calls[0])) for _ in range(2))
-    engine.adapter.called_with(second)[0].mul_(MOVED)
-    return first, second
 
 
 def _account(engine: Engine) -> str:

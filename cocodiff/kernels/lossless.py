@@ -49,6 +49,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cocodiff.kernels.residual import sum_of
+
 RUN = 8  # numbers of a strip's token
 TOKENS = 32  # of a strip, at most
 TILE = 16  # strips
@@ -206,14 +208,6 @@ def _unfold(folded: Tensor) -> Tensor:
     return (folded >> 1) ^ -(folded & 1)
 
 
-def _sum(x_8: Tensor) -> Tensor:
-    """Over the 8 numbers, one left: the upper half added to the lower, and so on."""
-    for half in (4, 2, 1):
-        lower, upper = x_8.split(half, -1)
-        x_8 = lower + upper
-    return x_8
-
-
 class _Columns:
     """Strips as both ends go through them: `begin`, then for each token `expect`, `folded` or `unfolded`, and `learn`.
     parameter_S8: of the expected token's codes, int32."""
@@ -243,7 +237,7 @@ class _Columns:
     def header(self, x_S8: Tensor) -> Tensor:
         """Of every strip h by its first token, int32."""
         self._look(0)
-        return _exponent(_sum((x_S8.float() - self._forecast_S8).abs()) * 6)[:, 0]
+        return _exponent(sum_of((x_S8.float() - self._forecast_S8).abs()) * 6)
 
     def begin(self, header_S: Tensor) -> None:
         self._size_S8 = (header_S << 23).view(torch.float32)[:, None].expand(-1, RUN)
@@ -284,7 +278,7 @@ class _Columns:
         error_S8 = x_S8.float() - self._forecast_S8
         own_S8, follows = error_S8.abs(), self._factor_S1 is not None
         summed = [own_S8, error_S8 * self._gap_S8, *([error_S8 * self._change_SL8[:, self._token]] if follows else [])]
-        size_S1, *trends = _sum(torch.stack(summed)).unbind()
+        size_S1, *trends = sum_of(torch.stack(summed))[..., None].unbind()
         sizes_S8 = size_S1 * 0.75 + own_S8 * 2
         self._size_S8 = self._size_S8 * 0.75 + sizes_S8 if self._token else sizes_S8 * 4
         if not self._known:

@@ -226,10 +226,10 @@ def _best_of_two_bits(size_GC: Tensor, largest_G: Tensor, D: int) -> Tensor:
     groups = groups_of(D)
     channels_G = torch.full((groups,), GROUP, dtype=torch.float32, device=size_GC.device)
     channels_G[-1] = D - GROUP * (groups - 1)
-    all_G, total_G, count_G = _sum(size_GC), largest_G * FIRST_STEP, torch.ones_like(largest_G)
+    all_G, total_G, count_G = sum_of(size_GC), largest_G * FIRST_STEP, torch.ones_like(largest_G)
     for _ in range(2):
         large_GC = size_GC * count_G[..., None] >= total_G[..., None]
-        total_G = 2 * (all_G + 2 * _sum(torch.where(large_GC, size_GC, 0.0)))
+        total_G = 2 * (all_G + 2 * sum_of(torch.where(large_GC, size_GC, 0.0)))
         count_G = channels_G + 8 * large_GC.sum(-1)
     # The quotient may be rounded across the middle of two steps: products of the middles, which are exact, decide.
     byte_G = _byte_above(total_G / count_G, 0x7FFFF)
@@ -242,7 +242,8 @@ def _middle_below(byte_G: Tensor) -> Tensor:
     return (_steps(byte_G - 1) + _steps(byte_G)) / 2
 
 
-def _sum(x_GC: Tensor) -> Tensor:
+def sum_of(x_GC: Tensor) -> Tensor:
+    """Over the last dimension, of as many numbers as a power of 2: the upper half added to the lower, and so on."""
     while x_GC.shape[-1] > 1:
         low_GC, high_GC = x_GC.chunk(2, -1)
         x_GC = low_GC + high_GC

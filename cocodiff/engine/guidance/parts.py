@@ -68,7 +68,7 @@ class GuidanceParts:
         self._begin(own)
         self._lane.submit(self._job("exchange halves"), own, others).wait()
         self._check(others[0])
-        pairs = iter([(x, y) for x, y in zip(own, others, strict=True)][1:])
+        pairs = iter([*zip(own, others, strict=True)][1:])
         return tree_map_only(
             Tensor, lambda _: torch.cat(next(pairs) if self.number == 0 else next(pairs)[::-1]), output
         )
@@ -205,17 +205,14 @@ class Awaited(Tensor):
         return func(*args, **kwargs)
 
 
-def _getters(*names: str) -> set[Any]:
-    return {getattr(Tensor, name).__get__ for name in names}
-
-
 def _functions(*names: str) -> set[Any]:
     """The methods of these names, and the functions of torch."""
     return {getattr(of, name) for name in names for of in (Tensor, torch) if hasattr(of, name)}
 
 
+PROPERTIES = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_cuda", "is_xpu", "is_cpu", "nbytes")
 WITHOUT_VALUES = frozenset(
-    _getters("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_cuda", "is_xpu", "is_cpu", "nbytes")
+    {getattr(Tensor, name).__get__ for name in PROPERTIES}
     | _functions("size", "dim", "stride", "numel", "element_size", "is_floating_point", "is_complex", "is_contiguous")
     | {Tensor.__len__}
 )

@@ -18,7 +18,6 @@ from cocodiff.config.machine import Topology
 from cocodiff.engine.guidance import PARTS, SequenceOf, Sharing
 from cocodiff.engine.progress import StepCounter
 from cocodiff.engine.sequence import SequenceRanks
-from cocodiff.topology.axes import Axes, Mesh
 
 if TYPE_CHECKING:
     from cocodiff.engine.guidance.parts import GuidanceParts
@@ -109,16 +108,6 @@ class GuidanceRule:
         """Keeps what a call returned, without values. Every rank that computed any of it notes it."""
         if self.possible and call.form not in self.outputs and (call.sharing is Sharing.ROWS or not self._batched):
             self.outputs[call.form] = tree_map_only(Tensor, lambda x: torch.empty_like(x, device="meta"), output)
-
-
-def parts_fit(topology: Topology, mesh_on: Callable[[Topology], Mesh]) -> bool:
-    """Whether ranks can be cut into parts with a mesh each. mesh_on: of some ranks; UserError where there is none."""
-    try:
-        for ranks in Axes.build(topology, guidance=PARTS).branches[0]:
-            mesh_on(topology.part(ranks))
-    except UserError:
-        return False
-    return True
 
 
 class GuidedRanks:
