@@ -15,26 +15,18 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
-from cocodiff.attention.stateful import TENSORS, LayerState, Noted, StatefulCall, StatefulCodec, is_fine
+from cocodiff.attention.stateful import TENSORS, LayerState, Noted, StatefulCall, StatefulCodec
 from cocodiff.attention.strategy import LayerKey
 from cocodiff.config.machine import Topology
 from cocodiff.config.registry import CODECS, SELECTIONS, load
 from cocodiff.exchange.codec import AllRanks, Codec, StepInfo, StepNotes
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.messages import EncodedBlocks
-from cocodiff.exchange.outgoing import (
-    OUTPUT,
-    Encoded,
-    EncodedCall,
-    Outgoing,
-    OutputToRows,
-    TensorFuture,
-    TensorsToHeads,
-)
+from cocodiff.exchange.outgoing import OUTPUT, Encoded, EncodedCall, OutputToRows, TensorFuture, TensorsToHeads
 from cocodiff.exchange.transfer import Transfer
 from cocodiff.topology.layout import Layout
 
@@ -42,13 +34,6 @@ SAMPLING = 16  # of so many rows one tells how tensors change that travel as the
 # What is taken as it was lags behind everywhere: it costs as much as a continuation of what changes by so much more.
 LAG = 1.5
 LATE = "late"  # what bytes are counted for that no call waits for
-
-
-class DisplacedKind(NamedTuple):
-    """A kind of call. anew: it follows no other."""
-
-    anew: bool
-    displaced: frozenset[str]
 
 
 @dataclass
@@ -119,13 +104,11 @@ class DisplacedStep:
 class Displaced(StatefulCodec[LayerArrivals, DisplacedStep]):
     """Has calls go on without some of what they send, by another codec."""
 
-    fixed_kind: DisplacedKind | None = None  # every call is of this kind, in recordings
-
     def __init__(self, inner: Codec, exchange: Exchange | None, everyone: AllRanks, settings: Any) -> None:
         """everyone: that share the sequence, who decide together. settings: arrival, tau, fine_steps, see `Config`."""
-        super().__init__(exchange, everyone, LayerArrivals, DisplacedStep)
+        super().__init__(settings, exchange, everyone, LayerArrivals, DisplacedStep)
         self.notes = getattr(inner, "notes", self.notes)
-        self.inner, self._settings = inner, settings
+        self.inner = inner
         self.measures = settings.arrival == "adaptive"  # how tensors change
 
     @classmethod
@@ -195,11 +178,10 @@ class Displaced(StatefulCodec[LayerArrivals, DisplacedStep]):
 
     def displaced(self, state: LayerArrivals, inner: EncodedCall) -> frozenset[str]:
         """The tensors that this call does not wait for: attention takes what the last call left."""
-        held, fine = self.fixed_kind, is_fine(self.moment, self._settings.fine_steps)
-        if not state.follows or (fine and held is None):
+        if not state.follows or self.fine:
             return frozenset()
-        if held is not None:
-            return held.displaced
+        if self.fixed_kind is not None:
+            return self.fixed_kind.displaced
         if not self.measures:
             return frozenset(TENSORS)
         limit = self._settings.tau / state.pace
@@ -219,6 +201,9 @@ class DisplacedCall(StatefulCall[LayerArrivals]):
     def __init__(self, codec: Displaced, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> None:
         super().__init__(codec, exchange, layout, layer_key)
         self.inner = codec.inner.call(exchange, layout, layer_key)
+
+    def begin(self, like_BLHD: Tensor) -> None:
+        self._codec.begin_call(self, like_BLHD)
 
     def comes_in_stages(self) -> None:
         self.inner.comes_in_stages()
@@ -302,7 +287,7 @@ class DisplacedTransfer(Transfer):
         x_BSGD = self.coded.stand_in(name)
         return TensorFuture(together, lambda _chunk: x_BSGD)  # it is here, and so never comes in chunks
 
-    def _send_late(self, outgoing: Outgoing, tensors: Iterable[Tensor]) -> None:
+    def _send_late(self, outgoing: TensorsToHeads | OutputToRows, tensors: Iterable[Tensor]) -> None:
         """Sends tensors that the next call of the layer receives. Its wait has a span of its own, without decoding."""
         trace, state, layout, own = self.exchange.trace, self.coded.state, self.layout, self.exchange.rank
         # Tokens and heads of what this rank sends of a tensor, and of what it receives.

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cocodiff.attention.stateful import TENSORS, CodedStep, End, LayerEnds, Noted, StatefulCall, StatefulCodec
+from cocodiff.attention.stateful import TENSORS, CodedStep, End, LayerEnds, StatefulCall, StatefulCodec
 from cocodiff.attention.strategy import LayerKey
 from cocodiff.comm.transport import Ranks
 from cocodiff.config.machine import Topology
@@ -39,13 +39,6 @@ MARGIN = 0.125  # bits for a number that the first part has room for beyond what
 CONTINUED = {"last": 0.0, "taylor": 0.5}  # by the setting `predictor`: times the continuation's factor
 NEEDED = 1  # the number of the note that tells how much room streams need; the first one, of what fits no scale, is 0
 OVERFLOW = "overflow"  # what the bytes of rests are counted for besides
-
-
-class LosslessKind(NamedTuple):
-    """A kind of call, for recordings. anew: it follows no other. share: what the first part takes of a whole tensor."""
-
-    anew: bool
-    share: float
 
 
 @dataclass
@@ -79,12 +72,10 @@ class LosslessStep(CodedStep):
 class Lossless(StatefulCodec[SiteState, LosslessStep]):
     """Sends streams."""
 
-    fixed_kind: LosslessKind | None = None
-
     def __init__(self, exchange: Exchange | None, ranks: Ranks, everyone: AllRanks, settings: Any) -> None:
         """ranks: of the Ulysses group."""
-        super().__init__(exchange, everyone, SiteState, LosslessStep)
-        self.ranks, self.factor, self.kept = ranks, CONTINUED[settings.predictor], values_kept(settings)
+        super().__init__(settings, exchange, everyone, SiteState, LosslessStep)
+        self.ranks, self.factor = ranks, CONTINUED[settings.predictor]
 
     @classmethod
     def of(
@@ -123,11 +114,6 @@ class Lossless(StatefulCodec[SiteState, LosslessStep]):
         return max(least_room(head_dim), min(math.ceil(room), whole))
 
 
-def values_kept(settings: Any) -> int:
-    """How many of a tensor an end keeps: one where the newest is all that is looked at."""
-    return 1 if not CONTINUED[settings.predictor] else 2
-
-
 class Sent(NamedTuple):
     """A stream that was sent to a rank, in one tensor of this rank's streams. number: its place in `lengths_N`."""
 
@@ -157,7 +143,6 @@ class LosslessCall(StatefulCall[SiteState]):
     factor: float
     noted_step: LosslessStep
     rooms: Mapping[str, int]
-    noted: Noted | None = None
 
     def __init__(self, codec: Lossless, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> None:
         super().__init__(codec, exchange, layout, layer_key)
@@ -171,7 +156,7 @@ class LosslessCall(StatefulCall[SiteState]):
 
     def begin(self, like_BLHD: Tensor) -> None:
         self._like, self._batch, self._head_dim = like_BLHD.new_empty(0), len(like_BLHD), like_BLHD.shape[-1]
-        super().begin(like_BLHD)
+        self._codec.begin_call(self, like_BLHD)
 
     def cell_bytes(self, x_BLHD: Tensor) -> int:
         width = max(self.rooms.values()) if self.rooms else x_BLHD.shape[-1] * x_BLHD.element_size()

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from cocodiff.attention.stateful import TENSORS, CodedStep, End, LayerEnds, Noted, StatefulCall, StatefulCodec, is_fine
+from cocodiff.attention.stateful import TENSORS, CodedStep, End, LayerEnds, StatefulCall, StatefulCodec
 from cocodiff.attention.strategy import LayerKey
 from cocodiff.config.machine import Topology
 from cocodiff.exchange.codec import AllRanks
@@ -31,13 +31,6 @@ FIRST_BITS = 4  # times the bits: of a first call, which has nothing to predict 
 # The operand of a displaced tensor goes half as far as the prediction that codes are made against: what it errs by is
 # not corrected within the call.
 DAMPING = 0.5
-
-
-class ResidualKind(NamedTuple):
-    """A kind of call. anew: it follows no other. fine: with the bits of the last steps."""
-
-    anew: bool
-    fine: bool
 
 
 @dataclass
@@ -56,12 +49,9 @@ class SiteState(LayerEnds):
 class Residual(StatefulCodec[SiteState, CodedStep]):
     """Sends residuals."""
 
-    fixed_kind: ResidualKind | None = None
-
     def __init__(self, exchange: Exchange | None, everyone: AllRanks, settings: Any) -> None:
         """settings: codec, predictor, fine_steps and arrival, see `Config`."""
-        super().__init__(exchange, everyone, SiteState, CodedStep)
-        self._settings, self.kept = settings, reconstructions(settings)
+        super().__init__(settings, exchange, everyone, SiteState, CodedStep)
         self.measures = settings.arrival == "adaptive"  # encoding tells how tensors change, in the same pass
 
     @classmethod
@@ -77,11 +67,6 @@ class Residual(StatefulCodec[SiteState, CodedStep]):
         self._report[self.moment.step].add(False, 1.0)
 
     # Deciding ---------------------------------------------------------------------------------------------------------
-
-    @property
-    def fine(self) -> bool:
-        """Whether this is one of the last steps, whose errors no later step corrects."""
-        return is_fine(self.moment, self._settings.fine_steps) if self.fixed_kind is None else self.fixed_kind.fine
 
     def begin_call(self, call: ResidualCall, like_BLHD: Tensor) -> None:
         notes, state = self.begun(call, like_BLHD), call.state
@@ -106,19 +91,17 @@ class Residual(StatefulCodec[SiteState, CodedStep]):
 
 class ResidualCall(StatefulCall[SiteState]):
     """Known once the call has begun: bits, of a channel, None where tensors travel as they are; how, of all tensors
-    that are coded, in a first call by zero. noted: where encoding notes how it went. displaced: what no call waits
-    for."""
+    that are coded, in a first call by zero. displaced: what no call waits for."""
 
     _codec: Residual
     bits: int | None
     how: Prediction
-    noted: Noted | None = None
     measures = True
     displaced: frozenset[str] = frozenset()
 
     def begin(self, like_BLHD: Tensor) -> None:
         self._head_dim, self._dtype = like_BLHD.shape[-1], like_BLHD.dtype
-        super().begin(like_BLHD)
+        self._codec.begin_call(self, like_BLHD)
 
     def width(self, x_BLHD: Tensor) -> int:
         """Bytes of one head of one token on the wire."""
@@ -215,8 +198,3 @@ def codes_first_calls(codec: str) -> bool:
     """Whether a run's first calls, which nothing predicts, are coded; else their tensors travel as they are."""
     bits = BITS.get(codec)
     return bits is not None and FIRST_BITS * bits <= FINEST
-
-
-def reconstructions(settings: Any) -> int:
-    """How many of a tensor an end keeps: one where the newest is all that is looked at."""
-    return 1 if settings.codec == "none" or settings.predictor == "last" else 2

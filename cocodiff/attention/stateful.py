@@ -91,9 +91,19 @@ def continuation(levels: Sequence[float]) -> float:
     return min(factor, 2.0) if factor > 0 else 0.0  # NaN is none
 
 
-def is_fine(moment: StepInfo, fine_steps: int) -> bool:
-    """Whether this is one of the last steps, whose errors no later step corrects."""
-    return moment.steps is not None and moment.step >= moment.steps - fine_steps
+def values_kept(settings: Any) -> int:
+    """How many of a tensor an end keeps: one where the newest is all that is looked at."""
+    return 1 if settings.codec == "none" or settings.predictor == "last" else 2
+
+
+class FixedKind(NamedTuple):
+    """A kind of call, for recordings. anew: it follows no other. fine: with the bits of the last steps. displaced: the
+    tensors that are. share: what the first part of the lossless codec takes of a whole tensor."""
+
+    anew: bool
+    fine: bool = False
+    displaced: frozenset[str] = frozenset()
+    share: float = 1.0
 
 
 class Noted(NamedTuple):
@@ -249,22 +259,26 @@ class StatefulCodec(Codec, Generic[S, N]):
     """Keeps every layer's last values, and decides by what all ranks noted of the last call. One rank codes nothing."""
 
     keeps_state = prefers_ulysses = True
-    fixed_kind: Any = None  # every call is of this kind, in recordings; anew: it follows no other
+    fixed_kind: FixedKind | None = None  # every call is of this kind, in recordings
 
     def __init__(
-        self, exchange: Exchange | None, everyone: AllRanks, layer: Callable[[], S], step: Callable[[], N]
+        self, settings: Any, exchange: Exchange | None, everyone: AllRanks, layer: type[S], step: type[N]
     ) -> None:
         """everyone: that share the sequence, who decide together. layer, step: make what is kept of one, and noted."""
+        self._settings, self.kept = settings, values_kept(settings)
         self.notes = None if exchange is None else SharedNotes(everyone, exchange.trace)
         self._layers: dict[LayerKey, S] = {}
         self._new_layer, self._report = layer, defaultdict[int, N](step)
 
+    @property
+    def fine(self) -> bool:
+        """Whether this is one of the last steps, whose errors no later step corrects."""
+        if self.fixed_kind is not None:
+            return self.fixed_kind.fine
+        return self.moment.steps is not None and self.moment.step >= self.moment.steps - self._settings.fine_steps
+
     def state_of(self, layer_key: LayerKey) -> S:
         return self._layers.setdefault(layer_key, self._new_layer())
-
-    def begin_call(self, call: Any, like_BLHD: Tensor) -> None:
-        """Decides how a `StatefulCall` is coded, alike on all ranks. Begins with `begun`."""
-        raise NotImplementedError(type(self).__name__)
 
     def begun(self, call: StatefulCall[S], like_BLHD: Tensor) -> SharedNotes:
         """Takes the notes of earlier calls, and tells a call which one of its layer it is; returns where it notes."""
@@ -308,11 +322,9 @@ class StatefulCall(EncodedCall, Generic[S]):
     """One attention call of such a codec. number: among calls that follow one another, from 0, once it has begun."""
 
     number: int
+    noted: Noted | None = None
 
     def __init__(self, codec: StatefulCodec[S, Any], exchange: Exchange, layout: Layout, layer_key: LayerKey) -> None:
         super().__init__(layout)
         self._codec, self.state, self._layer = codec, codec.state_of(layer_key), layer_key.kind
         self._exchange, self._kernels, self._trace = exchange, exchange.kernels, exchange.trace
-
-    def begin(self, like_BLHD: Tensor) -> None:
-        self._codec.begin_call(self, like_BLHD)

@@ -11,19 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from cocodiff.attention.arrival import SAMPLING, Displaced, DisplacedKind
-from cocodiff.attention.lossless import Lossless, LosslessKind
-from cocodiff.attention.residual import (
-    BITS,
-    FINEST,
-    FIRST_BITS,
-    Residual,
-    ResidualKind,
-    codes_first_calls,
-    reconstructions,
-    width_of,
-)
-from cocodiff.attention.stateful import TENSORS
+from cocodiff.attention.arrival import SAMPLING, Displaced
+from cocodiff.attention.lossless import Lossless
+from cocodiff.attention.residual import BITS, FINEST, FIRST_BITS, Residual, codes_first_calls, width_of
+from cocodiff.attention.stateful import TENSORS, FixedKind, values_kept
 from cocodiff.attention.v_major.codec import VMajor
 from cocodiff.attention.v_major.selection import Schedule, scored_blocks
 from cocodiff.config.config import Config
@@ -248,12 +239,12 @@ class ResidualCosts(Costs):
     @staticmethod
     def hold_at(codec: Lossless | Residual | Displaced, kind: CallKind) -> None:
         if isinstance(codec, Displaced):
-            codec.fixed_kind = DisplacedKind(kind.whole, frozenset(kind.displaced))
+            codec.fixed_kind = FixedKind(kind.whole, displaced=frozenset(kind.displaced))
         inner = codec.inner if isinstance(codec, Displaced) else codec
         if isinstance(inner, Residual):
-            inner.fixed_kind = ResidualKind(kind.whole, kind.fine)
+            inner.fixed_kind = FixedKind(kind.whole, kind.fine)
         elif isinstance(inner, Lossless):
-            inner.fixed_kind = LosslessKind(kind.whole, TYPICAL_FIRST if kind.whole else TYPICAL)
+            inner.fixed_kind = FixedKind(kind.whole, share=TYPICAL_FIRST if kind.whole else TYPICAL)
 
     @staticmethod
     def agree(codec: Lossless | Residual | Displaced) -> None:
@@ -271,6 +262,6 @@ def kept_cells(settings: Config, L: int, S: int, G: int, H: int) -> int:
     the reconstructions of both ends; else what the last call received, where calls do not wait, and the rows by which
     the sender measures how they change."""
     if settings.codec != "none":
-        return len(TENSORS) * reconstructions(settings) * (L * H + S * G)
+        return len(TENSORS) * values_kept(settings) * (L * H + S * G)
     received, sampled = 3 * S * G + L * H, 3 * -(-L // SAMPLING) * H + -(-S // SAMPLING) * G
     return received + (sampled if settings.arrival == "adaptive" else 0)
