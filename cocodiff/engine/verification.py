@@ -173,8 +173,9 @@ class Case:
                 if engine.compiler is not None and not self.compile:
                     engine.compiler.backend = "eager"
                 if config.step_cache != "none":  # a call, and one that the engine takes for the next step
-                    calls = [copy.deepcopy(dict(calls[0])) for _ in range(2)]
-                    engine.adapter.called_with(calls[1])[0].mul_(MOVED)
+                    first, second = (copy.deepcopy(dict(calls[0])) for _ in range(2))
+                    engine.adapter.called_with(second)[0].mul_(MOVED)
+                    calls = first, second
                 with torch.no_grad(), engine:
                     found += [x + 0 for x in _outputs([(own, calls)])]
                 accounts.append(_account(engine))

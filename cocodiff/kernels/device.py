@@ -64,7 +64,8 @@ def import_ipex() -> bool:
         version = metadata.version(IPEX)
     except metadata.PackageNotFoundError:
         return False
-    if _two_numbers(version) != _two_numbers(torch.__version__):
+    own, of_torch = (re.findall(r"\d+", text)[:2] for text in (version, torch.__version__))
+    if own != of_torch:
         log.warning("%s %s is for another PyTorch than %s: not imported", IPEX, version, torch.__version__)
         return False
     try:
@@ -73,10 +74,6 @@ def import_ipex() -> bool:
         log.warning("%s %s could not be imported and is not used: %s", IPEX, version, error)
         return False
     return True
-
-
-def _two_numbers(version: str) -> tuple[str, ...]:
-    return tuple(re.findall(r"\d+", version)[:2])
 
 
 FOR_PROCESSES = 31 / 32  # of a device's memory: the rest, 2 GiB of 64, is taken to be the driver's and the library's
