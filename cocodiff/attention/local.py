@@ -72,8 +72,7 @@ def _for_groups(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[T
 
 
 def partial_attention(q_BLHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, mask_B11S: Tensor | None = None) -> Partial:
-    """Attention to these keys alone, by the best kernel of the device that tells the sums. mask_B11S: bool, the keys
-    that are attended to; a batch row may have none."""
+    """Attention to these keys alone, by the device's best kernel that tells the sums; a batch row may have no keys."""
     if not k_BSHD.shape[1]:
         return no_keys(q_BLHD)
     k_BSHD, v_BSHD, mask_B11S = _for_groups(q_BLHD, k_BSHD, v_BSHD, mask_B11S)

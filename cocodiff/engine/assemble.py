@@ -105,8 +105,7 @@ def _of_job(config: Config, work: AttentionWork) -> AttentionWork:
 
 
 def with_codec_chosen(config: Config, topology: Topology, work: AttentionWork) -> tuple[Config, str | None]:
-    """The settings of ranks that share a sequence with `codec: auto` decided; what it became in words, if it was
-    auto."""
+    """The settings of ranks that share a sequence, with `codec: auto` decided, and what was decided in words, if so."""
     if config.codec != "auto":
         return config, None
     chosen: tuple[Config, str] = load(PLANNER, "codec")(config, topology, _of_job(config, work))

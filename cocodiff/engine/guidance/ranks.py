@@ -130,7 +130,7 @@ class GuidedRanks:
 
     def begin_call(self, counter: StepCounter, sample: Tensor, return_dict: Any, guided: bool | None) -> None:
         """Decides who computes this call, alike on all ranks, and makes these the current ones. sample: what is
-        denoised; return_dict: an argument of the call; guided: see `GuidanceRule.sharing`."""
+        denoised; return_dict: the call's; guided: see `GuidanceRule.sharing`."""
         form = tuple(sample.shape), sample.dtype, return_dict
         sharing = self._rule.sharing(counter, len(sample), form, guided)
         if sharing is Sharing.TOGETHER and self._transport.rank == 0:
