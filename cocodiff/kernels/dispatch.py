@@ -15,7 +15,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,20 +58,12 @@ Function = Callable[..., Any]
 log = logging.getLogger("cocodiff.kernels")
 
 
-class Choice:
-    """What a path means for tensors of one device and dtype: the sizes from which on SYCL runs, and its operations."""
-
-    def __init__(self, path: str, device: torch.device, dtype: torch.dtype) -> None:
-        # Bytes, which codes are, have no kernels: torch moves them also where SYCL is asked for.
-        self.begins: Mapping[str, float] = dict.fromkeys(OPS, 0 if path == "sycl" and dtype != torch.uint8 else NEVER)
-        if path == "auto" and dtype in WITH_KERNELS:
-            self.begins = CHOICES.get(device.type, self.begins)
-        self._open = partial(sycl_ops, device, path == "sycl")
-
-    @cached_property
-    def sycl(self) -> SyclOps | None:
-        """Opened by the first operation that is to use them."""
-        return self._open()
+def begins_of(path: str, device: str, dtype: torch.dtype) -> Mapping[str, float]:
+    """The size from which on each operation is SYCL's, on a type of device."""
+    if path == "auto" and dtype in WITH_KERNELS and device in CHOICES:
+        return CHOICES[device]
+    # Bytes, which codes are, have no kernels: torch moves them also where SYCL is asked for.
+    return dict.fromkeys(OPS, 0 if path == "sycl" and dtype != torch.uint8 else NEVER)
 
 
 class Kernels(TorchOps):
@@ -90,7 +82,7 @@ class Kernels(TorchOps):
         if path not in PATHS:
             raise UserError(f"kernels {path!r}: choose from {', '.join(PATHS)} (setting kernels, or {ENVIRONMENT})")
         self.path, self.compiled = path, compiled
-        self._choices: dict[tuple[torch.device, torch.dtype], Choice] = {}
+        self._begins: dict[tuple[str, torch.dtype], Mapping[str, float]] = {}
         self._note = note
         self._torch = TorchOps()
 
@@ -109,11 +101,11 @@ class Kernels(TorchOps):
     def _sycl(self, op: str, moved: Sequence[Tensor]) -> SyclOps | None:
         """Ranks have nearly equal shares, so the first tensor tells the size of all."""
         first = moved[0]
-        kind = first.device, first.dtype
-        choice = self._choices.get(kind)
-        if choice is None:
-            choice = self._choices[kind] = Choice(self.path, *kind)
-        return choice.sycl if first.nbytes * len(moved) >= choice.begins[op] else None
+        kind = first.device.type, first.dtype
+        if kind not in self._begins:
+            self._begins[kind] = begins_of(self.path, *kind)
+        enough = first.nbytes * len(moved) >= self._begins[kind][op]
+        return sycl_ops(first.device, self.path == "sycl") if enough else None
 
 
 def moved_by(op: str, arguments: Sequence[Any]) -> Sequence[Tensor]:

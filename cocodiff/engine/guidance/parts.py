@@ -66,7 +66,7 @@ class GuidanceParts:
         own = self._message(output)
         others = [torch.empty_like(x) for x in own]
         self._begin(own)
-        self._lane.submit(self._job("exchange halves"), own, others).wait()
+        self._lane.submit(self._pass, "exchange halves", own, others).wait()
         self._check(others[0])
         pairs = iter([*zip(own, others, strict=True)][1:])
         return tree_map_only(
@@ -79,7 +79,7 @@ class GuidanceParts:
         self._post_receives()
         copies = self._message(tree_map_only(Tensor, torch.clone, output), failed)
         self._begin(copies)
-        self._sent.append(self._lane.submit(self._job("send the output"), copies, []))
+        self._sent.append(self._lane.submit(self._pass, "send the output", copies, []))
 
     def awaited(self, like: Any) -> Any:
         """The result of a call that the other part computes, with tensors that wait for their values when asked. These
@@ -88,7 +88,7 @@ class GuidanceParts:
         result = self._without_values(like)
         buffers = self._message(result)
         # Not before this part has computed its own calls: a receive may block the thread that posts their messages.
-        posted = cache(lambda: self._lane.submit(self._job("receive the output"), [], buffers))
+        posted = cache(lambda: self._lane.submit(self._pass, "receive the output", [], buffers))
         self._unposted.append(posted)
 
         @cache
@@ -115,7 +115,7 @@ class GuidanceParts:
             own = self._message(nothing, failed=True)
             self._begin(own)
             others = [torch.empty_like(x) for x in own]
-            self._sent.append(self._lane.submit(self._job("exchange halves"), own, others))
+            self._sent.append(self._lane.submit(self._pass, "exchange halves", own, others))
         else:
             self.send(nothing, failed=True)
             self._make_up(like)
@@ -159,14 +159,10 @@ class GuidanceParts:
     def _without_values(self, like: Any) -> Any:
         return tree_map_only(Tensor, lambda x: torch.empty(x.shape, dtype=x.dtype, device=self._device), like)
 
-    def _job(self, name: str) -> Callable[[Sequence[Tensor], Sequence[Tensor]], None]:
-        """For the lane: one call on both sides, and both make theirs in the same order."""
-
-        def pass_messages(sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
-            with self._trace.span(name, "guidance"):
-                self._group.send_recv([(x, self._peer) for x in sent], [(x, self._peer) for x in received]).wait()
-
-        return pass_messages
+    def _pass(self, name: str, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+        """A job of the lane: one call on both sides, and both make theirs in the same order."""
+        with self._trace.span(name, "guidance"):
+            self._group.send_recv([(x, self._peer) for x in sent], [(x, self._peer) for x in received]).wait()
 
     def _begin(self, sent: Sequence[Tensor]) -> None:
         """This rank comes to a message between the two, and has this to send."""
