@@ -39,13 +39,6 @@ LANE = "ring"
 LAG = 2
 
 
-class KeysValues(NamedTuple):
-    """Keys and values of one group's tokens, [B, S_g, G, D] each, contiguous."""
-
-    k_BSGD: Tensor
-    v_BSGD: Tensor
-
-
 class Ring:
     """One rank's place in its ring. Its messages are keys and values whole, whatever the Ulysses part sends."""
 
@@ -85,9 +78,9 @@ class Ring:
     ) -> Iterator[Keys]:
         """Every group's keys and values for the heads that are here, the own ones first. Until another is asked for,
         each travels on and the next one here; a block is gone when the second after it is asked for."""
-        here, buffers = KeysValues(k_BSGD.contiguous(), v_BSGD.contiguous()), self._two_buffers(k_BSGD, layouts)
+        here, buffers = [k_BSGD.contiguous(), v_BSGD.contiguous()], self._two_buffers(k_BSGD, layouts)
         for number, visit in enumerate(self._visits):
-            coming: LaneFuture[KeysValues] | None = None
+            coming: LaneFuture[list[Tensor]] | None = None
             if visit.onward is not None:
                 rows = sum(layouts[visit.onward.brings].rows)
                 coming = self._pass_on(here, visit.onward, buffers[number % 2], rows, layer)
@@ -102,13 +95,15 @@ class Ring:
         others = [sum(layouts[visit.member].rows) for visit in self._visits[1:]]
         return [like_BSGD.new_empty(2 * B * max(others) * G * D) for _ in others[:2]]
 
-    def _pass_on(self, here: KeysValues, onward: Move, buffer: Tensor, rows: int, layer: str) -> LaneFuture[KeysValues]:
-        """Starts sending a block on and receiving one of `rows` rows."""
-        B, _, G, D = here.k_BSGD.shape
+    def _pass_on(
+        self, here: list[Tensor], onward: Move, buffer: Tensor, rows: int, layer: str
+    ) -> LaneFuture[list[Tensor]]:
+        """Starts sending a block on, keys and values, and receiving one of `rows` rows."""
+        B, _, G, D = here[0].shape
         shape = (B, rows, G, D)
-        incoming = KeysValues(*views(buffer[: 2 * math.prod(shape)], [shape, shape]))
+        incoming = views(buffer[: 2 * math.prod(shape)], [shape, shape])
 
-        def exchange(here: KeysValues, incoming: KeysValues) -> KeysValues:
+        def exchange(here: list[Tensor], incoming: list[Tensor]) -> list[Tensor]:
             with self._trace.span("kv ring", LANE, layer):
                 sends, recvs = [(x, onward.to) for x in here], [(x, onward.before) for x in incoming]
                 self._post(self._ranks, sends, recvs).wait()
@@ -155,7 +150,7 @@ class Came(NamedTuple):
 
     queries: Sequence[Tensor]
     parts: Sequence[Partial]
-    keys: Sequence[Tensor]
+    keys: list[Tensor]
 
 
 class TokenRing(Ring):
@@ -177,7 +172,7 @@ class TokenRing(Ring):
         self, q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, qkv: LazyQKV, layouts: Sequence[Layout], layer: str = ""
     ) -> Tensor:
         """As `Ring.attend`."""
-        own_BSGD, keys = q_BSGD.contiguous(), KeysValues(k_BSGD.contiguous(), v_BSGD.contiguous())
+        own_BSGD, keys = q_BSGD.contiguous(), [k_BSGD.contiguous(), v_BSGD.contiguous()]
         rows, step = [sum(layout.rows) for layout in layouts], partial(self._step, TokensInFlight(layer))
         merged: Partial | None = None
         back: Passing | None = None
@@ -197,7 +192,7 @@ class TokenRing(Ring):
                 returned = None if own else Move(visit.member, visit.holder, self.group)
                 back = passing([x.contiguous() for x in part], returned, rows)
                 here_BSGD = came.queries[0] if came.queries else own_BSGD
-            keys = KeysValues(*came.keys) if came.keys else keys
+            keys = came.keys or keys
         with self._trace.span("wait for parts", layer=layer):
             for arrived in self._lane.submit(step, None, back, None, 0).wait().parts:
                 merged = self._merge(merged, arrived)
