@@ -13,9 +13,10 @@ docs/exchange.md has the figures.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -149,7 +150,8 @@ class LosslessCall(StatefulCall[SiteState]):
         self.rooms = {}
         self._sent: defaultdict[str, dict[int, Sent]] = defaultdict(dict)
         self._staged: StagedExchange | None = None
-        self._stages_of: Counter[str] = Counter()
+        # By tensor the number of its next stage, of which each comes once and in order.
+        self._stages = defaultdict[str, Iterator[int]](itertools.count)
 
     def comes_in_stages(self) -> None:
         self._staged = self._exchange.staged
@@ -161,11 +163,6 @@ class LosslessCall(StatefulCall[SiteState]):
     def cell_bytes(self, x_BLHD: Tensor) -> int:
         width = max(self.rooms.values()) if self.rooms else x_BLHD.shape[-1] * x_BLHD.element_size()
         return len(x_BLHD) * width
-
-    def _stage_of(self, name: str) -> int:
-        """The number of a tensor's stage, of which each comes once and in order."""
-        self._stages_of[name] += 1
-        return self._stages_of[name] - 1
 
     def _known(self, ends: dict[str, End], name: str, shape: Sequence[int], rows: slice) -> Known:
         """What one end knows of some rows of a tensor, of [B, T, H] in all."""
@@ -187,7 +184,7 @@ class LosslessCall(StatefulCall[SiteState]):
     def encode_output(self, out_BTGD: Tensor, rows: slice) -> Tensor | EncodedBlocks:
         ranks: Sequence[int] = self.layout.in_sequence
         if self._staged is not None:  # the last chunk goes first
-            ranks = self._staged.chunks[-1 - self._stage_of("o")]
+            ranks = self._staged.chunks[-1 - next(self._stages["o"])]
         cut = Cut(1, tuple(self.layout.rows[rank] for rank in ranks))
         return self._encoded("o", out_BTGD, rows, sum(self.layout.rows), cut, ranks)
 
@@ -220,7 +217,7 @@ class LosslessCall(StatefulCall[SiteState]):
     def decode(self, received_BSGW: Mapping[str, Tensor], coded: Layout, rows: slice) -> list[Tensor]:
         ranks = hearing = self.layout.in_sequence
         if self._staged is not None:
-            number = self._stage_of("".join(received_BSGW))
+            number = next(self._stages["".join(received_BSGW)])
             ranks, hearing = self._staged.chunks[number], self._staged.hearing[number]
         cut = Cut(1, tuple(self.layout.rows[rank] for rank in ranks))
         return self._decoded(received_BSGW, rows, cut, ranks, hearing)

@@ -84,7 +84,7 @@ class Ring:
             if visit.onward is not None:
                 rows = sum(layouts[visit.onward.brings].rows)
                 coming = self._pass_on(here, visit.onward, buffers[number % 2], rows, layer)
-            yield Keys(*here, mask_in_rank_order(qkv, layouts[visit.member]))
+            yield Keys(here[0], here[1], mask_in_rank_order(qkv, layouts[visit.member]))
             if coming is not None:
                 with self._trace.span("wait for kv", layer=layer):
                     here = coming.wait()
@@ -181,7 +181,7 @@ class TokenRing(Ring):
             keys_on = passing(keys, node.onward, rows)
             for visit in self._steps:
                 coming = self._lane.submit(step, passing([here_BSGD], visit.onward, rows), back, keys_on, LAG)
-                part = self._part(here_BSGD, visit.member, Keys(*keys, mask_B11S), node.member)
+                part = self._part(here_BSGD, visit.member, Keys(keys[0], keys[1], mask_B11S), node.member)
                 with self._trace.span("wait for q", layer=layer):
                     came = coming.wait()
                 for arrived in came.parts:
