@@ -173,7 +173,7 @@ class SelectiveCall(EncodedCall, ABC):
         return [caches[name] for name in received_BSGW]
 
     def renew_reference(self, v_BNHD: Tensor) -> None:
-        """At a full step."""
+        """At a full step, which is scored where there is something to compare with."""
         if self.cache.reference is None:
             self.cache.reference = v_BNHD.clone(memory_format=torch.contiguous_format)
         else:
