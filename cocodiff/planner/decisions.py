@@ -79,6 +79,8 @@ def _read(path: Path) -> tuple[Decisions, ...]:
             return _of_metrics(json.loads(path.read_text()))
         runs = read_yaml(path)["runs"]
         return tuple(_decisions(run, run["displaced"]) for run in runs)
+    except UserError:
+        raise
     except OSError as error:
         raise UserError(f"--decisions {path} cannot be read: {error.strerror}") from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
@@ -42,7 +43,12 @@ def start(words: Sequence[str], launch: Launch) -> int:
     check_choice("benchmark", words[0], KINDS)
     benchmark: Benchmark = import_module(f"cocodiff_bench.{module_of(words)}").BENCHMARK
     values = parse(f"bench {words[0]}", benchmark.about, with_settings(benchmark.options, of_benchmarks), words[1:])
+    given = os.environ.get("OMP_NUM_THREADS")
     settle(values, launch)
+    if not given:  # some benchmarks have imported torch by now
+        import torch
+
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     ranks = (values["ranks"] or 1) if launch.kind == "alone" else launch.size
     config = engine_config(values)
     benchmark.check(values, ranks)

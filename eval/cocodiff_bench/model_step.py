@@ -206,6 +206,7 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
     about = {"model": values["model"], "nodes": topology.nodes}
     if not emulated() or not values["batch"]:
         values["batch"], configs = fitting(values, shape, topology)
+        values["variants"] = [*configs]
     if not emulated():
         check_room(shape, transport)
         found = measure_shape(values, shape, str(family_of_shape(values["model"])), configs, transport)

@@ -135,11 +135,11 @@ def measure_shape(
     )
     model, inputs = random_model(benched, sizes), run_inputs(benched, sizes, values["steps"], values["steps"])
     over = {"flat_serial": SerialTransport(transport), SILENT: SilentTransport(transport)}
-    every = {
-        **{name: one.with_(steps=values["steps"]) for name, one in configs.items()},
-        SILENT: configs.get("flat") or next(iter(configs.values())).with_(exchange="flat"),
+    every = {**configs, SILENT: common.engine_config(values, exchange="flat")}
+    engines = {
+        name: Engine(twin(model), config.with_(steps=values["steps"]), over.get(name, transport))
+        for name, config in every.items()
     }
-    engines = {name: Engine(twin(model), config, over.get(name, transport)) for name, config in every.items()}
     most: dict[str, int] = dict.fromkeys(engines, 0)
     memory = None if device.type == "cpu" else torch.get_device_module(device)
 

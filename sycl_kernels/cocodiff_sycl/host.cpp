@@ -59,11 +59,12 @@ public:
     if (own.busy) own.last.wait();
     if (own.size < bytes) {
       release(own);
-      own.size = std::max<size_t>(bytes, 4096);
+      const size_t size = std::max<size_t>(bytes, 4096);
       own.context = queue.get_context();
-      own.host = sycl::malloc_host(own.size, queue);
-      own.device = sycl::malloc_device(own.size, queue);
+      own.host = sycl::malloc_host(size, queue);
+      own.device = sycl::malloc_device(size, queue);
       if (own.host == nullptr || own.device == nullptr) throw std::runtime_error("no memory for a table of slices");
+      own.size = size;
     }
     std::memcpy(own.host, table, bytes);
     // An event is given as well: a caller's queue need not be in order.
