@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from cocodiff.config.config import Config, preset_names
-from cocodiff.config.errors import UserError, check_choice, check_keys
+from cocodiff.config.config import Config
+from cocodiff.config.errors import UserError, check_keys
 from cocodiff.config.setting import settings_of
 from cocodiff.jobs.options import engine_record, engine_settings
 from cocodiff_eval.harness.session import EXACT
@@ -119,15 +119,13 @@ def _mapping(section: Any, where: str, known: Sequence[str]) -> dict[str, Any]:
 def _point(entry: Mapping[str, Any], base: Mapping[str, Any], engine: Mapping[str, Any]) -> Point:
     """One point: its entry over its preset, or over the base where it names none."""
     own = {key: value for key, value in entry.items() if key != "name"}
-    name = str(entry.get("name") or ", ".join(_in_words(key, value) for key, value in own.items()) or "base")
+    words = [str(value) if key == "preset" else f"{key} {value}" for key, value in own.items()]
+    name = str(entry.get("name") or ", ".join(words) or "base")
     settings = own if "preset" in own else {**base, **own}
     over_preset = {key: value for key, value in settings.items() if key != "preset"} | dict(engine)
     try:
-        if "preset" in settings:
-            check_choice("preset", settings["preset"], preset_names())
-            config = engine_record().preset(settings["preset"], **over_preset)
-        else:
-            config = engine_record()(**over_preset)
+        record = engine_record()
+        config = record.preset(settings["preset"], **over_preset) if "preset" in settings else record(**over_preset)
     except (UserError, TypeError) as error:
         raise UserError(f"point {name}: {error}") from error
     for key in own:
@@ -138,10 +136,6 @@ def _point(entry: Mapping[str, Any], base: Mapping[str, Any], engine: Mapping[st
                 f"{' or '.join(values)}"
             )
     return Point(name, config, settings)
-
-
-def _in_words(key: str, value: Any) -> str:
-    return str(value) if key == "preset" else f"{key} {value}"
 
 
 def _unique(points: Sequence[Point]) -> list[Point]:

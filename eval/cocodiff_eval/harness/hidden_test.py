@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -53,11 +52,10 @@ class Tested:
     """
 
     def __init__(self, hidden: Hidden, volume: Volume, task: Any) -> None:
-        self.hidden = hidden
-        grid = [len(hidden.tested[axis]) for axis in AXES]
+        self.hidden, self.judged = hidden, judged_grid(hidden, volume)
+        grid = self.judged.shape
         self.own = {axis: np.full((0, *grid), np.nan) for axis in volume.axes}
         self.others = {name: np.full(grid, np.nan) for name in (*METHODS, *(line + APART for line in LINES))}
-        self.judged = judged_grid(hidden, volume)
         inside = np.ix_(hidden.tested["y"], hidden.tested["x"])
         self.truth = np.stack([task.scale.normalise(task.stack.read(z)[inside]) for z in hidden.tested["z"]])
 
@@ -70,9 +68,8 @@ class Tested:
     def add(self, axis: str, indices: Sequence[int], sample: int, made: Mapping[str, np.ndarray]) -> None:
         """What was made of slices along an axis, each [slice, *grid without that axis]; without an axis [*grid]."""
         places: list[Any] = [slice(None)] * len(AXES)
-        first = 0
+        first = AXES.index(axis) if axis else 0
         if axis:
-            first = AXES.index(axis)
             places[first] = [self.hidden.tested[axis].index(index) for index in indices]
         for name, values in made.items():
             if name == OWN:
@@ -116,18 +113,18 @@ def solved_near(
 def slice_figures(axis: str, prepared: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> dict[str, Any]:
     """What the methods without a model make of slices along an axis, those that work in these."""
     found: dict[str, Any] = {}
-    for method in (*LINES, BIHARMONIC):
-        if made_along(method) == axis:
-            for pair in zip(prepared, masks, strict=True):
-                for name, image in in_slice(method, *pair).items():
-                    found.setdefault(name, []).append(image)
+    for method in [one for one in (*LINES, BIHARMONIC) if made_along(one) == axis]:
+        for pair in zip(prepared, masks, strict=True):
+            for name, image in in_slice(method, *pair).items():
+                found.setdefault(name, []).append(image)
     return found
 
 
 def judge_test(rounds: Sequence[Tested], volume: Volume, samples: int) -> HiddenRegionReport:
     """The members and their weights, figures of all methods at the voxels that they all restore, and the intervals of
     the mean."""
-    equal = HiddenRegionReport(dict.fromkeys(volume.axes, 1 / len(volume.axes)), of=volume.kind)
+    kind = "volume" if volume.statistics.shape[0] > 1 else "slice"
+    equal = HiddenRegionReport(dict.fromkeys(volume.axes, 1 / len(volume.axes)), of=kind)
     truth_P = np.concatenate([one.truth[one.judged] for one in rounds])
     own = {axis: np.concatenate([one.own[axis][:, one.judged] for one in rounds], 1) for axis in volume.axes}
     others = {name: np.concatenate([one.others[name][one.judged] for one in rounds]) for name in rounds[0].others}
@@ -149,8 +146,8 @@ def judge_test(rounds: Sequence[Tested], volume: Volume, samples: int) -> Hidden
     found = {name: values[common_P] - truth_P for name, values in others.items()}
     ends = {line: values[common_P] for line, values in apart.items() if line in found}
     members = {name: found[name] for name in MEMBERS if name in found}
-    allowed: Callable[[Sequence[str]], bool] = volume.restores if volume.chosen else partial(_all_of, own)
-    mixture = choose_axes(errors, samples if volume.chosen else len(own), allowed, members, ends)
+    most, allowed = (samples, volume.restores) if volume.chosen else (len(own), lambda axes: len(axes) == len(own))
+    mixture = choose_axes(errors, most, allowed, members, ends)
     taken = {name: (errors | members)[name] for name in mixture.names}
     error_P, weights_AP = _fused(mixture, taken, ends, region_P)
     axes = [axis for axis in mixture.names if axis in AXES]
@@ -178,11 +175,7 @@ def judge_test(rounds: Sequence[Tested], volume: Volume, samples: int) -> Hidden
     weights = dict(zip(mixture.names, weights_AP.mean(axis=1).tolist(), strict=True))
     weights = {axis: weights.get(axis, 0.0) for axis in (axes if volume.chosen else volume.axes)} | weights
     cut = any(one.hidden.cut for one in rounds)
-    return HiddenRegionReport(weights, regions, truth_P.size, figures, intervals, mixture, lead, cut, volume.kind)
-
-
-def _all_of(wanted: Mapping[str, Any], axes: Sequence[str]) -> bool:
-    return len(axes) == len(wanted)
+    return HiddenRegionReport(weights, regions, truth_P.size, figures, intervals, mixture, lead, cut, kind)
 
 
 def _fused(
@@ -194,9 +187,7 @@ def _fused(
     regions = np.unique(region_P)
     for region in regions if len(regions) >= ENOUGH else ():
         inside, others = region_P == region, region_P != region
-        learnt = Mixture.learnt(
-            {name: error_P[others] for name, error_P in errors.items()}, {n: d[others] for n, d in apart.items()}
-        )
+        learnt = Mixture.learnt(*({name: one[others] for name, one in of.items()} for of in (errors, apart)))
         weights_AP[:, inside] = learnt.weights({n: d[inside] for n, d in apart.items()}, int(inside.sum()))
     return (weights_AP * errors_AP).sum(axis=0), weights_AP
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -103,24 +102,23 @@ class ImageJob(Job[Batch]):
         """There is no truth, but there may be an exact run to compare with."""
         name, rows, compared = self.names[batch.indices[place]], [], None if exact is None else drawn[exact]
         for preset in self.presets:
-            one = drawn[preset]
-            result = Result(name, None, preset, **one.cost.reported(), exact_compared=compared is not None)
+            told: dict[str, Any] = {**drawn[preset].cost.reported(), "exact_compared": compared is not None}
             if compared is not None:
-                against = psnr_vs_exact_db(compared, one)
-                result = replace(result, psnr_vs_exact_db=against, bytes_exact=compared.cost.bytes)
-            rows.append(result.row())
+                told["psnr_vs_exact_db"] = psnr_vs_exact_db(compared, drawn[preset])
+                told["bytes_exact"] = compared.cost.bytes
+            rows.append(Result(name, None, preset, **told).row())
         return ItemResult(rows, drawn)
 
     def write(self, batch: Batch, place: int, result: Mapping[str, ItemSamples]) -> None:
         for preset, path in self._files(batch.indices[place]).items():
             pixels8 = np.rint(image01(result[preset]) * 255).astype(np.uint8)
-            if self.frames is not None:
-                save_frames(path, pixels8)
-                if has_encoder():
-                    save_mp4(path.with_suffix(".mp4"), pixels8, self.fps)
+            if self.frames is None:
+                Image.fromarray(pixels8).save(path, "PNG")
+                flush(path)
                 continue
-            Image.fromarray(pixels8).save(path, "PNG")
-            flush(path)
+            save_frames(path, pixels8)
+            if has_encoder():
+                save_mp4(path.with_suffix(".mp4"), pixels8, self.fps)
 
     def sums(self, batch: Batch) -> list[int]:
         files = [*self._files(batch.indices[0]).values()]
@@ -152,11 +150,8 @@ class ImageJob(Job[Batch]):
 
     def _shown(self, number: int) -> Generated:
         """The presets' images as saved, for the report; of a video a few frames."""
-
-        def read(path: Path) -> np.ndarray:
-            return np.asarray(Image.open(path)) if self.frames is None else shown_frames(frames_of(path))
-
-        found = {preset: read(path) for preset, path in self._files(number).items()}
+        files, video = self._files(number).items(), self.frames is not None
+        found = {one: shown_frames(frames_of(path)) if video else np.asarray(Image.open(path)) for one, path in files}
         return Generated(self.names[number], self.prompts[number], found)
 
 

@@ -34,8 +34,8 @@ class Batch:
     """Items that one replica makes, by their places (`indices`) in a task, such as a stack of slices; task: its number.
     compared: whether the exact run is made of them for comparison alone. samples: those of each item that are made, of
     so many (`of`) that it gets in all; tests: of these the last ones, which are no results but show on hidden regions
-    how far results may be off. together: items, or samples of them, that share the model's calls. copied:
-    whether they are their own results, as slices that are not masked."""
+    how far results may be off. together: items, or samples of them, that share the model's calls. copied: whether they
+    are their own results, as slices that are not masked."""
 
     task: int
     indices: tuple[int, ...]
@@ -114,18 +114,15 @@ class Parts:
     def keep(self, batch: Batch, drawn: Mapping[str, Sequence[ItemSamples]]) -> None:
         """drawn: in each mode the samples of each item of the batch. Returns when they are on the disk."""
         for place, index in enumerate(batch.indices):
-            of_modes = {mode: of_items[place] for mode, of_items in drawn.items()}
-            facts = {
-                mode: [one.moments.count, vars(one.cost), one.psnr_db, one.tested.count if one.tested else 0]
-                for mode, one in of_modes.items()
-            }
-            images: dict[str, Any] = {}
-            for mode, one in of_modes.items():
-                for moments, name in ((one.moments, mode), *([(one.tested, f"{mode} tested")] if one.tested else [])):
-                    # a single restoration has no spread, and is a float32
-                    alone = moments.count == 1
-                    images[f"mean {name}"] = moments.mean_YX.astype(np.float32 if alone else np.float64)
-                    images |= {} if alone else {f"squares {name}": moments.squares_YX}
+            facts, images = dict[str, Any](), dict[str, Any]()
+            for mode, of_items in drawn.items():
+                one = of_items[place]
+                facts[mode] = [one.moments.count, vars(one.cost), one.psnr_db, one.tested.count if one.tested else 0]
+                for moments, name in ((one.moments, mode), (one.tested, f"{mode} tested")):
+                    if moments is not None and moments.count == 1:  # has no spread, and is a float32
+                        images[f"mean {name}"] = moments.mean_YX.astype(np.float32)
+                    elif moments is not None:
+                        images |= {f"mean {name}": moments.mean_YX, f"squares {name}": moments.squares_YX}
                 images |= {f"kept {mode}": np.stack(one.kept)} if one.kept else {}
             np.savez(self._path(batch, index), facts=np.array(json.dumps(facts)), **images)
             flush(self._path(batch, index))
@@ -167,9 +164,8 @@ PURPOSES = {"bytes": "attention", "bytes_whole": "whole", "bytes_late": "late"} 
 @dataclass
 class Cost:
     """The cost of a stretch of work, under the names of `metrics.Result`: seconds on this rank, and of all ranks of the
-    replica together; bytes per link class of all ranks (rank 0 knows them); in a lossy run what its
-    codec noted at each step (`Engine.drift_profile`). replica_seconds: which replicas the seconds are of, where that
-    is known."""
+    replica together; bytes per link class of all ranks (rank 0 knows them); in a lossy run what its codec noted at each
+    step (`Engine.drift_profile`). replica_seconds: which replicas the seconds are of, where that is known."""
 
     seconds: float = 0.0
     bytes: dict[str, int] = field(default_factory=dict)
@@ -196,19 +192,14 @@ class Cost:
     def shares(self, count: int) -> list[Cost]:
         """Equal shares of `count` images that were made together; of bytes that cannot be shared equally, the first
         have one more. The drift is that of all of them."""
-        replicas = {replica: one / count for replica, one in self.replica_seconds.items()}
-        share = replace(
-            self, seconds=self.seconds / count, rank_seconds=self.rank_seconds / count, replica_seconds=replicas
-        )
+        shared: dict[str, Any] = {"seconds": self.seconds / count, "rank_seconds": self.rank_seconds / count}
+        shared["replica_seconds"] = {replica: one / count for replica, one in self.replica_seconds.items()}
 
-        def sent(n: int) -> dict[str, Any]:
-            of_links = {name: getattr(self, name).items() for name in PURPOSES}
-            return {
-                name: {link: sent * (n + 1) // count - sent * n // count for link, sent in of}
-                for name, of in of_links.items()
-            }
+        def sent(of_links: Mapping[str, int], n: int) -> dict[str, int]:
+            return {link: sent * (n + 1) // count - sent * n // count for link, sent in of_links.items()}
 
-        return [replace(share, **sent(n)) for n in range(count)]
+        parts = [{name: sent(getattr(self, name), n) for name in PURPOSES} for n in range(count)]
+        return [replace(self, **shared, **part) for part in parts]
 
     @classmethod
     def summed(cls, costs: Sequence[Cost]) -> Cost:
@@ -275,11 +266,8 @@ def batches_of(
         groups += [(group, True) for group in evenly(sorted(left & {*compared}), slices)]
         left -= {*compared}
     groups += [(group, False) for group in evenly(sorted(left), slices)]
-    batches = [
-        Batch(task, group, compared, part, samples, together, tests=tests)
-        for group, compared in groups
-        for part in parts
-    ]
+    pairs = [(*group, part) for group in groups for part in parts]
+    batches = [Batch(task, *pair, samples, together, tests=tests) for pair in pairs]
     empty = evenly(sorted({*range(len(masked))} - {*hidden}), COPIED_TOGETHER)
     batches += [Batch(task, group, False, tuple(range(samples)), samples, copied=True, tests=tests) for group in empty]
     return sorted(batches, key=lambda batch: (batch.indices, batch.samples))

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,8 +86,9 @@ class ReportPictures:
         found: list[tuple[int, int]] = []
         for task, shown in enumerate(self.plan.shown):
             quality: dict[int, list[float]] = {}
-            for _, index, row in (one for one in rows if one[0] == task):
-                quality.setdefault(index, []).extend([row["psnr_db"]] if row["psnr_db"] is not None else [])
+            for of_task, index, row in rows:
+                if of_task == task and row["psnr_db"] is not None:
+                    quality.setdefault(index, []).append(row["psnr_db"])
             found += [(task, n) for n in sorted({*shown, *worst_slices(quality, shown, self.plan.worst)})]
         for place in progress(range(len(found)), "writing the report"):
             text = self.read(*found[place])
@@ -110,7 +111,7 @@ def picture(
     """
     input_YX, mask_YX, truth_YX = images
     spread = {preset: native[spread_of(preset)] for preset in native if spread_of(preset) in native}
-    restored = {name: native[name] for name in native if name not in map(spread_of, spread)}
+    restored = {name: image_YX for name, image_YX in native.items() if name not in map(spread_of, spread)}
     if not mask_YX.any():
         restored, spread = {}, {}
     elif smooth_YX is not None:
@@ -152,25 +153,24 @@ def jumps(
     task: Task, presets: Sequence[str], files: Mapping[str, WorkingFile], masked: Sequence[bool], progress: Progress
 ) -> list[dict[str, Any]]:
     """Entries of `jumps` of metrics.json: of a volume whose truth is known, one for each preset."""
-    truth = task.truth
+    truth, small = task.truth, math.prod(task.stack.shape) <= MOST_SHELLED
     if truth is None or not is_volume(task):
         return []
 
+    @lru_cache(len(task.stack) if small else 0)
     def read(index: int) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
         return task.mask.read(index), truth.read(index), {one: files[one].read(index) for one in presets}
 
-    def whole(slices: Callable[[int], np.ndarray]) -> np.ndarray:
-        return np.stack([slices(index) for index in range(len(task.stack))])
-
     found, shells = slice_jumps(read, masked, progress), dict[str, dict[str, Any]]()
-    if math.prod(task.stack.shape) <= MOST_SHELLED:
-        mask_ZYX, truth_ZYX = whole(task.mask.read), whole(truth.read)
-        shells = {one: ring_correlation(task.scale, truth_ZYX, whole(files[one].read), mask_ZYX) for one in presets}
+    if small:
+        masks, truths, restored = zip(*map(read, range(len(task.stack))), strict=True)
+        mask_ZYX, truth_ZYX = np.stack(masks), np.stack(truths)
+        for one in presets:
+            volume_ZYX = np.stack([of_slice[one] for of_slice in restored])
+            shells[one] = ring_correlation(task.scale, truth_ZYX, volume_ZYX, mask_ZYX)
     named = {"name": task.stack.name, "mask": task.mask.name}
-    return [
-        json_ready({**named, "mode": mode, "slice_jump": value, **shells.get(mode, {})})
-        for mode, value in found.items()
-    ]
+    rows = [{**named, "mode": mode, "slice_jump": value, **shells.get(mode, {})} for mode, value in found.items()]
+    return [json_ready(row) for row in rows]
 
 
 class Restored(NamedTuple):
@@ -250,11 +250,10 @@ def judge_slice(
     metrics.json with the biharmonic baseline. modes: whose results are kept; exact_mode: which they are compared with;
     intervals: calibrated ones of each mode, whose ends are written.
     """
-    task, index, original_YX, mask_YX = seen.task, seen.index, seen.original_YX, seen.mask_YX
-    scale = task.scale
+    task, index, original_YX, mask_YX, scale = seen.task, seen.index, seen.original_YX, seen.mask_YX, seen.task.scale
     rows: list[dict[str, Any]] = []
     presets = {mode: drawn[mode] for mode in modes}
-    native = {name: compose_native(original_YX, one.restored01_YX, mask_YX, scale) for name, one in presets.items()}
+    native = {name: seen.native(one) for name, one in presets.items()}
     if samples > 1:
         native |= {
             spread_of(name): spread_native(one.moments.deviation_YX, mask_YX, scale) for name, one in presets.items()
@@ -263,8 +262,7 @@ def judge_slice(
     written = native | further_native(seen, presets, intervals)
     if not mask_YX.any():
         return ItemResult(rows, Restored(written, partial(shown, (original_YX, mask_YX, None), native, None)))
-    truth_YX = seen.truth_YX
-    started = time.perf_counter()
+    truth_YX, started = seen.truth_YX, time.perf_counter()
     smooth_YX, baseline = None, None
     if not mask_YX.all():
         smooth_YX = smoothed(task, original_YX, mask_YX)
@@ -279,7 +277,7 @@ def judge_slice(
             of_preset = intervals.get(preset)
             more |= {"samples": samples, "psnr_db_single": mean(one.psnr_db)}
             more |= coverage(one.moments, truth_YX, mask_YX, scale, of_preset)
-            more |= {"intervals": of_preset.record() if of_preset is not None else None}
+            more["intervals"] = of_preset.record() if of_preset is not None else None
         result = Result(
             slice_name(task.stack, index),
             task.mask.name,
@@ -305,9 +303,8 @@ def further_native(
         found |= {f"{name}{end}": kept_YX for end, kept_YX in zip(kept_samples(len(one.kept)), one.kept, strict=True)}
         if name in intervals:
             radius_YX = intervals[name].radius(one.moments.deviation_YX, 0.9)
-            for end, end01_YX in zip(
-                BOUNDS, (one.restored01_YX - radius_YX, one.restored01_YX + radius_YX), strict=True
-            ):
+            for end, apart_YX in zip(BOUNDS, (-radius_YX, radius_YX), strict=True):
+                end01_YX = one.restored01_YX + apart_YX
                 found[f"{name}{end}"] = compose_native(seen.original_YX, end01_YX, seen.mask_YX, seen.task.scale)
     return found
 

@@ -5,7 +5,7 @@ what results depend on."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
@@ -115,10 +115,6 @@ class Engines(Mapping[str, "Engine"]):
         """What they have chosen by themselves, a line each."""
         return [f"{mode}: {engine.sequence.chosen}" for mode, engine in self.made.items() if engine.sequence.chosen]
 
-    def compiled(self) -> list[str]:
-        """What torch.compile did for them on this rank, a line each."""
-        return [f"{mode}: {engine.compiled}" for mode, engine in self.made.items() if engine.compiled]
-
     def __iter__(self) -> Iterator[str]:
         return iter(self._modes)
 
@@ -162,27 +158,30 @@ class Session:
         finish(self, done, **job.complete(done))
 
 
-Work = Callable[[Prepared, Any], None]  # called on every rank with its transport
-
-
 def start_job(
     prepared: Prepared,
     launch: Launch,
     ranks: int,
     unit: str,
     settings: Callable[[dict[str, Any]], dict[str, Any]],
-    work: Work,
+    work: Callable[[Prepared, Any], None],
     compared: dict[str, str] | None = None,
 ) -> int:
-    """Runs `work` on every rank, unless it is a dry run or nothing is left to do. Returns the exit code.
-
-    unit: what the job is made of; settings: as of `nothing_left`; compared: what ranks must agree on, beside the
-    options.
-    """
+    """Runs `work` on every rank, with its transport, unless it is a dry run or nothing is left to do. Returns the exit
+    code. unit: what the job is made of; settings: as of `Job.settings`, called with those of a run that is to go on;
+    compared: what ranks must agree on, beside the options. Raises UserError where a run that has ended had other
+    settings, or where files of its results are gone."""
     values, config = prepared.values, next(iter(prepared.presets.values()))
     if launch.speaks and prepared.quality is not None:
         say(prepared.quality.line(unit))
-    if values["dry_run"] or nothing_left(prepared, launch, ranks, settings):
+    if values["dry_run"]:
+        return 0
+    ended = prepared.output.finished
+    if ended is not None:
+        if launch.speaks:
+            there = ended.settings or {}
+            prepared.output.confirm(first_difference(there, as_read(describe(prepared, ranks) | settings(there))))
+            say(f"nothing is left to do: the results in {prepared.output.final} are finished, with the same settings")
         return 0
     alike = {name: str(value) for name, value in values.items() if name != "ranks"} | (compared or {})
 
@@ -195,21 +194,6 @@ def start_job(
     if launch.kind != "alone":
         imports()
     return run_holding(prepared.output, values["ranks"], launch, config, alike, partial(work, prepared), imports)
-
-
-def nothing_left(
-    prepared: Prepared, launch: Launch, ranks: int, settings: Callable[[dict[str, Any]], dict[str, Any]]
-) -> bool:
-    """Whether the run that is to go on has ended well before; says so. settings: as of `Job.settings`, called with
-    those of that run. Raises UserError where they differ, or where files of its results are gone."""
-    ended = prepared.output.finished
-    if ended is None:
-        return False
-    if launch.speaks:
-        there = ended.settings or {}
-        prepared.output.confirm(first_difference(there, as_read(describe(prepared, ranks) | settings(there))))
-        say(f"nothing is left to do: the results in {prepared.output.final} are finished, with the same settings")
-    return True
 
 
 def import_before_fork(request: Request, ranks: int | None = None) -> None:
@@ -265,10 +249,8 @@ def same_bits(config: Config, exact: Config) -> bool:
     if not config.exact:
         return False
     of_lossy = {name for name, one in settings_of(type(config)).items() if one.only_with and one.only_with[0] in LOSSY}
-    free = {*ROUTES, *LOSSY, *of_lossy}
-    return {k: v for k, v in vars(config).items() if k not in free} == {
-        k: v for k, v in vars(exact).items() if k not in free
-    }
+    binding = vars(config).keys() - {*ROUTES, *LOSSY, *of_lossy}
+    return all(getattr(config, name) == getattr(exact, name) for name in binding)
 
 
 # On every rank --------------------------------------------------------------------------------------------------------
@@ -286,9 +268,8 @@ def open_session(prepared: Prepared, transport: Any) -> Session:
     from cocodiff.engine.engine import Engine
     from cocodiff.engine.guidance import PARTS
 
-    if (
-        detect().kind != "alone"
-    ):  # else the process that ranks are forked from does so, when none of them writes any more
+    # Alone, the process that ranks are forked from does so, when none of them writes any more.
+    if detect().kind != "alone":
         transport.health.when_lost(lambda error: prepared.output.discard())
     replica = Replica(transport, prepared.values["machine"], prepared.partition.replicas)
     if transport.rank == 0 and not prepared.values["quiet"]:
@@ -312,19 +293,12 @@ def open_session(prepared: Prepared, transport: Any) -> Session:
 
 
 def finish(
-    session: Session,
-    done: JobResult,
-    pictures: Iterable[str],
-    inputs: Sequence[dict[str, Any]] = (),
-    volumes: Sequence[dict[str, Any]] = (),
-    jumps: Sequence[dict[str, Any]] = (),
-    told: str = "",
-    **report: Any,
+    session: Session, done: JobResult, records: Mapping[str, Any] | None = None, told: str = "", **report: Any
 ) -> None:
     """Writes results, publishes the folder and prints the table; all ranks call it, and nobody leaves before.
 
-    inputs: by `Task.record`; volumes: by `HiddenRegionReport.record`; jumps: by `judging.jumps`; told: in the table's
-    place; pictures, report: arguments of `cocodiff_eval.report.write_report`.
+    records: more of metrics.json: `inputs` by `Task.record`, `volumes` by `HiddenRegionReport.record`, `jumps` by
+    `judging.jumps`; told: in the table's place; report: arguments of `cocodiff_eval.report.write_report`.
     """
     transport = session.transport
     own = {mode: {**engine.trace.record(), "rank": transport.rank} for mode, engine in session.engines.made.items()}
@@ -333,19 +307,12 @@ def finish(
         # settings that were tried by some replicas alone have no engine on others
         of_ranks = {mode: [of[mode] for of in gathered if mode in of] for mode in session.engines}
         save_traces(session.folder / "trace.json", {mode: records for mode, records in of_ranks.items() if records})
-        records = {"inputs": inputs, "volumes": volumes, "jumps": jumps}
-        _write_results(session, session.folder, done, pictures, records, told, report)
+        _write_results(session, session.folder, done, records or {}, told, report)
     transport.broadcast_object(None)
 
 
 def _write_results(
-    session: Session,
-    folder: Path,
-    done: JobResult,
-    pictures: Iterable[str],
-    records: Mapping[str, Sequence[dict[str, Any]]],
-    told: str,
-    report: dict[str, Any],
+    session: Session, folder: Path, done: JobResult, records: Mapping[str, Any], told: str, report: dict[str, Any]
 ) -> None:
     from cocodiff_eval.quality.metrics import metrics_document
     from cocodiff_eval.report import write_report
@@ -353,10 +320,11 @@ def _write_results(
 
     values, ranks = session.prepared.values, session.transport.size
     document = metrics_document(values, ranks, [row for *_, row in done.rows])
-    compiled = session.engines.compiled()
+    # What torch.compile did on this rank, a line each.
+    compiled = [f"{mode}: {engine.compiled}" for mode, engine in session.engines.made.items() if engine.compiled]
     more = ("quality", done.bounds), *records.items(), ("compiled", compiled)
     document |= {name: said for name, said in more if said}
-    verdicts = [one["verdict"] for one in records["volumes"] if one["verdict"] is not None]
+    verdicts = [one["verdict"] for one in records.get("volumes", ()) if one["verdict"] is not None]
     (folder / "metrics.json").write_text(json.dumps(document, indent=1, allow_nan=False))
     facts = {
         "model": session.model.name,
@@ -369,7 +337,7 @@ def _write_results(
         **({"hidden regions": "; ".join(verdicts)} if verdicts else {}),
         "cocodiff": __version__,
     }
-    write_report(folder / "report.html", document, pictures, facts, **report)
+    write_report(folder / "report.html", document, facts=facts, **report)
     write_settings(folder, values | ({FOUND: done.bounds} if done.bounds else {}), session.engines.chosen())
     session.prepared.output.publish()
     say("\n".join([*compiled, "", *verdicts, told or terminal_table(document), ""]))

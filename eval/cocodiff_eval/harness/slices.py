@@ -89,7 +89,7 @@ class SliceJob(Job[Batch]):
         # Of several samples of a slice alone, unless it is asked for a test of its own, or for none.
         calibrates = self.samples > 1 and quality is None and values.get("hidden_test", False) is None
         self.tests = min(MOST_TESTS, max(1, self.samples // TESTED)) if calibrates else 0
-        self.before = self.volumes.sizes
+        self.before = [len(work.indices) * work.counted for work in self.volumes.works]
         self._masks = {} if quality is None else slices_of_masks(quality, tasks, masked, compared)
         self.batches: list[Batch] = []
         for number, (task, of_task) in enumerate(zip(tasks, masked, strict=True)):
@@ -200,10 +200,11 @@ class SliceJob(Job[Batch]):
         return hide_beside(original_YX, mask_YX, seed, lambda unknown_YX: restorer.tile_steps([unknown_YX]) <= most)
 
     def make(self, settings: Sequence[str], batch: Batch) -> dict[str, list[ItemSamples]]:
+        leads = self.session.replica.leads
         if batch.task in self.volumes.of:
-            leads = self.session.replica.leads
-            return {one: self.volumes.fused(batch, one) if leads else [] for one in settings}
-        seen, leads = self._seen(batch), self.session.replica.leads
+            indices = batch.indices if leads else ()
+            return {one: [self.volumes.fused(batch.task, index, one) for index in indices] for one in settings}
+        seen = self._seen(batch)
         if batch.copied:  # a slice without masked voxels is its own restoration
             kept = self.samples if self.volumes.keeps else 0
             copies = [
@@ -263,11 +264,13 @@ class SliceJob(Job[Batch]):
                 for number, task in enumerate(self.tasks)
                 if is_volume(task)
             ],
-            "jumps": found,
-            "inputs": [task.record() for task in self.tasks],
             "slices": numbers,
             "side": self.pages.plan.side,
-            "volumes": self.volumes.records(),
+            "records": {
+                "inputs": [task.record() for task in self.tasks],
+                "volumes": self.volumes.records(),
+                "jumps": found,
+            },
         }
 
     def _picture(self, task: int, index: int) -> Any:

@@ -68,7 +68,7 @@ class SweepJob(SliceJob):
         save_pareto(folder / PARETO, rows)
         return {
             "pictures": (),
-            "inputs": [task.record() for task in once],
+            "records": {"inputs": [task.record() for task in once]},
             "slices": {task.stack.name: task.stack.numbers for task in once if len(task.stack) > 1},
             "title": "Sweep",
             "swept": rows,

@@ -40,11 +40,6 @@ class Volume:
     statistics: MaskStatistics
     read_mask: Callable[[int], np.ndarray]
 
-    @property
-    def kind(self) -> str:
-        """What it is called."""
-        return "volume" if self.statistics.shape[0] > 1 else "slice"
-
     def restores(self, axes: Sequence[str]) -> bool:
         """Whether these axes restore every masked voxel: on one of them no slice is masked wholly."""
         return any(not self.statistics.full(axis).any() for axis in axes)
@@ -66,8 +61,8 @@ class Volume:
 class HiddenRegionReport:
     """What the test has shown of a volume. weights: of the axes that are taken and of the methods without a model, in
     the mean; regions, voxels: that were tested; psnr_db: of each method on the same voxels, from the best to the worst;
-    intervals: of the mean; mixture: weights voxel by voxel; lead: of the mean over
-    the best method without a model; cut: see `Hidden`; of: what was tested. Without a test weights alone."""
+    intervals: of the mean; mixture: weights voxel by voxel; lead: of the mean over the best method without a model;
+    cut: see `Hidden`; of: what was tested. Without a test weights alone."""
 
     weights: Mapping[str, float]
     regions: int = 0
@@ -99,8 +94,7 @@ class HiddenRegionReport:
         others = [name for name in figures if name not in (OWN, ALONE, *map(along, AXES))]
         told = ", ".join(f"{name} {figures[name]:.1f}" for name in ([ALONE] if ALONE in figures else []) + others)
         found = f"on {self.regions} hidden regions of this {self.of}: {OWN} {figures[OWN]:.1f} dB, {told}"
-        kind = CUT if self.cut else ""
-        lead = self.lead
+        kind, lead = CUT if self.cut else "", self.lead
         if lead is None:
             return f"{where}: {found}{kind}"
         ahead, behind, low, high, wins = OWN, others[0], lead.low, lead.high, lead.wins
@@ -119,7 +113,7 @@ class HiddenRegionReport:
 
     def record(self, name: str, mask: str, where: str) -> dict[str, Any]:
         """For metrics.json."""
-        found, lead = self.intervals, self.lead
+        lead = self.lead
         return {
             "name": name,
             "mask": mask,
@@ -131,7 +125,7 @@ class HiddenRegionReport:
             "better_in_regions": [lead.wins, lead.of] if lead else None,
             "lead_db": round(lead.db, 3) if lead else None,
             "expected_lead_db": [round(lead.low, 3), round(lead.high, 3)] if lead and math.isfinite(lead.low) else None,
-            "intervals": None if found is None else found.record(),
+            "intervals": None if self.intervals is None else self.intervals.record(),
             "verdict": self.line(where) if self.psnr_db is not None else None,
         }
 
@@ -204,4 +198,4 @@ def volume_of(values: Mapping[str, Any], stack: Stack, mask: Mask) -> tuple[Volu
             f"--axes {' '.join(axes)}: along each of them a slice is masked wholly, and where these meet nothing is "
             f"left to restore from: take another axis in, or leave these voxels out of the mask"
         )
-    return volume, replace(mask, full=frozenset(), masked=int((volume.statistics.counts("z") > 0).sum()))
+    return volume, replace(mask, full=frozenset(), masked=int((statistics.counts("z") > 0).sum()))

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from cocodiff_eval.data.intensity import prepare_slice
-from cocodiff_eval.data.masks import depth
 from cocodiff_eval.data.reoriented import AXES, Reoriented, Restored
 from cocodiff_eval.harness.hidden_test import (
     APART,
@@ -43,13 +42,20 @@ TRACE = 1e-9  # of weight, so that a voxel without any other is restored along a
 
 
 @dataclass(frozen=True)
-class VolumeFiles:
-    """modes: names of presets; samples: of each voxel in all."""
+class Making:
+    """What volumes are made with, and the files of what is made.
+
+    modes: names of presets; samples: of each voxel in all; hidden: of the volumes that are tested, what is hidden in
+    each round; leads: whether this rank leads its replica, and writes.
+    """
 
     folder: Path
     tasks: Sequence[Task]
     modes: Sequence[str]
     samples: int
+    restorer: Restorer
+    hidden: Mapping[int, Sequence[Hidden]]
+    leads: bool
 
     @cached_property
     def of(self) -> dict[int, Volume]:
@@ -69,14 +75,17 @@ class VolumeFiles:
 
     def prepared(self, task: int, axis: str, indices: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Slices along an axis as they are given to the model, and their masks."""
-        masks = [self.mask(task, axis, index) for index in indices]
-        originals = [self.voxels(task, axis, index) for index in indices]
-        scale = self.tasks[task].scale
-        return [prepare_slice(*pair, scale) for pair in zip(originals, masks, strict=True)], masks
+        masks, scale = [self.mask(task, axis, index) for index in indices], self.tasks[task].scale
+        pairs = zip(indices, masks, strict=True)
+        return [prepare_slice(self.voxels(task, axis, index), mask, scale) for index, mask in pairs], masks
 
-    def depth(self, task: int, index: int) -> np.ndarray:
-        """Of a slice along z, float64 [Y, X]: as of `masks.depth`."""
-        return depth(self.of[task].read_mask, index, self.of[task].statistics.shape[0])
+    def draw(
+        self, work: Any, prepared: Sequence[np.ndarray], masks: Sequence[np.ndarray], mode: str
+    ) -> list[ItemSamples]:
+        """A sample of each of some slices along an axis, by the model. No two samples of different axes have the same
+        noise; along z those of a job of this axis alone."""
+        numbers = [work.sample + self.samples * AXES.index(work.axis)] * len(prepared)
+        return self.restorer.run(prepared, masks, mode, self.tasks[work.task].scale.limits01, numbers)
 
     def restored(self, task: int, mode: str, axis: str, sample: int) -> Restored:
         """The file of a sample."""
@@ -144,25 +153,6 @@ def keep(path: Path, made: Mapping[str, Any]) -> None:
 
 
 @dataclass(frozen=True)
-class Making:
-    """What work is done with. hidden: of the volumes that are tested, what is hidden in each round; leads: whether this
-    rank leads its replica, and writes."""
-
-    files: VolumeFiles
-    restorer: Restorer
-    hidden: Mapping[int, Sequence[Hidden]]
-    leads: bool
-
-    def draw(
-        self, work: Any, prepared: Sequence[np.ndarray], masks: Sequence[np.ndarray], mode: str
-    ) -> list[ItemSamples]:
-        """A sample of each of some slices along an axis, by the model. No two samples of different axes have the same
-        noise; along z those of a job of this axis alone."""
-        numbers = [work.sample + self.files.samples * AXES.index(work.axis)] * len(prepared)
-        return self.restorer.run(prepared, masks, mode, self.files.tasks[work.task].scale.limits01, numbers)
-
-
-@dataclass(frozen=True)
 class Work(ABC):
     """Slices along an axis that one replica makes together. suffix: of the file of what `run` gives; counted: whether
     the bar counts them."""
@@ -174,7 +164,7 @@ class Work(ABC):
     counted: ClassVar[bool] = True
 
     @abstractmethod
-    def holds(self, files: VolumeFiles, path: Path) -> bool:
+    def holds(self, making: Making, path: Path) -> bool:
         """Whether what an earlier start has made is there. Whatever is raised says that it is not."""
 
     @abstractmethod
@@ -188,18 +178,18 @@ class Restoring(Work):
     suffix = ".json"
 
     @abstractmethod
-    def results(self, files: VolumeFiles) -> dict[str, Restored]:
+    def results(self, making: Making) -> dict[str, Restored]:
         """By the names of presets, or of what a method without a model makes."""
 
     @abstractmethod
     def is_wanted(self, verdict: HiddenRegionReport, samples: int) -> bool:
         """Whether results are made of it. samples: of each voxel in all."""
 
-    def holds(self, files: VolumeFiles, path: Path) -> bool:
-        return bool(json.loads(path.read_text())["sums"] == self.sums(files))
+    def holds(self, making: Making, path: Path) -> bool:
+        return bool(json.loads(path.read_text())["sums"] == self.sums(making))
 
-    def sums(self, files: VolumeFiles) -> list[int]:
-        return [zlib.crc32(one.read(n).tobytes()) for one in self.results(files).values() for n in self.indices]
+    def sums(self, making: Making) -> list[int]:
+        return [zlib.crc32(one.read(n).tobytes()) for one in self.results(making).values() for n in self.indices]
 
 
 @dataclass(frozen=True)
@@ -208,25 +198,23 @@ class ByModel(Restoring):
 
     sample: int
 
-    def results(self, files: VolumeFiles) -> dict[str, Restored]:
-        return {mode: files.restored(self.task, mode, self.axis, self.sample) for mode in files.modes}
+    def results(self, making: Making) -> dict[str, Restored]:
+        return {mode: making.restored(self.task, mode, self.axis, self.sample) for mode in making.modes}
 
     def is_wanted(self, verdict: HiddenRegionReport, samples: int) -> bool:
         return self.sample < samples_along(samples, verdict.axes).get(self.axis, 0)
 
     def run(self, making: Making, queue: Queue) -> dict[str, Any] | None:
-        prepared, masks = making.files.prepared(self.task, self.axis, self.indices)
-        queue.begin(len(masks), making.restorer.tile_steps(masks) * len(making.files.modes))
-        made, costs = {}, {}
-        for mode in making.files.modes:
-            made[mode] = making.draw(self, prepared, masks, mode)
-            costs[mode] = vars(Cost.summed([one.cost for one in made[mode]]))
+        prepared, masks = making.prepared(self.task, self.axis, self.indices)
+        queue.begin(len(masks), making.restorer.tile_steps(masks) * len(making.modes))
+        made = {mode: making.draw(self, prepared, masks, mode) for mode in making.modes}
         if not making.leads:
             return None
-        for mode, file in self.results(making.files).items():
+        for mode, file in self.results(making).items():
             for index, one, mask in zip(self.indices, made[mode], masks, strict=True):
                 file.write(index, one.restored01_YX[mask])
-        return {"costs": costs, "sums": self.sums(making.files)}
+        costs = {mode: vars(Cost.summed([one.cost for one in drawn])) for mode, drawn in made.items()}
+        return {"costs": costs, "sums": self.sums(making)}
 
 
 @dataclass(frozen=True)
@@ -236,9 +224,9 @@ class Smoothed(Restoring):
     method: str
     counted = False
 
-    def results(self, files: VolumeFiles) -> dict[str, Restored]:
+    def results(self, making: Making) -> dict[str, Restored]:
         names = (self.method, self.method + APART) if self.method in LINES else (self.method,)
-        return {name: files.without_model(self.task, name) for name in names}
+        return {name: making.without_model(self.task, name) for name in names}
 
     def is_wanted(self, verdict: HiddenRegionReport, samples: int) -> bool:
         return self.method in verdict.others
@@ -246,14 +234,12 @@ class Smoothed(Restoring):
     def run(self, making: Making, queue: Queue) -> dict[str, Any] | None:
         if not making.leads:
             return None
-        self.write(making.files)
-        return {"costs": {}, "sums": self.sums(making.files)}
+        self.write(making)
+        return {"costs": {}, "sums": self.sums(making)}
 
-    def write(self, files: VolumeFiles) -> None:
-        results = self.results(files)
-        for index, prepared, mask in zip(
-            self.indices, *files.prepared(self.task, self.axis, self.indices), strict=True
-        ):
+    def write(self, making: Making) -> None:
+        results, pairs = self.results(making), making.prepared(self.task, self.axis, self.indices)
+        for index, prepared, mask in zip(self.indices, *pairs, strict=True):
             for name, image in in_slice(self.method, prepared, mask).items():
                 results[name].write(index, image[mask])
 
@@ -261,10 +247,10 @@ class Smoothed(Restoring):
 class Solved(Smoothed):
     """A method in three dimensions, in slices along z, some rows of all of them at once."""
 
-    def write(self, files: VolumeFiles) -> None:
-        mask_NYX = np.stack([files.mask(self.task, "z", index) for index in self.indices])
-        shape, (file,) = files.of[self.task].statistics.shape, self.results(files).values()
-        read, made = files.window_reader(self.task), [[np.zeros(0)] for _ in self.indices]
+    def write(self, making: Making) -> None:
+        mask_NYX = np.stack([making.mask(self.task, "z", index) for index in self.indices])
+        shape, (file,) = making.of[self.task].statistics.shape, self.results(making).values()
+        read, made = making.window_reader(self.task), [[np.zeros(0)] for _ in self.indices]
         for top in range(0, shape[1], CELL):
             numbers, rows, columns = mask_NYX[:, top : top + CELL].nonzero()
             points_P3 = np.stack([np.array(self.indices)[numbers], rows + top, columns], 1)
@@ -285,39 +271,36 @@ class Trial(Work):
     sample: int = 0
     suffix = ".npz"
 
-    def holds(self, files: VolumeFiles, path: Path) -> bool:
+    def holds(self, making: Making, path: Path) -> bool:
         with np.load(path, allow_pickle=False) as found:
             return all(found[name].size for name in found.files)  # reads all of it
 
     def run(self, making: Making, queue: Queue) -> dict[str, np.ndarray] | None:
         hidden = making.hidden[self.task][self.round]
-        read = making.files.window_reader(self.task, hidden)
-        return solved_near(hidden, making.files.of[self.task], read) if making.leads else None
+        read = making.window_reader(self.task, hidden)
+        return solved_near(hidden, making.of[self.task], read) if making.leads else None
 
 
 class SliceTrial(Trial):
     """Of the model, a sample of each slice, and with the first one of the methods that work slice by slice."""
 
     def run(self, making: Making, queue: Queue) -> dict[str, np.ndarray] | None:
-        files, hidden = making.files, making.hidden[self.task][self.round]
-        scale, reads = making.files.tasks[self.task].scale, partial(files.mask, self.task, self.axis)
-        original = [files.voxels(self.task, self.axis, index) for index in self.indices]
+        hidden, reads = making.hidden[self.task][self.round], partial(making.mask, self.task, self.axis)
+        original = [making.voxels(self.task, self.axis, index) for index in self.indices]
         masks = [reads(index) | hidden.mask(self.axis, index, reads) for index in self.indices]
-        restores, found = [not mask.all() for mask in masks], dict[str, Any]()
-        prepared = [prepare_slice(o, m, scale) for o, m, yes in zip(original, masks, restores, strict=True) if yes]
-        of_model = [mask for mask, yes in zip(masks, restores, strict=True) if yes]
-        if prepared and self.axis in making.files.of[self.task].axes:
+        of_model, found = [mask for mask in masks if not mask.all()], dict[str, Any]()
+        scale, pairs = making.tasks[self.task].scale, zip(original, masks, strict=True)
+        prepared = [prepare_slice(image, mask, scale) for image, mask in pairs if not mask.all()]
+        if prepared and self.axis in making.of[self.task].axes:
             queue.begin(len(prepared), making.restorer.tile_steps(of_model))
-            drawn = making.draw(self, prepared, of_model, files.modes[0])
-            found[OWN] = [one.restored01_YX for one in drawn]
+            found[OWN] = [one.restored01_YX for one in making.draw(self, prepared, of_model, making.modes[0])]
         if not making.leads:
             return None
         if self.sample == 0:
             found |= slice_figures(self.axis, prepared, of_model)
-        grid = np.ix_(*[hidden.tested[axis] for axis in AXES if axis != self.axis])
-        shape = [len(hidden.tested[axis]) for axis in AXES if axis != self.axis]
-        made = {}
+        tested = [hidden.tested[axis] for axis in AXES if axis != self.axis]
+        grid, shape, made = np.ix_(*tested), [*map(len, tested)], {}
         for name, images in found.items():
             left = iter(images)
-            made[name] = np.stack([next(left)[grid] if yes else np.full(shape, np.nan) for yes in restores])
+            made[name] = np.stack([np.full(shape, np.nan) if mask.all() else next(left)[grid] for mask in masks])
         return made

@@ -20,12 +20,13 @@ import numpy as np
 
 from cocodiff.jobs.terminal import reading_bar
 from cocodiff_eval.data.intensity import compose_native
+from cocodiff_eval.data.masks import depth
 from cocodiff_eval.data.reoriented import AXES, reoriented_shape, turn
 from cocodiff_eval.harness.hidden_test import MEMBERS, Tested, judge_test, made_along
 from cocodiff_eval.harness.items import Batch, Cost, ItemSamples, evenly
 from cocodiff_eval.harness.restoring import Restorer
 from cocodiff_eval.harness.tasks import Task
-from cocodiff_eval.harness.volume import HiddenRegionReport, Volume
+from cocodiff_eval.harness.volume import HiddenRegionReport
 from cocodiff_eval.harness.volume_work import (
     ByModel,
     Making,
@@ -34,7 +35,6 @@ from cocodiff_eval.harness.volume_work import (
     Smoothed,
     Solved,
     Trial,
-    VolumeFiles,
     Work,
     keep,
 )
@@ -51,26 +51,22 @@ FUSED_TOGETHER = 8  # slices along z in a batch
 
 
 class Volumes:
-    """hidden: of the volumes that are tested, by the number of the task, what is hidden in each round."""
+    """hidden: of the volumes that are tested, by the number of the task, what is hidden in each round; of: all
+    volumes, by the numbers of their tasks."""
 
     def __init__(
         self, session: Session, restorer: Restorer, tasks: Sequence[Task], hidden: Mapping[int, Sequence[Hidden]]
     ) -> None:
         self.session, self.restorer, self.tasks, self.hidden = session, restorer, tasks, hidden
-        self.samples: int = session.prepared.values["samples"]
-        self.keeps: bool = session.prepared.values["keep_samples"]
-        self.files = VolumeFiles(
-            session.prepared.output.journals.folder / "volumes", tasks, [*session.prepared.presets], self.samples
-        )
-        self.making = Making(self.files, restorer, hidden, session.replica.leads)
+        prepared, leads = session.prepared, session.replica.leads
+        self.samples: int = prepared.values["samples"]
+        self.keeps: bool = prepared.values["keep_samples"]
+        folder, modes = prepared.output.journals.folder / "volumes", [*prepared.presets]
+        self.making = Making(folder, tasks, modes, self.samples, restorer, hidden, leads)
+        self.of = self.making.of
         self.verdicts: dict[int, HiddenRegionReport] = {}
         self.works = [work for number in self.of for work in self._works(number)]
         self._costs: dict[tuple[int, str], Cost] = {}
-
-    @property
-    def of(self) -> dict[int, Volume]:
-        """The volumes, by the numbers of their tasks."""
-        return self.files.of
 
     def tested(self, task: int) -> bool:
         return bool(self.hidden.get(task))
@@ -80,12 +76,12 @@ class Volumes:
         volume, tested, works = self.of[number], self.tested(number), list[Work]()
         for place, hidden in enumerate(self.hidden.get(number) or ()):
             for axis in self._read_along(number):
-                groups = evenly(hidden.tested[axis], self._together(number, axis))
+                groups = self._groups(number, axis, hidden.tested[axis])
                 samples = volume.sampled(self.samples) if axis in volume.axes else 1
                 works += [SliceTrial(number, axis, group, place, n) for n in range(samples) for group in groups]
             works.append(Trial(number, "", (), place))
         for axis in volume.axes:
-            groups = evenly(volume.statistics.restorable(axis), self._together(number, axis))
+            groups = self._groups(number, axis, volume.statistics.restorable(axis))
             works += [ByModel(number, axis, group, n) for n in range(self.samples) for group in groups]
         for method in MEMBERS if tested else ():
             axis = made_along(method)
@@ -94,14 +90,13 @@ class Volumes:
                 cells = [tuple(group) for _, group in groupby(masked, lambda index: index // CELL)]
                 works += [Solved(number, axis, group, method) for group in cells]
             else:
-                groups = evenly(volume.statistics.restorable(axis), self._together(number, axis))
+                groups = self._groups(number, axis, volume.statistics.restorable(axis))
                 works += [Smoothed(number, axis, group, method) for group in groups]
         return works
 
-    def _together(self, task: int, axis: str) -> int:
-        """Slices along an axis that share the model's calls."""
-        rows_columns = reoriented_shape(self.tasks[task].stack.shape, axis)[1:]
-        return self.restorer.together(rows_columns)
+    def _groups(self, task: int, axis: str, indices: Sequence[int]) -> list[tuple[int, ...]]:
+        """Slices along an axis, those that share the model's calls together."""
+        return evenly(indices, self.restorer.together(reoriented_shape(self.tasks[task].stack.shape, axis)[1:]))
 
     def _read_along(self, task: int) -> list[str]:
         """The axes along which slices are read: of a test also y, in which lines along z are seen."""
@@ -112,27 +107,23 @@ class Volumes:
         """Those of a slice along z, of a volume that was tested."""
         if not self.tested(task):
             return None
-        return (self.verdicts[task].intervals or Intervals.unknown()).at(self.files.depth(task, index))
-
-    @property
-    def sizes(self) -> list[int]:
-        return [len(work.indices) * work.counted for work in self.works]
+        deep_YX = depth(self.of[task].read_mask, index, self.of[task].statistics.shape[0])
+        return (self.verdicts[task].intervals or Intervals.unknown()).at(deep_YX)
 
     def batches(self, task: int) -> list[Batch]:
         """The slices of a volume along z, which are fused when those along all axes are there."""
-        groups = evenly(range(len(self.tasks[task].stack)), FUSED_TOGETHER)
-        samples = tuple(range(self.samples))
+        groups, samples = evenly(range(len(self.tasks[task].stack)), FUSED_TOGETHER), tuple(range(self.samples))
         return [Batch(task, group, False, samples, self.samples, copied=True) for group in groups]
 
     def holds(self, number: int) -> bool:
         """Whether what an earlier start has made is there."""
         try:
-            return self.works[number].holds(self.files, self._path(number))
+            return self.works[number].holds(self.making, self._path(number))
         except Exception:  # numpy, zipfile and json raise many kinds for a damaged file
             return False
 
     def _path(self, number: int) -> Path:
-        return self.files.folder / f"{number}{self.works[number].suffix}"
+        return self.making.folder / f"{number}{self.works[number].suffix}"
 
     # Before batches ---------------------------------------------------------------------------------------------------
 
@@ -140,12 +131,12 @@ class Volumes:
         """Tests, decides and restores, on all ranks. first: the queue's number of the first work."""
         whole = self.session.replica.whole
         if whole.rank == 0:
-            self.files.folder.mkdir(exist_ok=True)
+            self.making.folder.mkdir(exist_ok=True)
             for task in self.of:
-                copies = [self.files.turned(task, axis) for axis in self._read_along(task) if axis != "z"]
+                copies = [self.making.turned(task, axis) for axis in self._read_along(task) if axis != "z"]
                 bar, name = reading_bar(not self.session.prepared.values["quiet"]), self.tasks[task].stack.name
-                turn(partial(self.files.voxels, task, "z"), [voxels for voxels, _ in copies], bar, name)
-                turn(partial(self.files.mask, task, "z"), [mask for _, mask in copies], bar, f"the mask of {name}")
+                turn(partial(self.making.voxels, task, "z"), [voxels for voxels, _ in copies], bar, name)
+                turn(partial(self.making.mask, task, "z"), [mask for _, mask in copies], bar, f"the mask of {name}")
         whole.broadcast_object(None)  # the copies are there
         tests = [number for number, work in enumerate(self.works) if isinstance(work, Trial)]
         queue.expect([first + number for number in (*tests, *self._likely())])
@@ -161,7 +152,7 @@ class Volumes:
         if whole.rank == 0:
             for line in self.lines():
                 queue.bar.say(line)
-            results = [file for work in wanted.values() for file in work.results(self.files).values()]
+            results = [file for work in wanted.values() for file in work.results(self.making).values()]
             for file in {file.path: file for file in results}.values():
                 file.create()
         whole.broadcast_object(None)  # the files are there
@@ -171,10 +162,8 @@ class Volumes:
 
     def _likely(self) -> list[int]:
         """What is restored if all axes are taken: for the time left to be shown before it is known."""
-        even = {
-            task: HiddenRegionReport(dict.fromkeys(volume.axes[: self.samples], 1.0))
-            for task, volume in self.of.items()
-        }
+        axes = {task: volume.axes[: self.samples] for task, volume in self.of.items()}
+        even = {task: HiddenRegionReport(dict.fromkeys(of_task, 1.0)) for task, of_task in axes.items()}
         own = [(n, work) for n, work in enumerate(self.works) if isinstance(work, ByModel)]
         return [n for n, work in own if work.is_wanted(even[work.task], self.samples)]
 
@@ -211,48 +200,28 @@ class Volumes:
 
     # Fusing -----------------------------------------------------------------------------------------------------------
 
-    def fused(self, batch: Batch, mode: str) -> list[ItemSamples]:
-        """Slices along z with all their samples."""
-        return [self._fused(batch.task, index, mode) for index in batch.indices]
-
-    def _fused(self, task: int, index: int, mode: str) -> ItemSamples:
-        mask_YX, statistics = self.files.mask(task, "z", index), self.of[task].statistics
-        image_YX = np.zeros(mask_YX.shape)
-        if not self.tasks[task].mask.read(index).any():  # nothing to restore, or nothing to restore it from
-            kept = (self.files.voxels(task, "z", index),) * self.samples if self.keeps else ()
-            return ItemSamples(Moments.of(image_YX), Cost(), kept=kept)
-        values_SP, weights_SP, drawn_SP = self.files.samples_of(task, index, mode, mask_YX, self.verdicts[task])
-        mean_P, spread_P = fuse(values_SP, weights_SP, drawn_SP)
-        drawn_P = (drawn_SP > 0).any(axis=1)
-        samples, squares_YX = int(drawn_P.sum()), image_YX.copy()
-        image_YX[mask_YX], squares_YX[mask_YX] = mean_P, np.square(spread_P) * (samples - 1)
-        slices = int((statistics.counts("z") > 0).sum())
-        cost = self._costs.get((task, mode), Cost()).shares(slices)[0]
-        drawn = ItemSamples(Moments(samples, image_YX, squares_YX), cost)
-        return self._judged_alone(task, index, mask_YX, values_SP[drawn_P], drawn_SP[drawn_P], drawn)
-
-    def _judged_alone(
-        self,
-        task: int,
-        index: int,
-        mask_YX: np.ndarray,
-        values_SP: np.ndarray,
-        weights_SP: np.ndarray,
-        drawn: ItemSamples,
-    ) -> ItemSamples:
-        """With the PSNR of each sample, and the samples themselves where they are kept."""
-        one, kept = self.tasks[task], []
-        truth_YX = one.truth.read(index) if one.truth is not None else None
-        psnr_db: list[float | None] = [] if truth_YX is not None else [None] * len(values_SP)
+    def fused(self, task: int, index: int, mode: str) -> ItemSamples:
+        """A slice along z: all its samples, with the PSNR of each, and themselves where they are kept."""
+        one, mask_YX = self.tasks[task], self.making.mask(task, "z", index)
         original_YX = one.stack.read(index)
-        for values_P, weights_P in zip(values_SP, weights_SP, strict=True):
-            image_YX = drawn.restored01_YX.copy()
-            image_YX[mask_YX] = np.where(weights_P > 0, values_P, image_YX[mask_YX])
-            native_YX = compose_native(original_YX, image_YX, mask_YX, one.scale)
-            if truth_YX is not None:
-                psnr_db.append(masked_psnr_db(one.scale, truth_YX, native_YX, mask_YX))
+        image_YX = np.zeros(mask_YX.shape)
+        if not one.mask.read(index).any():  # nothing to restore, or nothing to restore it from
+            return ItemSamples(Moments.of(image_YX), Cost(), kept=(original_YX,) * self.samples * self.keeps)
+        values_SP, weights_SP, drawn_SP = self.making.samples_of(task, index, mode, mask_YX, self.verdicts[task])
+        mean_P, spread_P = fuse(values_SP, weights_SP, drawn_SP)
+        drawn_S = (drawn_SP > 0).any(axis=1)
+        samples, squares_YX = int(drawn_S.sum()), np.zeros(mask_YX.shape)
+        image_YX[mask_YX], squares_YX[mask_YX] = mean_P, np.square(spread_P) * (samples - 1)
+        slices = int((self.of[task].statistics.counts("z") > 0).sum())
+        cost = self._costs.get((task, mode), Cost()).shares(slices)[0]
+        truth_YX, psnr_db, kept = one.truth.read(index) if one.truth is not None else None, [], []
+        for values_P, weights_P in zip(values_SP[drawn_S], drawn_SP[drawn_S], strict=True):
+            sample_YX = image_YX.copy()
+            sample_YX[mask_YX] = np.where(weights_P > 0, values_P, mean_P)
+            native_YX = compose_native(original_YX, sample_YX, mask_YX, one.scale)
+            psnr_db.append(None if truth_YX is None else masked_psnr_db(one.scale, truth_YX, native_YX, mask_YX))
             kept += [native_YX] if self.keeps else []
-        return ItemSamples(drawn.moments, drawn.cost, tuple(psnr_db), tuple(kept))
+        return ItemSamples(Moments(samples, image_YX, squares_YX), cost, tuple(psnr_db), tuple(kept))
 
     # What is told -----------------------------------------------------------------------------------------------------
 
