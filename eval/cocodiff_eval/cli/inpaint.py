@@ -119,14 +119,17 @@ def start(words: Sequence[str], launch: Launch) -> int:
 
         check_truth(prepared.quality.bound, tasks)
     prepared = partitioned(prepared, tasks, ranks)
-
-    def settings(there: dict[str, Any]) -> dict[str, Any]:
-        from cocodiff_eval.harness.slices import describe_inputs
-
-        return describe_inputs(tasks, values)
-
     compared = {f"intensities of {task.stack.name} outside {task.mask.name}": str(task.scale) for task in tasks}
-    return start_job(prepared, launch, ranks, "slices", settings, partial(work, tasks), compared)
+    return start_job(
+        prepared, launch, ranks, "slices", partial(settings, tasks, values), partial(work, tasks), compared
+    )
+
+
+def settings(tasks: list[Any], values: dict[str, Any], there: dict[str, Any]) -> dict[str, Any]:
+    """As of `start_job`: what the results depend on, whatever is there."""
+    from cocodiff_eval.harness.tasks import describe_inputs
+
+    return describe_inputs(tasks, values)
 
 
 def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:
@@ -184,15 +187,13 @@ def find_tasks(values: dict[str, Any], unmasked: str | None = None) -> list[Any]
 
     links, progress = values["follow_links"], reading_bar(not values["quiet"] and detect().speaks)
     given = parse_range(values["range"]) if values.get("range") is not None else None
-    part = Part(values.get("slices") or "", values.get("roi") or "")
-    stacks = open_stacks(values["input"], links, part)
+    stacks = open_stacks(values["input"], links, Part(values.get("slices") or "", values.get("roi") or ""))
     if values["truth"] and len(stacks) > 1:
         raise UserError(f"--truth is the original of one input and {len(stacks)} were given: run them one by one")
     masks = list(dict.fromkeys(values["mask"]))
     if len(masks) == 1 and not is_there(masks[0]):
         masks = list(dict.fromkeys(masks[0].split(",")))
-    found: list[tuple[Any, Any, Any, Any]] = []
-    volumes: list[Any] = []
+    found: list[tuple[Any, ...]] = []
     for stack in stacks:
         truth = open_truth(values["truth"], stack, links) if values["truth"] else None
         for number, word in enumerate(masks):
@@ -205,13 +206,11 @@ def find_tasks(values: dict[str, Any], unmasked: str | None = None) -> list[Any]
             known = truth or (None if mask.from_file else stack)
             scale = intensity_range(stack, mask, progress, given)
             volume, mask = volume_of(values, stack, mask)
-            volumes.append(volume)
-            found.append((stack, mask, scale, known))
+            found.append((stack, mask, scale, known, volume))
     names = file_names([(stack.name, mask.name) for stack, mask, *_ in found])
     words = [result_format(values.get("format") or "same", stack.volume) for stack, *_ in found]
-    steps = values.get("steps", 0)
-    parts = zip(found, names, words, volumes, strict=True)
-    return [Task(*one, name, word, volume, steps) for one, name, word, volume in parts]
+    parts = zip(found, names, words, strict=True)
+    return [Task(*one, name, word, volume, values.get("steps", 0)) for (*one, volume), name, word in parts]
 
 
 def work(tasks: list[Any], prepared: Prepared, transport: Any) -> None:

@@ -25,7 +25,7 @@ from cocodiff.jobs.replicas import topology_of_replica
 from cocodiff.jobs.terminal import say
 from cocodiff.models.family import INPAINT
 from cocodiff_eval.cli.inpaint import OPTIONS as OF_INPAINT
-from cocodiff_eval.cli.inpaint import SHOWN, SLICE_BY_SLICE, find_tasks
+from cocodiff_eval.cli.inpaint import SHOWN, SLICE_BY_SLICE, find_tasks, settings
 from cocodiff_eval.harness.grid import SECTIONS, Grid, Point, read_grid
 from cocodiff_eval.harness.quality import BOUND_OPTIONS
 from cocodiff_eval.harness.session import Prepared, open_session, start_job
@@ -66,13 +66,8 @@ def start(words: Sequence[str], launch: Launch) -> int:
         what = f"sweep of {len(grid.points)} point(s) on {ranks} rank(s) into {values['out']}"
         say(f"cocodiff {__version__}: {what}; reading {len(values['input'])} input(s)")
     prepared, tasks = prepare(values, grid, ranks, started)
-
-    def settings(there: dict[str, Any]) -> dict[str, Any]:
-        from cocodiff_eval.harness.slices import describe_inputs
-
-        return describe_inputs(tasks, values)
-
-    return start_job(prepared, launch, ranks, "slices", settings, partial(work, tasks, grid))
+    described = partial(settings, tasks, values)
+    return start_job(prepared, launch, ranks, "slices", described, partial(work, tasks, grid))
 
 
 def check_request(values: dict[str, Any]) -> None:

@@ -78,11 +78,8 @@ class Bound:
     def worst(self, figures: Mapping[int, float | None]) -> tuple[int, float] | None:
         """The slice with the figure that is nearest to breaking the bound, or breaks it most; None where there are no
         figures."""
-        there = {key: figure for key, figure in figures.items() if figure is not None}
-        if not there:
-            return None
-        key = min(there, key=lambda one: there[one] if self.against == "exact" else -there[one])
-        return key, there[key]
+        there = [(key, figure) for key, figure in figures.items() if figure is not None]
+        return min(there, key=lambda one: one[1] if self.against == "exact" else -one[1], default=None)
 
 
 class Trial(NamedTuple):

@@ -98,7 +98,6 @@ class ReportPictures:
 def picture(
     task: Any,
     index: int,
-    name: str,
     images: tuple[np.ndarray, np.ndarray, np.ndarray | None],
     native: Mapping[str, np.ndarray],
     smooth_YX: np.ndarray | None,
@@ -116,6 +115,7 @@ def picture(
         restored, spread = {}, {}
     elif smooth_YX is not None:
         restored["biharmonic"] = smooth_YX
+    name = slice_name(task.stack, index)
     return Picture(name, task.mask.name, index, input_YX, mask_YX, task.scale, restored, truth_YX, spread)
 
 
@@ -129,10 +129,8 @@ def shown_volume(task: Task, presets: Sequence[str], files: Mapping[str, Working
     are shown where there are such files."""
     kept, region = task.stack.metadata, task.stack.volume.region
     grey = {preset: files[preset].read for preset in presets}
-    for preset in presets:
-        for end, told in zip(BOUNDS, ("low 90 %", "high 90 %"), strict=True):
-            if f"{preset}{end}" in files:
-                grey[f"{preset}: {told}"] = files[f"{preset}{end}"].read
+    ends = [(preset, *end) for preset in presets for end in zip(BOUNDS, ("low 90 %", "high 90 %"), strict=True)]
+    grey |= {f"{preset}: {told}": files[preset + end].read for preset, end, told in ends if preset + end in files}
     return ShownVolume(
         task.stack.name,
         task.mask.name,
@@ -258,7 +256,7 @@ def judge_slice(
         native |= {
             spread_of(name): spread_native(one.moments.deviation_YX, mask_YX, scale) for name, one in presets.items()
         }
-    shown = partial(picture, task, index, slice_name(task.stack, index))
+    shown = partial(picture, task, index)
     written = native | further_native(seen, presets, intervals)
     if not mask_YX.any():
         return ItemResult(rows, Restored(written, partial(shown, (original_YX, mask_YX, None), native, None)))
@@ -327,7 +325,7 @@ def picture_of(task: Task, index: int, presets: Sequence[str], folder: Path, sam
     hidden = bool(mask_YX.any())
     truth_YX = task.truth.read(index) if task.truth is not None and hidden else None
     smooth_YX = smoothed(task, original_YX, mask_YX) if hidden and not mask_YX.all() else None
-    return picture(task, index, slice_name(task.stack, index), (original_YX, mask_YX, truth_YX), native, smooth_YX)
+    return picture(task, index, (original_YX, mask_YX, truth_YX), native, smooth_YX)
 
 
 def save_previews(

@@ -9,7 +9,7 @@ import numpy as np
 
 from cocodiff.config.errors import UserError
 from cocodiff_eval.data.intensity import downsample
-from cocodiff_eval.data.volume import Progress, format_shape, unwatched
+from cocodiff_eval.data.volume import Progress, format_shape
 from cocodiff_eval.harness.tasks import Task
 
 HELD_OUT = 8  # an eighth of a volume, at its end
@@ -56,10 +56,9 @@ class Split(NamedTuple):
 
 
 def cut_patches(
-    tasks: Sequence[Task], side: int, counts: tuple[int, int], seed: Sequence[int], progress: Progress = unwatched
+    tasks: Sequence[Task], side: int, counts: tuple[int, int], seed: Sequence[int], progress: Progress
 ) -> tuple[Patches, Patches]:
-    """So many patches of side x side to train on, and so many that are held out, divided among the volumes by their
-    size.
+    """So many patches of side x side to train on, and so many that are held out, divided among volumes by their size.
 
     Patches lie in slices along z and, where a volume is as deep as a patch, along y and x; a third of them shows twice
     or four times as much, as the coarse levels of a restoration do. No more than `side` slices are in memory.
@@ -123,8 +122,7 @@ def _draw(
     image01_ZYX: np.ndarray, known_ZYX: np.ndarray, side: int, generator: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """A patch anywhere, of any size; None where too little of it is known."""
-    axes = [axis for axis in range(3) if min(np.delete(image01_ZYX.shape, axis)) >= side]
-    axis = int(generator.choice(axes))
+    axis = int(generator.choice([axis for axis in range(3) if min(np.delete(image01_ZYX.shape, axis)) >= side]))
     at = int(generator.integers(image01_ZYX.shape[axis]))
     image, known = (np.take(one, at, axis) for one in (image01_ZYX, known_ZYX))
     halvings = int(generator.choice(3, p=(2 / 3, 2 / 9, 1 / 9)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cocodiff.config.config import Config, find_shipped, read_yaml
@@ -79,15 +80,13 @@ class Quality:
             if key != "step_cache" and values.get(key) is not None:
                 raise UserError(f"--{key} {values[key]}: --quality {bound} chooses it: leave one of them away")
         settings.pop("step_cache", None)
-        return cls(bound, values["quality_slices"], values["quality_every"], preset, settings, changes, {})._with(
-            changes
-        )
+        asked = cls(bound, values["quality_slices"], values["quality_every"], preset, settings, {}, {})
+        return asked._with(changes)
 
     def _with(self, changes: dict[str, dict[str, Any]]) -> Quality:
         """With another ladder."""
-        rungs = {
-            name: engine_record().preset(self.preset, **self.settings, **change) for name, change in changes.items()
-        }
+        make = partial(engine_record().preset, self.preset, **self.settings)
+        rungs = {name: make(**change) for name, change in changes.items()}
         assert [*rungs.values()][-1].exact, f"the last setting of the ladder is exact, on top of {self.preset} too"
         return replace(self, changes=changes, rungs=rungs)
 
@@ -139,8 +138,7 @@ class Quality:
 
 
 def read_ladder(name: str = CODED) -> dict[str, dict[str, Any]]:
-    """What each setting of a shipped ladder says on top of a preset, by its name, from the cheapest to the exact
-    one."""
+    """What each setting of a shipped ladder says on top of a preset, by its name, from the cheapest to the exact."""
     rungs = read_yaml(find_shipped("ladder", "quality", "ladder"))[name]
     return {rung["name"]: {key: value for key, value in rung.items() if key != "name"} for rung in rungs}
 
@@ -178,22 +176,20 @@ class Group:
     def next(self, quality: Quality) -> Trial | None:
         """What is to be tried next; None, and `rung` is set, when the setting is chosen."""
         found = next_trial(quality.bound, self.slices, len(quality.rungs), {r: self.db(r) for r in self.figures})
-        if isinstance(found, Trial):
-            return found
-        self.rung = found
-        return None
+        self.rung = None if isinstance(found, Trial) else found
+        return found if isinstance(found, Trial) else None
 
     def batches_of(self, slices: Sequence[int]) -> list[int]:
         return [number for number, of in self.batches.items() if {*of} <= {*slices}]
 
     def record(self, quality: Quality) -> dict[str, Any]:
         """What was asked for, tried and taken: for run.yaml, metrics.json and the report."""
-        names, taken = [*quality.rungs], self.taken
+        names, taken, bound = [*quality.rungs], self.taken, quality.bound
         return {
             "of": self.about,
-            "bound": str(quality.bound),
-            "against": quality.bound.against,
-            "told": quality.bound.told,
+            "bound": str(bound),
+            "against": bound.against,
+            "told": bound.told,
             "preset": quality.preset,
             "setting": names[taken],
             "changes": dict(quality.changes[names[taken]]),
@@ -201,8 +197,8 @@ class Group:
             "count": self.slices.count,
             "calibrated_on": [self.names[place] for place in self.slices.calibration],
             "checked": [self.names[place] for place in sorted(self.figures.get(taken, {}))],
-            "below": self._below(taken, quality.bound),
-            "tried": [self._tried(rung, names[rung], quality.bound) for rung in sorted(self.figures)],
+            "below": self._below(taken, bound),
+            "tried": [self._tried(rung, names[rung], bound) for rung in sorted(self.figures)],
         }
 
     @property
@@ -211,8 +207,7 @@ class Group:
         return self.rung
 
     def _tried(self, rung: int, name: str, bound: Bound) -> dict[str, Any]:
-        figures = self.figures[rung]
-        worst = bound.worst(self.db(rung))
+        figures, worst = self.figures[rung], bound.worst(self.db(rung))
         sent, whole, late = (sum(of) for of in zip(*(figure[1:] for figure in figures.values()), strict=True))
         return {
             "setting": name,
@@ -239,24 +234,20 @@ class Group:
         share += "" if waited == sent else f", {waited:.3f} waited for"
         if worst is None:
             return f"{self.about}: {of}: every bit as in the exact run{share}"
-        with_margin = f" with a margin of {margin:g} dB" if margin else ""
         verdict = f"{'keeps' if tried['kept'] else 'does not keep'} {quality.bound}"
-        what, digits = "" if quality.bound.against == "exact" else " lost", quality.bound.digits
-        return (
-            f"{self.about}: {of} {verdict}{with_margin}: {worst:.{digits}f} dB{what} at worst ({tried['worst']}){share}"
-        )
+        verdict += f" with a margin of {margin:g} dB" if margin else ""
+        told = f"{worst:.{quality.bound.digits}f} dB{'' if quality.bound.against == 'exact' else ' lost'} at worst"
+        return f"{self.about}: {of} {verdict}: {told} ({tried['worst']}){share}"
 
     def taken_line(self, quality: Quality) -> str:
         """Which setting is taken, and why."""
-        name = [*quality.rungs][self.taken]
+        name, checked = [*quality.rungs][self.taken], len(self.figures.get(self.taken, {}))
         if self.slices.count == 0:
-            return f"{self.about}: nothing is to be restored"
-        if len(quality.rungs) == 1:
-            return (
-                f"{self.about}: one rank alone sends nothing: all are restored exactly, and there is nothing to choose"
-            )
-        if self.taken not in self.figures:
-            return f"{self.about}: no other setting keeps {quality.bound}: {name} is taken"
-        return (
-            f"{self.about}: {name} is taken: all {len(self.figures[self.taken])} that were checked keep {quality.bound}"
-        )
+            told = "nothing is to be restored"
+        elif len(quality.rungs) == 1:
+            told = "one rank alone sends nothing: all are restored exactly, and there is nothing to choose"
+        elif not checked:
+            told = f"no other setting keeps {quality.bound}: {name} is taken"
+        else:
+            told = f"{name} is taken: all {checked} that were checked keep {quality.bound}"
+        return f"{self.about}: {told}"

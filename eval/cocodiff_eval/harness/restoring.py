@@ -67,7 +67,7 @@ class Restorer:
     engines: Mapping[str, Engine]
     batch: int
     tiling: TilingSettings
-    replica: int = 0
+    replica: int
 
     @classmethod
     def of_model(
@@ -77,7 +77,7 @@ class Restorer:
         values: dict[str, Any],
         steps: int,
         engines: Mapping[str, Engine],
-        replica: int = 0,
+        replica: int,
     ) -> Restorer:
         """steps: those that run, also where a strength below 1 skips the first part of the schedule. Raises UserError
         for tiles that the model does not make."""
@@ -114,21 +114,11 @@ class Restorer:
     ) -> list[ItemSamples]:
         """Slices in one mode, on all ranks of the engine. limits: of restored voxels; samples: of each slice the number
         of the sample, 0 unless given."""
+        how: dict[str, Any] = {"batch": self.batch, "settings": self.tiling, "samples": samples, "limits": limits}
         with measured(self.engines[mode]) as cost:
-            restored = restore_slices(
-                prepared_YX,
-                masks_YX,
-                self.inpainter,
-                batch=self.batch,
-                settings=self.tiling,
-                samples=samples,
-                limits=limits,
-            )
+            restored = restore_slices(prepared_YX, masks_YX, self.inpainter, **how)
         cost.replica_seconds = {str(self.replica): cost.seconds}
-        return [
-            ItemSamples(Moments.of(one_YX), share)
-            for one_YX, share in zip(restored, cost.shares(len(restored)), strict=True)
-        ]
+        return [*map(ItemSamples, map(Moments.of, restored), cost.shares(len(restored)))]
 
     def draw(self, batch: Batch, seen: Sequence[SliceReview], mode: str, leads: bool, keeps: bool) -> list[ItemSamples]:
         """The batch's samples of each slice in one mode, of which no more are in memory than share calls, unless each
@@ -154,9 +144,9 @@ class Restorer:
                 if keeps and not test:
                     kept[place].append(seen[place].native(run))
 
-        def of_slice(place: int) -> ItemSamples:
+        found = []
+        for place in range(len(seen) if leads else 0):
             drawn = moments.get((place, False)) or Moments.none(seen[place].mask_YX.shape)
             cost, tested = Cost.summed(costs[place] or [Cost()]), moments.get((place, True))
-            return ItemSamples(drawn, cost, tuple(psnr_db[place]), tuple(kept[place]), tested)
-
-        return [*map(of_slice, range(len(seen)))] if leads else []
+            found.append(ItemSamples(drawn, cost, tuple(psnr_db[place]), tuple(kept[place]), tested))
+        return found

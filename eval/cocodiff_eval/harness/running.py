@@ -95,8 +95,7 @@ def make_batches(job: Job[Any], queue: Queue, way: BatchPolicy, leads: bool, par
             continue
         rows = []
         for place in range(len(batch.indices)):
-            of_item = {name: items[place] for name, items in drawn.items()}
-            rows += finish_item(job, batch, place, of_item, exact)
+            rows += finish_item(job, batch, place, {name: items[place] for name, items in drawn.items()}, exact)
         queue.add(number, rows, job.sums(batch))
         if told := job.told([row for *_, row in rows]):
             queue.bar.say(told)

@@ -11,7 +11,7 @@ import numpy as np
 
 from cocodiff import __version__
 from cocodiff.config.errors import UserError
-from cocodiff.jobs.record import described_inputs, lasting
+from cocodiff.jobs.record import lasting
 from cocodiff.jobs.terminal import reading_bar, say
 from cocodiff_eval.harness.bound import Bound, Slices
 from cocodiff_eval.harness.items import Batch, Cost, ItemSamples, batches_of
@@ -36,6 +36,7 @@ from cocodiff_eval.harness.tasks import (
     Task,
     WorkingFile,
     checksums,
+    describe_inputs,
     export,
     kept_samples,
     result_files,
@@ -50,7 +51,6 @@ from cocodiff_eval.report import plan_pictures, shown_slices
 if TYPE_CHECKING:
     from cocodiff.jobs.replicas import Queue
 
-VOLUME_OPTIONS = ("axes", "hidden_test", "keep_samples")
 TESTED, MOST_TESTS = 4, 4  # samples of a slice for each one in which more is hidden, and these at most
 TILES = 1.25  # times as many has such a sample at most, but one more in any case
 
@@ -289,20 +289,6 @@ def find_hidden(tasks: Sequence[Task], values: Mapping[str, Any]) -> dict[int, t
         for number, task in enumerate(tasks)
         if task.volume is not None and task.volume.tested
     }
-
-
-def describe_inputs(tasks: Sequence[Task], values: Mapping[str, Any]) -> dict[str, Any]:
-    """What the results depend on beside the settings of the command."""
-    described: dict[str, Any] = {
-        "samples": values["samples"],
-        "exact_slices": values["exact_slices"],
-        "inputs": described_inputs(tasks),
-    }
-    calibrates = values["samples"] > 1 and "hidden_test" in values
-    if calibrates or values.get("keep_samples") or any(task.volume is not None for task in tasks):
-        described |= {name: values[name] for name in VOLUME_OPTIONS}
-    others = [task.format for task in tasks]
-    return described if set(others) == {"tiff"} else described | {"formats": others}
 
 
 @dataclass(frozen=True)

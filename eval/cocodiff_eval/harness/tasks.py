@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from cocodiff.jobs.record import described_inputs
 from cocodiff_eval.data.formats import write_volume
 from cocodiff_eval.data.intensity import IntensityRange
 from cocodiff_eval.data.masks import Mask
@@ -109,6 +110,16 @@ class Task:
         return found
 
 
+def describe_inputs(tasks: Sequence[Task], values: Mapping[str, Any]) -> dict[str, Any]:
+    """What the results depend on beside the settings of the command."""
+    described = {name: values[name] for name in ("samples", "exact_slices")} | {"inputs": described_inputs(tasks)}
+    calibrates = values["samples"] > 1 and "hidden_test" in values
+    if calibrates or values.get("keep_samples") or any(task.volume is not None for task in tasks):
+        described |= {name: values[name] for name in ("axes", "hidden_test", "keep_samples")}
+    others = [task.format for task in tasks]
+    return described if set(others) == {"tiff"} else described | {"formats": others}
+
+
 def file_names(pairs: Sequence[tuple[str, str]]) -> list[FileNames]:
     """Names for the files of each stack and mask of a run: their own; numbered where `a` + `b_c` and `a_b` + `c` would
     be one, and cut where a file system would not take them."""
@@ -155,8 +166,8 @@ class WorkingFile:
     def read(self, index: int) -> np.ndarray:
         """Slice `index` as it was written, [Y, X]."""
         count = self.shape[1] * self.shape[2]
-        image = np.fromfile(self.path, self.dtype, count, offset=index * count * self.dtype.itemsize)
-        return image.reshape(self.shape[1:])
+        offset = index * count * self.dtype.itemsize
+        return np.fromfile(self.path, self.dtype, count, offset=offset).reshape(self.shape[1:])
 
 
 def result_files(
@@ -165,21 +176,17 @@ def result_files(
     """For each preset the file of its restored slices. Of several samples it holds the mean, and one more file,
     `spread_of(preset)`, their standard deviation in the input's units: float32, 0 outside the mask. more: what is added
     to a preset's name for further files in the input's dtype, as of BOUNDS and of `kept_samples`."""
-    own = task.stack.dtype
-    kinds = {preset: (own, preset) for preset in presets}
-    if samples > 1:
-        kinds |= {spread_of(preset): (np.dtype(np.float32), preset) for preset in presets}
-    kinds |= {f"{preset}{one}": (own, preset) for preset in presets for one in more}
-    return {
-        name: WorkingFile(folder / task.files.result(name, ".raw"), task.stack.shape, *kind)
-        for name, kind in kinds.items()
-    }
+    stack, single = task.stack, np.dtype(np.float32)
+    kinds = {preset: (stack.dtype, preset) for preset in presets}
+    kinds |= {spread_of(preset): (single, preset) for preset in presets if samples > 1}
+    kinds |= {f"{preset}{one}": (stack.dtype, preset) for preset in presets for one in more}
+    paths = {name: folder / task.files.result(name, ".raw") for name in kinds}
+    return {name: WorkingFile(paths[name], stack.shape, *kind) for name, kind in kinds.items()}
 
 
-def checksums(files: Iterable[WorkingFile], indices: Iterable[int]) -> list[int]:
+def checksums(files: Iterable[WorkingFile], indices: Sequence[int]) -> list[int]:
     """Of slices as they are read from files of results."""
-    numbers = [*indices]
-    return [zlib.crc32(file.read(index).tobytes()) for file in files for index in numbers]
+    return [zlib.crc32(file.read(index).tobytes()) for file in files for index in indices]
 
 
 def export(

@@ -77,8 +77,7 @@ class Trainer:
         generator = np.random.default_rng([values["seed"], 9])
         self.held, self.hidden_BHW = held, np.stack([block_mask(generator, self.side) for _ in range(len(held))])
         self.forward = self._forward(self.model)
-        self.step, self.smoothed = 0, 0.0
-        self.best_loss = math.inf
+        self.step, self.smoothed, self.best_loss = 0, 0.0, math.inf
         self.best: dict[str, Tensor] = {}
         self.rows: list[dict[str, float]] = []
 
@@ -130,11 +129,9 @@ class Trainer:
         losses = []
         with torch.no_grad():
             for start in range(0, len(self.held), 32):
-                here = slice(start, start + 32)
-                image01_BHW, known_BHW = (torch.from_numpy(one[here]).float() for one in self.held)
-                noise = torch.Generator().manual_seed(start)
-                mask_BHW = torch.from_numpy(self.hidden_BHW[here]).float()
-                batch = self._made(image01_BHW, mask_BHW, noise, known_BHW)
+                parts = (torch.from_numpy(one[start : start + 32]).float() for one in (*self.held, self.hidden_BHW))
+                image01_BHW, known_BHW, mask_BHW = parts
+                batch = self._made(image01_BHW, mask_BHW, torch.Generator().manual_seed(start), known_BHW)
                 losses.append(float(loss_of(self.averaged.module, batch, self.scale)))
         loss = float(np.mean(losses))
         if loss < self.best_loss:
@@ -157,12 +154,11 @@ class Trainer:
     def psnr_db(self) -> float:
         """Over the hidden blocks of held-out patches, with the model's weights as they are."""
         self.pipe.vae.to(self.transport.device)
-        inpainter = PipelineInpainter(
-            self.pipe,
-            lambda batch: prompt_embeddings(batch) | {"guidance_scale": 1.0},
-            JUDGED_STEPS,
-            self.values["seed"],
-        )
+
+        def arguments(batch: int) -> dict[str, Any]:
+            return prompt_embeddings(batch) | {"guidance_scale": 1.0}
+
+        inpainter = PipelineInpainter(self.pipe, arguments, JUDGED_STEPS, self.values["seed"])
         images, hidden, known = self._judged()
         shown = torch.from_numpy(np.where(known & ~hidden, images, 0.5))
         restored_BHW = inpainter(shown, torch.from_numpy((hidden | ~known).astype(np.float32)), 1.0, range(len(images)))
@@ -222,24 +218,21 @@ def _begun(trainer: Trainer, tasks: Sequence[Task], output: OutputFolder, every:
     """On rank 0: the state of a run to go on with, None where there is none, and the PSNR before any training."""
     values, total = trainer.values, trainer.values["iterations"]
     output.open()
-    state: dict[str, Any] | None = None
+    file, device = output.journals.folder / "state.pt", trainer.transport.device
+    state = torch.load(file, weights_only=True, map_location=device) if file.is_file() else None
+    counts = [min(every, total - start) for start in range(0, total, every)]
+
+    def settings() -> dict[str, Any]:
+        own = {name: values[name] for name in REMEMBERED}
+        return own | {"ranks": trainer.transport.size, "inputs": described_inputs(tasks)}
 
     def is_whole(entry: Entry) -> bool:
         return state is not None and entry.number * every < state["step"]
 
-    file = output.journals.folder / "state.pt"
-    if file.is_file():
-        state = torch.load(file, weights_only=True, map_location=trainer.transport.device)
-    settings = {name: values[name] for name in REMEMBERED} | {"ranks": trainer.transport.size}
-    counts = [min(every, total - start) for start in range(0, total, every)]
-    record = JobRecord(
-        output, lambda: settings | {"inputs": described_inputs(tasks)}, counts, "steps", is_whole, not values["quiet"]
-    )
-    record.begin(total)
+    JobRecord(output, settings, counts, "steps", is_whole, not values["quiet"]).begin(total)
     if state is None:
         trainer.check()
-    before = trainer.psnr_db()  # the weights are still those that were loaded
-    return state, before
+    return state, trainer.psnr_db()  # the weights are still those that were loaded
 
 
 def _publish(trainer: Trainer, weights: Path, output: OutputFolder, before: float) -> None:

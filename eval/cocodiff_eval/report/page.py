@@ -7,7 +7,6 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,7 +90,7 @@ def write_report(
         by_step=any("sent_fraction" in step for row in rows for step in row.get("drift", ())),
         figure={"width": WIDTH, "left": LEFT, "strip": STRIP, "bars": BARS},
         colours=base64.b64encode(_colours()).decode("ascii"),
-        blocks=chain(_blocks(pictures, found, of_stacks), _volume_blocks(shown, found)),
+        blocks=_blocks(pictures, shown, found, of_stacks),
         lossless=LOSSLESS,
         side=side,
         frames=frames,
@@ -126,19 +125,20 @@ def _swept(path: Path, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _blocks(
-    pictures: Iterable[str], found: Mapping[tuple[str | None, str | None], Series], of_stacks: Mapping[str, range]
+    pictures: Iterable[str],
+    shown: Sequence[ShownVolume],
+    found: Mapping[tuple[str | None, str | None], Series],
+    of_stacks: Mapping[str, range],
 ) -> Iterator[Block]:
-    """The pictures with their masks, each mask once."""
-    order = {key: place for place, key in enumerate(found)}
-    masks: set[str] = set()
+    """The pictures with their masks, each mask once; then volumes, which share the room that a page has for them."""
+    order, masks = {key: place for place, key in enumerate(found)}, set[str]()
     for text in pictures:
         picture = json.loads(text)
         key = key_of(picture["name"], picture["mask"], of_stacks)
         if key not in order:
             continue
         for kind in ("hole", "unknown"):
-            if picture.get(kind):
-                bits = picture[kind]
+            if bits := picture.get(kind):
                 picture[kind] = hashlib.sha256(bits.encode()).hexdigest()[:16]
                 if picture[kind] not in masks:
                     masks.add(picture[kind])
@@ -146,17 +146,10 @@ def _blocks(
         place = found[key].number(picture["name"])
         # A script block ends at the first "</script", whatever stands around it.
         yield Block("picture", order[key], str(place), _inert(picture))
-
-
-def _volume_blocks(
-    shown: Sequence[ShownVolume], found: Mapping[tuple[str | None, str | None], Series]
-) -> Iterator[Block]:
-    """Volumes, which share the room that a page has for them."""
-    order = {key: place for place, key in enumerate(found)}
     for volume in shown:
-        place = order.get((volume.name, volume.mask_name))
-        if place is not None:
-            yield Block("volume", place, "", _inert(embedded(volume, VOLUME_BYTES // len(shown))))
+        if (volume.name, volume.mask_name) in order:
+            text = _inert(embedded(volume, VOLUME_BYTES // len(shown)))
+            yield Block("volume", order[volume.name, volume.mask_name], "", text)
 
 
 def _inert(document: Any) -> str:

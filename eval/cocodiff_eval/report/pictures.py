@@ -82,8 +82,7 @@ def error_image(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Absolute error in normalised units, float64 [Y, X], 0 outside the mask; and where it is known (finite truth)."""
     known_YX = mask_YX & np.isfinite(truth_YX)
-    difference_YX = np.where(known_YX, scale.normalise(restored_YX) - scale.normalise(truth_YX), 0.0)
-    return np.abs(difference_YX), known_YX
+    return np.abs(np.where(known_YX, scale.normalise(restored_YX) - scale.normalise(truth_YX), 0.0)), known_YX
 
 
 @dataclass(frozen=True)
@@ -146,7 +145,7 @@ Images = dict[tuple[str, str], np.ndarray]  # uint8, by their kind and mode
 
 
 def _of_image(picture: Generated, side: int) -> tuple[dict[str, Any], Images]:
-    images = {("images", mode): _reduced8(image, side) for mode, image in picture.images.items()}
+    images = {("images", mode): _reduced(image, side) for mode, image in picture.images.items()}
     return {"name": picture.name, "mask": None, "index": 0}, images
 
 
@@ -171,10 +170,9 @@ def _of_slice(picture: Picture, side: int) -> tuple[dict[str, Any], Images]:
         "hole": _bits(hole_YX),
         "unknown": _bits(_touched(unknown_YX, side)),
     }
-    errors = {}
-    if picture.truth_YX is not None:
-        for mode, restored_YX in picture.restored.items():
-            errors[mode] = error_image(picture.truth_YX, restored_YX, mask_YX, scale)
+    truth_YX, errors = picture.truth_YX, {}
+    if truth_YX is not None:
+        errors = {mode: error_image(truth_YX, one_YX, mask_YX, scale) for mode, one_YX in picture.restored.items()}
     spreads = {mode: (np.where(mask_YX, std_YX / scale.scale, 0.0), mask_YX) for mode, std_YX in picture.spread.items()}
     for kind, maps in (("error", errors), ("spread", spreads)):
         known = [values_YX[known_YX] for values_YX, known_YX in maps.values() if known_YX.any()]
@@ -209,28 +207,18 @@ def _original(picture: Picture) -> tuple[np.ndarray, np.ndarray]:
     return np.where(unknown_YX, known.mean() if known.size else picture.scale.low, original_YX), unknown_YX
 
 
-def _shape(image_YX: np.ndarray, side: int) -> tuple[int, int]:
-    """Rows and columns of the picture of an image: never more than those of the image."""
-    ratio = min(1.0, side / max(image_YX.shape[:2]))
-    return max(1, round(image_YX.shape[0] * ratio)), max(1, round(image_YX.shape[1] * ratio))
-
-
-def _reduced(image_YX: np.ndarray, side: int) -> np.ndarray:
-    """Means over boxes of voxels, float32 [Y, X]."""
-    rows, columns = _shape(image_YX, side)
-    if (rows, columns) == image_YX.shape:
-        return image_YX
-    picture = Image.fromarray(np.ascontiguousarray(image_YX, np.float32))
+def _reduced(image: np.ndarray, side: int) -> np.ndarray:
+    """Means over boxes of voxels, float32 [Y, X], or uint8 [Y, X, 3]: never more of them than the image has voxels."""
+    ratio = min(1.0, side / max(image.shape[:2]))
+    rows, columns = (max(1, round(length * ratio)) for length in image.shape[:2])
+    if (rows, columns) == image.shape[:2]:
+        return image
+    picture = Image.fromarray(np.ascontiguousarray(image, np.float32 if image.ndim == 2 else np.uint8))
     return np.asarray(picture.resize((columns, rows), Image.Resampling.BOX))
 
 
 def _grey8(image_YX: np.ndarray, low: float, high: float, side: int) -> np.ndarray:
     return to_grey8(_reduced(to_grey8(image_YX, low, high).astype(np.float32), side), 0.0, 255.0)
-
-
-def _reduced8(image_YXC: np.ndarray, side: int) -> np.ndarray:
-    rows, columns = _shape(image_YXC, side)
-    return np.asarray(Image.fromarray(image_YXC).resize((columns, rows), Image.Resampling.BOX))
 
 
 def _touched(mask_YX: np.ndarray, side: int) -> np.ndarray:

@@ -175,9 +175,8 @@ def tables(rows: Sequence[Row]) -> dict[str, dict[str, list[str]]]:
 
 def _versus_exact(row: Row, told: str) -> str:
     """PSNR against the exact run, and of how many slices the bits are the same."""
-    if row.identical == row.n:
-        return "identical"
-    return told + (f" ({row.identical} identical)" if row.identical else "")
+    more = f" ({row.identical} identical)" if row.identical else ""
+    return "identical" if row.identical == row.n else told + more
 
 
 def better_than(row: Row, rows: Sequence[Row]) -> str:
@@ -264,10 +263,10 @@ def save_pareto(path: Path, rows: Sequence[Row]) -> None:
     figure.savefig(path, dpi=130)
 
 
-ItemSamples = list[tuple[Row, Spread, Spread]]
+Places = list[tuple[Row, Spread, Spread]]
 
 
-def _draw_bytes(axes: Axes, rows: Sequence[Row], measure: str, series: Sequence[tuple[str, int]]) -> ItemSamples:
+def _draw_bytes(axes: Axes, rows: Sequence[Row], measure: str, series: Sequence[tuple[str, int]]) -> Places:
     """Lines of a panel of bytes. Returns where each row stands: identical results above all that have a PSNR."""
     found = [row.vs_exact.mean for row in rows if row.vs_exact is not None]
     height = max(found) + max(3.0, 0.15 * (max(found) - min(found))) if found else 100.0
@@ -285,7 +284,7 @@ def _draw_bytes(axes: Axes, rows: Sequence[Row], measure: str, series: Sequence[
     return places
 
 
-def _draw_speed(axes: Axes, rows: Sequence[Row]) -> ItemSamples:
+def _draw_speed(axes: Axes, rows: Sequence[Row]) -> Places:
     places = [(row, row.speed_up, row.difference["psnr_db"]) for row in rows]
     axes.axhline(0, color="0.6", linewidth=0.8, zorder=0)
     axes.axvline(1, color="0.6", linewidth=0.8, zorder=0)

@@ -11,10 +11,7 @@ from typing import Any, NamedTuple
 from cocodiff.config.text_table import aligned, spans
 from cocodiff_eval.quality.metrics import QUALITY, mean, of_slices
 
-HEADINGS = ("image", "mask", "preset", "PSNR dB", "SSIM", "vs exact", "seconds", "bytes")
-RANK_SECONDS = "rank s"  # heading, after seconds, where there are several ranks
-JUMP = "jump"  # heading, after the PSNR, where neighbouring slices of a volume were compared with those of the truth
-OF_SAMPLES = ("one sample", "in 50 %", "in 90 %")  # headings, after SSIM, of several samples, and calibrated intervals
+OF_SAMPLES = ("one sample", "in 50 %", "in 90 %")  # headings, of several samples, and of calibrated intervals
 _LONGEST_NAME = 28
 MISSING = "–"
 
@@ -44,21 +41,16 @@ def versus_exact(row: Mapping[str, Any]) -> str:
 def samples_told(row: Mapping[str, Any]) -> tuple[str, str, str]:
     """The cells of OF_SAMPLES: a single sample's PSNR, and the coverage of intervals of 50 and 90 % where hidden
     regions have calibrated them: others promise nothing."""
-    share = [row.get(name) if row.get("intervals") else None for name in ("coverage_50", "coverage_90")]
-    inside = [MISSING if one is None else f"{100 * one:.0f} %" for one in share]
-    return number(row.get("psnr_db_single"), 2), inside[0], inside[1]
+    shares = (row.get(name) if row.get("intervals") else None for name in ("coverage_50", "coverage_90"))
+    half, most = (MISSING if one is None else f"{100 * one:.0f} %" for one in shares)
+    return number(row.get("psnr_db_single"), 2), half, most
 
 
-def of_whole(row: Mapping[str, Any]) -> str:
-    """Which part of the bytes was sent that all tokens as they are would have been; a dash where nothing is."""
-    whole = sum((row.get("bytes_whole") or {}).values())
-    return number(sum(row["bytes"].values()) / whole, 3) if whole else MISSING
-
-
-def of_whole_awaited(row: Mapping[str, Any]) -> str:
-    """Which part of those bytes attention waited for; a dash where nothing travels."""
-    whole, late = (sum((row.get(name) or {}).values()) for name in ("bytes_whole", "bytes_late"))
-    return number((sum(row["bytes"].values()) - late) / whole, 3) if whole else MISSING
+def of_whole(row: Mapping[str, Any]) -> tuple[str, str]:
+    """Which part of the bytes was sent that all tokens as they are would have been, and which part of them attention
+    waited for; dashes where nothing travels."""
+    sent, whole, late = (sum((row.get(name) or {}).values()) for name in ("bytes", "bytes_whole", "bytes_late"))
+    return (number(sent / whole, 3), number((sent - late) / whole, 3)) if whole else (MISSING, MISSING)
 
 
 def base_name(name: str) -> str:
@@ -122,25 +114,30 @@ def terminal_table(metrics: Mapping[str, Any]) -> str:
 
     Plain ASCII apart from the user's names: terminals of batch systems know little else.
     """
-    known = any(row.get("intervals") for row in metrics["images"])
-    sampled = OF_SAMPLES[: 3 if known else 1] if any("samples" in row for row in metrics["images"]) else ()
-    ranked = (RANK_SECONDS,) if has_rank_seconds(metrics) else ()
-    jumps = jumps_of(metrics)
-    jumped = (JUMP,) if jumps else ()
-    lines: list[tuple[str, ...]] = [
-        (*HEADINGS[:4], *jumped, HEADINGS[4], *sampled, *HEADINGS[5:7], *ranked, HEADINGS[7])
-    ]
-    for name, mask, slices, rows in grouped(metrics["images"]):
+    images, jumps, ranked = metrics["images"], jumps_of(metrics), has_rank_seconds(metrics)
+    known = 3 if any(row.get("intervals") for row in images) else 1
+    sampled = OF_SAMPLES[:known] if any("samples" in row for row in images) else ()
+    heads = ["image", "mask", "preset", "PSNR dB", *["jump"] * bool(jumps), "SSIM", *sampled]
+    heads += ["vs exact", "seconds", *["rank s"] * ranked, "bytes"]
+    lines = [heads]
+    for name, mask, slices, rows in grouped(images):
         shown = _shorten(name) + (f" ({slices} slices)" if slices > 1 else "")
         for row in with_baseline(rows):
-            told = samples_told(row)[: len(sampled)]
-            jump = [number(jumps.get((name, mask, row["mode"])), 2) for _ in jumped]
-            quality = (number(row["psnr_db"], 2), *jump, number(row["ssim"], 3), *told, versus_exact(row))
-            total = MISSING if row["bytes"] is None else size(sum(row["bytes"].values()))
-            shown_mask = "-" if mask is None else mask
-            seconds = [number(row.get(name), 1) for name in ("seconds", "rank_seconds")[: 1 + len(ranked)]]
-            lines.append((shown, shown_mask, row["mode"], *quality, *seconds, total))
-    return text_table(lines, "<<<" + ">" * (len(lines[0]) - 3))
+            cells = {
+                "image": shown,
+                "mask": "-" if mask is None else mask,
+                "preset": row["mode"],
+                "PSNR dB": number(row["psnr_db"], 2),
+                "jump": number(jumps.get((name, mask, row["mode"])), 2),
+                "SSIM": number(row["ssim"], 3),
+                **dict(zip(OF_SAMPLES, samples_told(row), strict=True)),
+                "vs exact": versus_exact(row),
+                "seconds": number(row["seconds"], 1),
+                "rank s": number(row.get("rank_seconds"), 1),
+                "bytes": MISSING if row["bytes"] is None else size(sum(row["bytes"].values())),
+            }
+            lines.append([cells[head] for head in heads])
+    return text_table(lines, "<<<" + ">" * (len(heads) - 3))
 
 
 def jumps_of(metrics: Mapping[str, Any]) -> dict[tuple[str, str | None, str], float | None]:
@@ -163,10 +160,8 @@ def with_baseline(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 def text_table(lines: Sequence[Sequence[str]], align: str) -> str:
     """Aligned text; a number (a column to the right) that is not there is `-`."""
-    cells = [
-        [text.replace(MISSING, "-") if to == ">" else text for text, to in zip(line, align, strict=True)]
-        for line in lines
-    ]
+    pairs = [zip(line, align, strict=True) for line in lines]
+    cells = [[text.replace(MISSING, "-") if to == ">" else text for text, to in line] for line in pairs]
     return "\n".join(aligned(cells, align))
 
 
@@ -243,22 +238,19 @@ def series_of(
 
 def numbers(series: Series) -> dict[str, Any]:
     """What the page's script draws curves from: lists over the slices of the series, for each mode."""
-    order = sorted(series.rows)
-    modes = series.modes
+    order, modes = sorted(series.rows), series.modes
     document: dict[str, Any] = {"first": series.all.start, "total": len(series.all), "modes": modes, "numbers": order}
     document["names"] = series.names if series.stack is None else None
     document["stack"], document["left"] = series.stack, series.left
     for key, digits in (("psnr_db", 2), ("ssim", 4)):
-        lists: dict[str, list[float | None]] = {mode: [] for mode in modes}
-        for one in order:
-            of_slice = _by_mode(series.rows[one], key)
-            for mode in modes:
-                value = of_slice.get(mode)
-                lists[mode].append(None if value is None else round(value, digits))
-        document[key] = {mode: values for mode, values in lists.items() if any(one is not None for one in values)}
-    document["exact"] = {
-        row["mode"]: {} for row in next(iter(series.rows.values()))
-    }  # of the few slices that are compared: dB, or 0 for the same bits
+        document[key] = {}
+        of_slices = [_by_mode(series.rows[one], key) for one in order]
+        for mode in modes:
+            values = [of_slice.get(mode) for of_slice in of_slices]
+            if any(value is not None for value in values):
+                document[key][mode] = [None if value is None else round(value, digits) for value in values]
+    # Of the few slices that are compared: dB, or 0 for the same bits.
+    document["exact"] = {row["mode"]: {} for row in next(iter(series.rows.values()))}
     for one in order:
         for row in series.rows[one]:
             if row.get("exact_compared", True):
@@ -280,8 +272,7 @@ def remarks(series: Series) -> list[tuple[str, str]]:
     if series.mask is None:
         return []
     thing = "slice" if series.stack is not None else "image"
-    masked = set(series.rows)
-    left = series.left
+    masked, left = set(series.rows), series.left
     unmasked = [number for number in series.all if number not in masked and number not in left]
     unknown = [n for n, rows in series.rows.items() if all(row["mse"] is None for row in rows)]
     apart = [n for n, rows in series.rows.items() if not any(row.get("exact_compared", True) for row in rows)]
@@ -290,10 +281,8 @@ def remarks(series: Series) -> list[tuple[str, str]]:
         what = "is masked wholly and was" if len(left) == 1 else "are masked wholly and were"
         found.append((f"{_count(left, thing)} {what} left as in the input", _ranges(left, series)))
     if unmasked:
-        copied = "was copied" if len(unmasked) == 1 else "were copied"
-        found.append(
-            (f"{_count(unmasked, thing)} without masked voxels {copied} bit for bit", _ranges(unmasked, series))
-        )
+        what = f"without masked voxels {'was' if len(unmasked) == 1 else 'were'} copied bit for bit"
+        found.append((f"{_count(unmasked, thing)} {what}", _ranges(unmasked, series)))
     if len(unknown) == len(masked):
         found.append(("The original under this mask is unknown, so nothing can be measured against it", ""))
     elif unknown:
@@ -323,10 +312,8 @@ def _count(indices: Sequence[int], thing: str) -> str:
 
 def _ranges(indices: Sequence[int], series: Series) -> str:
     """`0-3, 7, 9-12`, or names."""
-    if series.stack is None:
-        shown = [series.names[index] for index in sorted(indices)]
-    else:
-        shown = spans(indices, to="–")
+    names = series.names
+    shown = spans(indices, to="–") if series.stack is not None else [names[index] for index in sorted(indices)]
     more = f" and {len(shown) - LONGEST_LIST} more" if len(shown) > LONGEST_LIST else ""
     return ", ".join(shown[:LONGEST_LIST]) + more
 
@@ -353,11 +340,12 @@ class Table(NamedTuple):
 
     @classmethod
     def of(cls, label: str, columns: Sequence[Column], muted: Sequence[bool]) -> Table:
-        whole = [
-            column._replace(cells=[Cell(one) if isinstance(one, str) else one for one in column.cells])
-            for column in columns
-        ]
-        return cls(label, [one for one in whole if any(cell[0] not in NOTHING for cell in one.cells)], [*muted])
+        shown = []
+        for column in columns:
+            cells = [Cell(one) if isinstance(one, str) else one for one in column.cells]
+            if any(cell.text not in NOTHING for cell in cells):
+                shown.append(column._replace(cells=cells))
+        return cls(label, shown, [*muted])
 
 
 def quality_table(
@@ -370,7 +358,7 @@ def quality_table(
         images += [Cell(name, prompts.get(name, "")), *[Cell("")] * (len(found) - 1)]
         told += [{**row, "slice_jump": jumps.get((name, mask, row["mode"]))} for row in found]
     named = len(tables) > 1 or any(one.note for one in images)
-    of_samples = [samples_told(row) for row in told]
+    of_samples = zip(*map(samples_told, told), strict=True)
     columns = [
         *([Column("image", images)] if named else []),
         Column("preset", [row["mode"] for row in told], left=True),
@@ -378,9 +366,7 @@ def quality_table(
         Column("jump between slices", [number(row["slice_jump"], 2) for row in told]),
         Column("SSIM", [number(row["ssim"], 3) for row in told]),
         Column("MSE", [MISSING if row["mse"] is None else f"{row['mse']:.2e}" for row in told]),
-        Column("one sample, dB", [one for one, _, _ in of_samples]),
-        Column("in 50 %", [one for _, one, _ in of_samples]),
-        Column("in 90 %", [one for _, _, one in of_samples]),
+        *(Column(head, cells) for head, cells in zip(("one sample, dB", *OF_SAMPLES[1:]), of_samples, strict=True)),
         Column("vs exact", [versus_exact(row) for row in told]),
         Column("seconds", [number(row["seconds"], 2) for row in told]),
         *([Column("rank seconds", [number(row.get("rank_seconds"), 2) for row in told])] * has_rank_seconds(metrics)),
@@ -388,8 +374,8 @@ def quality_table(
             Column(head, [MISSING if row["bytes"] is None else size(row["bytes"][link]) for row in told])
             for link, head in LINK_HEADS.items()
         ),
-        Column("of whole", [of_whole(row) for row in told]),
-        *([Column("waited for", [of_whole_awaited(row) for row in told])] * any("bytes_late" in row for row in rows)),
+        Column("of whole", [of_whole(row)[0] for row in told]),
+        *([Column("waited for", [of_whole(row)[1] for row in told])] * any("bytes_late" in row for row in rows)),
     ]
     return Table.of(label, columns, [row["mode"] == "biharmonic" for row in told])
 
@@ -431,6 +417,7 @@ def bound_table(records: Sequence[Mapping[str, Any]]) -> Table:
         for record in records
         for place, tried in enumerate(record["tried"] or [{"kept": True, "below": (), "worst": None}])
     ]
+    below = [", ".join(row["below"]) or ("none" if "db" in row else "") for row in rows]
     columns = [
         Column("for", [row["for"] for row in rows]),
         Column("setting", [Cell(row["setting"], "taken" if row["taken"] else "") for row in rows], left=True),
@@ -440,9 +427,7 @@ def bound_table(records: Sequence[Mapping[str, Any]]) -> Table:
         Column("of whole", [number(row.get("bytes_of_whole"), 3) for row in rows]),
         Column("waited for", [number(row.get("waited_of_whole"), 3) for row in rows]),
         Column("keeps it", [_keeps(row) for row in rows], left=True),
-        Column(
-            "below the bound", [", ".join(row["below"]) or ("none" if "db" in row else "") for row in rows], left=True
-        ),
+        Column("below the bound", below, left=True),
     ]
     return Table.of("Settings that were tried for the bound on quality", columns, [not row["taken"] for row in rows])
 

@@ -64,18 +64,13 @@ class Part:
     told: str
     middle: list[int]
 
-    @property
-    def picked(self) -> Box:
-        return tuple(slice(side.start, side.stop, self.step) for side in self.box)
-
 
 def embedded(volume: ShownVolume, room: int) -> dict[str, Any]:
     """What the page's script reads of a volume; at most `room` bytes before base64, whatever the volume's size. In
     memory are a slice of each file and what is embedded."""
     part = _part(volume, room)
-    slices, *rows_columns = part.picked
-    inside = tuple(rows_columns)
-    numbers = range(slices.start, slices.stop, part.step)
+    numbers = range(part.box[0].start, part.box[0].stop, part.step)
+    inside = tuple(slice(side.start, side.stop, part.step) for side in part.box[1:])
     mask_ZYX = np.stack([volume.mask(index)[inside] for index in numbers])
     base_ZYX = np.stack([volume.image(index)[inside] for index in numbers]).astype(np.float64)
     masked = [(index, mask_YX) for index, mask_YX in zip(numbers, mask_ZYX, strict=True) if mask_YX.any()]
@@ -141,10 +136,7 @@ def _part(volume: ShownVolume, room: int) -> Part:
         masked = int(cells_ZYX.sum()) * math.prod(-(-by // apart) for by in step)  # no more of these are masked
         if VOXEL_BYTES * voxels + layers * min(masked, voxels) <= room:
             box, every, told = larger, apart, of_larger
-    at = [
-        min((a - side.start) // every, (side.stop - side.start - 1) // every)
-        for a, side in zip(middle, box, strict=True)
-    ]
+    at = [min(a - side.start, side.stop - side.start - 1) // every for a, side in zip(middle, box, strict=True)]
     return Part(box, every, told, at)
 
 
