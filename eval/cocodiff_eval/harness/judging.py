@@ -17,11 +17,12 @@ import numpy as np
 from cocodiff.jobs.folder import storage_faults
 from cocodiff_eval.data.intensity import IntensityRange, compose_native, prepare_slice
 from cocodiff_eval.data.masks import depth_in
-from cocodiff_eval.data.slices import SMALLEST_SIDE, save_preview_png
+from cocodiff_eval.data.slices import save_preview_png
 from cocodiff_eval.data.volume import Progress, unit_symbol
 from cocodiff_eval.harness.items import ItemSamples
 from cocodiff_eval.harness.job import ItemResult
 from cocodiff_eval.harness.tasks import BOUNDS, Task, WorkingFile, kept_samples, result_files, slice_name, spread_of
+from cocodiff_eval.harness.volume import is_deep
 from cocodiff_eval.quality.fusing import Intervals, Moments, coverage, spread_native
 from cocodiff_eval.quality.metrics import (
     Result,
@@ -119,11 +120,6 @@ def picture(
     return Picture(name, task.mask.name, index, input_YX, mask_YX, task.scale, restored, truth_YX, spread)
 
 
-def is_volume(task: Task) -> bool:
-    """Whether a stack is shown as a volume, and its neighbouring slices compared."""
-    return task.stack.ndim == 3 and len(task.stack) >= SMALLEST_SIDE
-
-
 def shown_volume(task: Task, presets: Sequence[str], files: Mapping[str, WorkingFile]) -> ShownVolume:
     """What the report's three views show of a task. files: of its results, by name; their intervals and their spread
     are shown where there are such files."""
@@ -152,7 +148,7 @@ def jumps(
 ) -> list[dict[str, Any]]:
     """Entries of `jumps` of metrics.json: of a volume whose truth is known, one for each preset."""
     truth, small = task.truth, math.prod(task.stack.shape) <= MOST_SHELLED
-    if truth is None or not is_volume(task):
+    if truth is None or not is_deep(task.stack):
         return []
 
     @lru_cache(len(task.stack) if small else 0)

@@ -5,7 +5,7 @@ what results depend on."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
@@ -98,28 +98,21 @@ class Prepared:
         return replace(self, presets=presets, partition=partition, quality=quality)
 
 
-class Engines(Mapping[str, "Engine"]):
-    """An engine for each mode, made when it is first asked for: it costs groups of ranks. All ranks of a replica ask
-    in the same order. made: those that there are."""
+class Engines(dict[str, "Engine"]):
+    """An engine for each of some modes, made when it is first asked for: it costs groups of ranks. All ranks of a
+    replica ask in the same order."""
 
     def __init__(self, modes: Mapping[str, Config], make: Callable[[Config], Engine]) -> None:
-        self._modes, self._make = modes, make
-        self.made: dict[str, Engine] = {}
+        super().__init__()
+        self.modes, self._make = modes, make
 
-    def __getitem__(self, mode: str) -> Engine:
-        if mode not in self.made:
-            self.made[mode] = self._make(self._modes[mode])
-        return self.made[mode]
+    def __missing__(self, mode: str) -> Engine:
+        self[mode] = self._make(self.modes[mode])
+        return self[mode]
 
     def chosen(self) -> list[str]:
         """What they have chosen by themselves, a line each."""
-        return [f"{mode}: {engine.sequence.chosen}" for mode, engine in self.made.items() if engine.sequence.chosen]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._modes)
-
-    def __len__(self) -> int:
-        return len(self._modes)
+        return [f"{mode}: {engine.sequence.chosen}" for mode, engine in self.items() if engine.sequence.chosen]
 
 
 @dataclass(frozen=True)
@@ -282,7 +275,7 @@ def open_session(prepared: Prepared, transport: Any) -> Session:
     model = load_requested(prepared.request, prepared.values["dtype"], transport, split)
     engines = Engines(modes, lambda config: Engine(model.pipe, config, replica.transport))
     if prepared.quality is None:  # else those of the settings that are tried
-        _ = [*engines.values()]
+        _ = [engines[mode] for mode in modes]
     folder = prepared.output.open() if transport.rank == 0 else None
     transport.broadcast_object(None)  # all ranks have their model
     if folder is not None:
@@ -301,11 +294,11 @@ def finish(
     `judging.jumps`; told: in the table's place; report: arguments of `cocodiff_eval.report.write_report`.
     """
     transport = session.transport
-    own = {mode: {**engine.trace.record(), "rank": transport.rank} for mode, engine in session.engines.made.items()}
+    own = {mode: {**engine.trace.record(), "rank": transport.rank} for mode, engine in session.engines.items()}
     gathered = transport.gather_object(own) or []
     if session.folder is not None:
         # settings that were tried by some replicas alone have no engine on others
-        of_ranks = {mode: [of[mode] for of in gathered if mode in of] for mode in session.engines}
+        of_ranks = {mode: [of[mode] for of in gathered if mode in of] for mode in session.engines.modes}
         save_traces(session.folder / "trace.json", {mode: records for mode, records in of_ranks.items() if records})
         _write_results(session, session.folder, done, records or {}, told, report)
     transport.broadcast_object(None)
@@ -321,7 +314,7 @@ def _write_results(
     values, ranks = session.prepared.values, session.transport.size
     document = metrics_document(values, ranks, [row for *_, row in done.rows])
     # What torch.compile did on this rank, a line each.
-    compiled = [f"{mode}: {engine.compiled}" for mode, engine in session.engines.made.items() if engine.compiled]
+    compiled = [f"{mode}: {engine.compiled}" for mode, engine in session.engines.items() if engine.compiled]
     more = ("quality", done.bounds), *records.items(), ("compiled", compiled)
     document |= {name: said for name, said in more if said}
     verdicts = [one["verdict"] for one in records.get("volumes", ()) if one["verdict"] is not None]

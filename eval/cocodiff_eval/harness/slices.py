@@ -20,7 +20,6 @@ from cocodiff_eval.harness.judging import (
     ReportPictures,
     Restored,
     SliceReview,
-    is_volume,
     judge_slice,
     jumps,
     picture_of,
@@ -42,6 +41,7 @@ from cocodiff_eval.harness.tasks import (
     result_files,
     slice_name,
 )
+from cocodiff_eval.harness.volume import is_deep
 from cocodiff_eval.harness.volumes import Volumes
 from cocodiff_eval.quality.fusing import Moments
 from cocodiff_eval.quality.hidden import Hidden, hide_beside
@@ -149,14 +149,11 @@ class SliceJob(Job[Batch]):
         assert self._way is not None, "it is known how results are made"
         names = ("model", "steps", "strength", "seed", "prompt", "guidance", "dtype", "samples", "quality")
         values = self.session.prepared.values
-        settings = {name: values[name] for name in names if values.get(name) is not None}
+        settings = {"version": __version__} | {name: values[name] for name in names if values.get(name) is not None}
         settings |= self.volumes.provenance(task)
-        return {
-            preset: json_ready(
-                {"version": __version__, **settings, "preset": preset, "settings": lasting(config)}, otherwise=str
-            )
-            for preset, config in self._way.configs(task).items()
-        }
+        configs = self._way.configs(task).items()
+        told = {preset: {**settings, "preset": preset, "settings": lasting(config)} for preset, config in configs}
+        return {preset: json_ready(of_preset, otherwise=str) for preset, of_preset in told.items()}
 
     def watched(self, advance: Callable[[int], None]) -> None:
         for restorer in self.restorers.values():
@@ -206,13 +203,9 @@ class SliceJob(Job[Batch]):
             return {one: [self.volumes.fused(batch.task, index, one) for index in indices] for one in settings}
         seen = self._seen(batch)
         if batch.copied:  # a slice without masked voxels is its own restoration
+            pairs = [(Moments.of(one.given(False)[0]), one.original_YX) for one in (seen if leads else [])]
             kept = self.samples if self.volumes.keeps else 0
-            copies = [
-                ItemSamples(Moments.of(one.given(False)[0]), Cost(), kept=(one.original_YX,) * kept)
-                for one in seen
-                if leads
-            ]
-            return dict.fromkeys(settings, copies)
+            return dict.fromkeys(settings, [ItemSamples(own, Cost(), kept=(given,) * kept) for own, given in pairs])
         restorer = self.restorers[self.tasks[batch.task].steps]
         return {one: restorer.draw(batch, seen, one, leads, self.volumes.keeps) for one in settings}
 
@@ -257,13 +250,10 @@ class SliceJob(Job[Batch]):
         if unknown := sum(row["intervals"] is None for row in alone):
             say(f"{unknown} of {len(alone)} results have no intervals: no regions like the mask's could be hidden")
         numbers = {task.stack.name: task.stack.numbers for task in self.tasks if len(task.stack) > 1}
+        volumes = [number for number, task in enumerate(self.tasks) if is_deep(task.stack)]
         return {
             "pictures": self.pages.all(done.rows, self._picture, progress),
-            "shown": [
-                shown_volume(task, self.presets, self._files(number))
-                for number, task in enumerate(self.tasks)
-                if is_volume(task)
-            ],
+            "shown": [shown_volume(self.tasks[n], self.presets, self._files(n)) for n in volumes],
             "slices": numbers,
             "side": self.pages.plan.side,
             "records": {

@@ -79,35 +79,30 @@ class Task:
 
     def remarks(self) -> list[str]:
         """What the user has to know of the input before it is restored."""
-        scale, where, kept = self.scale, f"{self.stack.name}, mask {self.mask.name}", self.stack.metadata
-        found = [*kept.remarks]
+        scale, kept, found = self.scale, self.stack.metadata, list[str]()
         if self.left:
             shown = ", ".join(map(str, self.left[:SHOWN])) + (", ..." if len(self.left) > SHOWN else "")
-            found.append(
-                f"{where}: {len(self.left)} slice(s) masked wholly, which leaves nothing to restore from: left as in "
-                f"the input ({shown})"
-            )
+            why = "which leaves nothing to restore from: left as in the input"
+            found.append(f"{len(self.left)} slice(s) masked wholly, {why} ({shown})")
         if kept.kind == "tiff" and kept.axes[:1] in ("C", "S") and len(self.stack) > 1:
             found.append(
-                f"{where}: the file's axes are {kept.axes}, channels in the place of slices: {len(self.stack)} of them "
-                "are restored like slices of one stack, with one range of intensities; --slices 0:1 takes the first"
+                f"the file's axes are {kept.axes}, channels in the place of slices: {len(self.stack)} of them are "
+                "restored like slices of one stack, with one range of intensities; --slices 0:1 takes the first"
             )
         size = kept.voxel_size
         if self.volume is not None and self.volume.axes != ("z",) and size is not None and len({*size}) > 1:
             sides = " x ".join(f"{side:g}" for side in size)
-            found.append(
-                f"{where}: voxels of {sides} {kept.unit}: slices along each axis are restored as they "
-                f"are stored, with unequal sides of voxels"
-            )
+            how = "slices along each axis are restored as they are stored, with unequal sides of voxels"
+            found.append(f"voxels of {sides} {kept.unit}: {how}")
         if scale.low == scale.high:
-            found.append(f"{where}: all voxels outside the mask are {scale.low:.9g}: so is the result, without a PSNR")
+            found.append(f"all voxels outside the mask are {scale.low:.9g}: so is the result, without a PSNR")
         if scale.extremes is not None:
             low, high = scale.extremes
             found.append(
-                f"{where}: intensities from {scale.low:.9g} to {scale.high:.9g}; {scale.beyond:,} voxel(s) outside the "
-                f"mask lie beyond: --range {low:.9g},{high:.9g} takes them in"
+                f"intensities from {scale.low:.9g} to {scale.high:.9g}; {scale.beyond:,} voxel(s) outside the mask lie "
+                f"beyond: --range {low:.9g},{high:.9g} takes them in"
             )
-        return found
+        return [*kept.remarks, *(f"{self.stack.name}, mask {self.mask.name}: {one}" for one in found)]
 
 
 def describe_inputs(tasks: Sequence[Task], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -135,6 +135,11 @@ def along(axis: str) -> str:
     return f"{OWN} along {axis} alone"
 
 
+def is_deep(stack: Stack) -> bool:
+    """Whether a stack is a volume: it may have slices along each axis, is shown as one, and its slices are compared."""
+    return stack.ndim == 3 and len(stack) >= SMALLEST_SIDE
+
+
 def words_of(values: Mapping[str, Any]) -> list[str]:
     """What `--axes` names, `z y x` and `z,y,x` alike. Raises UserError for other words."""
     words = [word for one in values["axes"] or () for word in one.split(",") if word]
@@ -152,7 +157,7 @@ def axes_of(values: Mapping[str, Any], stack: Stack) -> tuple[tuple[str, ...], b
     """
     if "axes" not in values:  # a sweep compares settings slice by slice
         return ("z",), False
-    words, deep = words_of(values), stack.ndim == 3 and len(stack) >= SMALLEST_SIDE
+    words, deep = words_of(values), is_deep(stack)
     if not words and deep and values["samples"] > 1 and values["hidden_test"] is not False and not values["quality"]:
         words = [AUTO]
     if words == [AUTO]:
@@ -173,8 +178,10 @@ def volume_of(values: Mapping[str, Any], stack: Stack, mask: Mask) -> tuple[Volu
     axes, chosen = axes_of(values, stack)
     if "axes" not in values:
         return None, mask
-    deep, asked = stack.ndim == 3 and len(stack) >= SMALLEST_SIDE, values["hidden_test"]
-    tested = deep and (chosen or (values["samples"] > 1 and not values["quality"])) if asked is None else asked
+    asked = values["hidden_test"]
+    tested = (
+        is_deep(stack) and (chosen or (values["samples"] > 1 and not values["quality"])) if asked is None else asked
+    )
     if chosen and not tested:
         raise UserError(f"--axes {AUTO} chooses by hidden regions: leave --hidden_test away, or name the axes")
     if values["samples"] < len(axes) and not chosen:
