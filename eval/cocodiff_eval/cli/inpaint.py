@@ -193,7 +193,7 @@ def find_tasks(values: dict[str, Any], unmasked: str | None = None) -> list[Any]
     masks = list(dict.fromkeys(values["mask"]))
     if len(masks) == 1 and not is_there(masks[0]):
         masks = list(dict.fromkeys(masks[0].split(",")))
-    found: list[tuple[Any, ...]] = []
+    found: list[tuple[Any, Any, Any, Any, Any]] = []
     for stack in stacks:
         truth = open_truth(values["truth"], stack, links) if values["truth"] else None
         for number, word in enumerate(masks):
@@ -209,8 +209,8 @@ def find_tasks(values: dict[str, Any], unmasked: str | None = None) -> list[Any]
             found.append((stack, mask, scale, known, volume))
     names = file_names([(stack.name, mask.name) for stack, mask, *_ in found])
     words = [result_format(values.get("format") or "same", stack.volume) for stack, *_ in found]
-    parts = zip(found, names, words, strict=True)
-    return [Task(*one, name, word, volume, values.get("steps", 0)) for (*one, volume), name, word in parts]
+    steps, parts = values.get("steps", 0), zip(found, names, words, strict=True)
+    return [Task(*of[:4], name, word, of[4], steps) for of, name, word in parts]
 
 
 def work(tasks: list[Any], prepared: Prepared, transport: Any) -> None:

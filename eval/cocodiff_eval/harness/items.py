@@ -198,7 +198,7 @@ class Cost:
         def sent(of_links: Mapping[str, int], n: int) -> dict[str, int]:
             return {link: sent * (n + 1) // count - sent * n // count for link, sent in of_links.items()}
 
-        parts = [{name: sent(getattr(self, name), n) for name in PURPOSES} for n in range(count)]
+        parts: list[dict[str, Any]] = [{name: sent(getattr(self, name), n) for name in PURPOSES} for n in range(count)]
         return [replace(self, **shared, **part) for part in parts]
 
     @classmethod

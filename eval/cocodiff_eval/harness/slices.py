@@ -205,7 +205,8 @@ class SliceJob(Job[Batch]):
         if batch.copied:  # a slice without masked voxels is its own restoration
             pairs = [(Moments.of(one.given(False)[0]), one.original_YX) for one in (seen if leads else [])]
             kept = self.samples if self.volumes.keeps else 0
-            return dict.fromkeys(settings, [ItemSamples(own, Cost(), kept=(given,) * kept) for own, given in pairs])
+            copies = [ItemSamples(moments, Cost(), kept=(original_YX,) * kept) for moments, original_YX in pairs]
+            return dict.fromkeys(settings, copies)
         restorer = self.restorers[self.tasks[batch.task].steps]
         return {one: restorer.draw(batch, seen, one, leads, self.volumes.keeps) for one in settings}
 

@@ -178,10 +178,8 @@ def volume_of(values: Mapping[str, Any], stack: Stack, mask: Mask) -> tuple[Volu
     axes, chosen = axes_of(values, stack)
     if "axes" not in values:
         return None, mask
-    asked = values["hidden_test"]
-    tested = (
-        is_deep(stack) and (chosen or (values["samples"] > 1 and not values["quality"])) if asked is None else asked
-    )
+    usual = is_deep(stack) and (chosen or (values["samples"] > 1 and not values["quality"]))
+    tested = usual if values["hidden_test"] is None else values["hidden_test"]
     if chosen and not tested:
         raise UserError(f"--axes {AUTO} chooses by hidden regions: leave --hidden_test away, or name the axes")
     if values["samples"] < len(axes) and not chosen:
