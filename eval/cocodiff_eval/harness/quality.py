@@ -116,10 +116,6 @@ class Quality:
         """As a job has them that knows of no ladder."""
         return {self.preset: next(iter(self.rungs.values()))}
 
-    def exact_alone(self) -> Quality:
-        """Where nothing travels, and so nothing is to be chosen."""
-        return replace(self, rungs={self.exact: self.rungs[self.exact]})
-
     def line(self, unit: str) -> str:
         """What is asked for, and how it is found."""
         if len(self.rungs) == 1:

@@ -91,7 +91,8 @@ class Prepared:
             rungs = with_guidance(with_tokens(quality.rungs, self.values, request), partition, request)
             quality = replace(quality, rungs=with_weights(rungs, self.values, request, partition, ranks, **work))
             if ranks == partition.replicas and not quality.caches:
-                quality = quality.exact_alone()
+                # Nothing travels, and so nothing is to be chosen.
+                quality = replace(quality, rungs={quality.exact: quality.rungs[quality.exact]})
         presets = with_guidance(with_tokens(self.presets, self.values, request), partition, request)
         if quality is None:
             presets = with_weights(presets, self.values, request, partition, ranks, **work)
