@@ -220,8 +220,8 @@ class DisplacedCall(StatefulCall[LayerArrivals]):
             self._measure(name, x_BLHD, slice(0, x_BLHD.shape[1]), x_BLHD.shape[1])
         return self.inner.encode(tensors_BLHD)
 
-    def decode(self, received_BSGW: Mapping[str, Tensor], coded: Layout, rows: slice) -> list[Tensor]:
-        found = self.inner.decode(received_BSGW, coded, rows)
+    def decode(self, received_BSGW: Mapping[str, Tensor], rows: slice) -> list[Tensor]:
+        found = self.inner.decode(received_BSGW, rows)
         self.state.last |= zip(received_BSGW, found, strict=True)
         return found
 

@@ -214,7 +214,7 @@ class LosslessCall(StatefulCall[SiteState]):
 
     # The receiver's end -----------------------------------------------------------------------------------------------
 
-    def decode(self, received_BSGW: Mapping[str, Tensor], coded: Layout, rows: slice) -> list[Tensor]:
+    def decode(self, received_BSGW: Mapping[str, Tensor], rows: slice) -> list[Tensor]:
         ranks = hearing = self.layout.in_sequence
         if self._staged is not None:
             number = next(self._stages["".join(received_BSGW)])

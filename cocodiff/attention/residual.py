@@ -136,7 +136,7 @@ class ResidualCall(StatefulCall[SiteState]):
         payloads = [self._sent(name, x, slice(0, x.shape[1]), x.shape[1]) for name, x in tensors_BLHD.items()]
         return Encoded(payloads, self.layout)
 
-    def decode(self, received_BSGW: Mapping[str, Tensor], coded: Layout, rows: slice) -> list[Tensor]:
+    def decode(self, received_BSGW: Mapping[str, Tensor], rows: slice) -> list[Tensor]:
         return [self._received(name, x, rows) for name, x in received_BSGW.items()]
 
     def encode_output(self, out_BTGD: Tensor, rows: slice) -> Tensor:

@@ -21,10 +21,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from cocodiff.attention.local import Keys, LocalAttention, Partial, mask_in_rank_order, no_keys
+from cocodiff.attention.local import Keys, LocalAttention, Partial, mask_in_rank_order
 from cocodiff.attention.strategy import LazyQKV
 from cocodiff.comm.trace import Trace
 from cocodiff.comm.transport import Group, LaneFuture, Pending, Ranks
@@ -154,12 +153,7 @@ class Came(NamedTuple):
 
 
 class TokenRing(Ring):
-    """One rank's place in its ring. Its messages are whole, whatever the Ulysses part sends.
-
-    positions: of every group's rows in the sequence; given, a query attends to no key behind its own position (causal
-    attention, without masks of keys). All ranks compute alike if tokens are divided as `zigzag` does."""
-
-    positions: Sequence[Tensor] | None = None
+    """One rank's place in its ring. Its messages are whole, whatever the Ulysses part sends."""
 
     def __init__(self, mesh: Mesh, transport: Ranks, *more: Any) -> None:
         """As `Ring`."""
@@ -181,7 +175,7 @@ class TokenRing(Ring):
             keys_on = passing(keys, node.onward, rows)
             for visit in self._steps:
                 coming = self._lane.submit(step, passing([here_BSGD], visit.onward, rows), back, keys_on, LAG)
-                part = self._part(here_BSGD, visit.member, Keys(keys[0], keys[1], mask_B11S), node.member)
+                part = self._local.part(here_BSGD, keys[0], keys[1], mask_B11S)
                 with self._trace.span("wait for q", layer=layer):
                     came = coming.wait()
                 for arrived in came.parts:
@@ -228,31 +222,9 @@ class TokenRing(Ring):
         sends, recvs = [(x, way.move.to) for x in way.outgoing], [(x, way.move.before) for x in way.incoming]
         return self._post(group, sends, recvs)
 
-    def _part(self, q_BLGD: Tensor, queries_of: int, keys: Keys, keys_of: int) -> Partial:
-        """Attention of a group's queries to a group's keys."""
-        if self.positions is None:
-            return self._local.part(q_BLGD, *keys)
-        assert keys.mask_B11S is None, "causal attention goes without masks of keys"
-        q_L, k_S = self.positions[queries_of], self.positions[keys_of]
-        rows_L, seen_S = q_L >= k_S.min(), k_S <= q_L.max()  # that attend to any of the keys, or are attended to
-        part = no_keys(q_BLGD)
-        if rows_L.any():
-            mask_11LS = (q_L[rows_L, None] >= k_S[seen_S])[None, None]
-            seen = self._local.part(q_BLGD[:, rows_L], keys.k_BSHD[:, seen_S], keys.v_BSHD[:, seen_S], mask_11LS)
-            for into, x in zip(part, seen, strict=True):
-                into[:, rows_L] = x
-        return part
-
 
 def passing(outgoing: Sequence[Tensor], move: Move | None, rows: Sequence[int]) -> Passing | None:
     """Tensors that move on, with room for those that come. rows: of every member's."""
     if move is None:
         return None
     return Passing(outgoing, [x.new_empty(len(x), rows[move.brings], *x.shape[2:]) for x in outgoing], move)
-
-
-def zigzag(tokens: int, ranks: int) -> list[Tensor]:
-    """Positions of every rank's tokens, in the order of its rows: two runs, as far from the start and from the end of
-    the sequence, so that under a causal mask all ranks have as much to attend to (TokenRing, section 3.3.2)."""
-    runs = torch.arange(tokens).tensor_split(2 * ranks)
-    return [torch.cat([runs[rank], runs[-1 - rank]]) for rank in range(ranks)]

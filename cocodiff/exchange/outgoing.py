@@ -50,9 +50,9 @@ class EncodedCall:
         """The payloads in the tensors' place. Runs on a lane, where it may wait for what it depends on."""
         return Encoded(list(tensors_BLHD.values()), self.layout)
 
-    def decode(self, received_BSGW: Mapping[str, Tensor], coded: Layout, rows: slice) -> list[Tensor]:
+    def decode(self, received_BSGW: Mapping[str, Tensor], rows: slice) -> list[Tensor]:
         """The tensors [B, S, G, D] of all rows of this rank's heads, from payloads of which `rows` have just arrived.
-        coded: the layout of what `encode` gave. Runs on the thread that attends."""
+        Runs on the thread that attends."""
         return list(received_BSGW.values())
 
     def encode_output(self, out_BTGD: Tensor, rows: slice) -> Tensor | EncodedBlocks:
@@ -155,7 +155,7 @@ class TensorsToHeads(Outgoing):
 
     def decode(self, received_BSGW: Sequence[Tensor], rows: slice | None = None) -> list[Tensor]:
         by_name = dict(zip(self.names, received_BSGW, strict=True))
-        return self.coded.decode(by_name, self.layout, rows or slice(0, sum(self.layout.rows)))
+        return self.coded.decode(by_name, rows or slice(0, sum(self.layout.rows)))
 
 
 class OutputToRows(Outgoing):

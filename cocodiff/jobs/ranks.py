@@ -347,18 +347,20 @@ def settle(values: dict[str, Any], launch: Launch) -> int:
 
 def run_holding(
     output: OutputFolder,
-    ranks: int | None,
+    values: dict[str, Any],
     launch: Launch,
     config: Config,
-    alike: dict[str, str],
     work: Work,
     import_before_fork: Callable[[], None],
+    compared: dict[str, str] | None = None,
 ) -> int:
     """`run_ranks` while no other run may write to the folder; a run that ends badly leaves nothing unfinished there.
 
-    import_before_fork: called in the process that ranks are forked from, if they are forked from here.
+    values: of all options, which ranks must have been given alike; compared: what else must be. import_before_fork:
+    called in the process that ranks are forked from, if they are forked from here.
     """
-    writing = output.writing()(work)
+    ranks, writing = values["ranks"], output.writing()(work)
+    alike = {name: str(value) for name, value in values.items() if name != "ranks"} | (compared or {})
     if launch.kind != "alone":
         # Where rank 0 may not have the folder, the others must hear it: they are told once they have met.
         return run_ranks(ranks, launch, config, alike, partial(_hold_on_first, output, writing))

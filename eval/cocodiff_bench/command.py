@@ -53,6 +53,5 @@ def start(words: Sequence[str], launch: Launch) -> int:
     config = engine_config(values)
     benchmark.check(values, ranks)
     output = OutputFolder(values["out"], values["overwrite"])
-    alike = {name: str(value) for name, value in values.items() if name != "ranks"}
     work, imports = partial(benchmark.run, values, output), partial(benchmark.import_before_fork, values)
-    return run_holding(output, values["ranks"], launch, config, alike, work, imports)
+    return run_holding(output, values, launch, config, work, imports)

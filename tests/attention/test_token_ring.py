@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from worlds import topologies, topology_of
 
-from cocodiff.attention.ring import TokenRing, zigzag
-from cocodiff.attention.strategy import LayerKey, LazyQKV
+from cocodiff.attention.strategy import LayerKey
 from cocodiff.comm.loopback import LoopbackTransport, run_ranks
 from cocodiff.comm.trace import LINK_CLASSES, Trace
 from cocodiff.config.config import Config
@@ -32,7 +31,6 @@ from cocodiff.kernels import Kernels
 from cocodiff.models.adapter import image_and_text
 from cocodiff.planner.placement import LAG, MESSAGE_S, TokenMoves, by_degree, choose, price
 from cocodiff.topology.axes import Mesh, meshes
-from cocodiff.topology.layout import Segment
 from cocodiff.topology.routes.rounds import rounds_of
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
@@ -239,42 +237,3 @@ def test_its_spellings():
             Config(ring=2, ring_kind="token", chunks=chunks)
     with pytest.raises(UserError, match="ring_kind"):
         Config(ring_kind="values")
-
-
-@pytest.mark.parametrize(("machine", "size"), [("local", 4), ("local", 7), ("aurora", 12), ("aurora", 24)])
-@pytest.mark.parametrize("divided", ["zigzag", "runs", "at random"])
-def test_causal_attention(machine, size, divided):
-    """As one process with a causal mask, however the tokens are divided."""
-    mesh, tokens = Mesh.build(topology_of(machine, size), size, kind="token"), 4 * size + 3
-    order = torch.randperm(tokens, generator=torch.Generator().manual_seed(size))
-    runs = list(torch.arange(tokens).tensor_split(size))
-    positions = {"zigzag": zigzag(tokens, size), "runs": runs, "at random": [order[run] for run in runs]}[divided]
-    whole = tensors(tokens, 0, 3, torch.float32)
-
-    def work(transport: LoopbackTransport) -> Tensor:
-        rows = positions[mesh.group_and_slot(transport.rank)[0]]
-        ring = TokenRing(mesh, transport, Trace())
-        ring.positions = positions
-        q, k, v = (x[:, rows] for x in whole)
-        qkv = LazyQKV(lambda: q, lambda: k, lambda: v, (Segment("text", tokens),), 3)
-        return ring.attend(q, k, v, qkv, [Rows(len(rows)) for rows in positions])
-
-    q, k, v = (x.double().transpose(1, 2) for x in whole)
-    truth = scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-    allowed = 1e-6 + merging_error(whole, size, None)
-    for rank, out_BLHD in enumerate(run_ranks(size, work)):
-        rows = positions[mesh.group_and_slot(rank)[0]]
-        assert (out_BLHD - truth[:, rows]).abs().max() <= allowed
-
-
-class Rows:
-    """Of a layout, what a ring looks at."""
-
-    def __init__(self, rows: int) -> None:
-        self.rows = (rows,)
-
-
-def test_zigzag_gives_all_ranks_as_much_to_attend_to():
-    divided = zigzag(64, 4)
-    assert sorted(torch.cat(divided).tolist()) == list(range(64))
-    assert len({int((positions + 1).sum()) for positions in divided}) == 1

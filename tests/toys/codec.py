@@ -27,7 +27,7 @@ class HalfCall(EncodedCall):
         self.dtype = next(iter(tensors_BLHD.values())).dtype
         return Encoded([x_BLHD.half() for x_BLHD in tensors_BLHD.values()], self.layout)
 
-    def decode(self, received_BSGW, coded, rows):
+    def decode(self, received_BSGW, rows):
         return [x_BSGD.to(self.dtype) for x_BSGD in received_BSGW.values()]
 
     def encode_output(self, out_BTGD, rows):

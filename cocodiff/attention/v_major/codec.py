@@ -161,7 +161,7 @@ class SelectiveCall(EncodedCall, ABC):
         """The chosen rows of all batch rows in one, [1, N, H, D], gathered where they are packed."""
         return Rows(x_BLHD.flatten(0, 1), index_N)
 
-    def decode(self, received_BSGW: Mapping[str, Tensor], coded: Layout, rows: slice) -> list[Tensor]:
+    def decode(self, received_BSGW: Mapping[str, Tensor], rows: slice) -> list[Tensor]:
         """Into the caches: everything, or in one launch those rows that came."""
         caches = self.cache.received
         if self.full:

@@ -71,10 +71,9 @@ def start(words: Sequence[str], launch: Launch) -> int:
             for name in ("engine", *(f"cli.doctor.{part}" for part in ("checks", "facts", "trials"))):
                 import_module(f"cocodiff.{name}")
 
-    alike = {name: str(value) for name, value in values.items() if name != "ranks"}
     verdict: list[bool] = []
     work = partial(look, values, launch, output, verdict)
-    code = run_holding(output, values["ranks"], launch, config, alike, work, imports)
+    code = run_holding(output, values, launch, config, work, imports)
     if code:
         return code
     healthy = verdict[0] if verdict else json.loads((output.final / FILE).read_text())["healthy"]

@@ -69,7 +69,6 @@ def start(words: Sequence[str], launch: Launch) -> int:
     if launch.speaks:
         say(f"cocodiff {__version__}: training on {ranks} rank(s) into {values['out']}")
     tasks = find_tasks(values | SLICE_BY_SLICE | {"mask": [values["mask"]], "truth": None}, unmasked=NOTHING)
-    alike = {name: str(value) for name, value in values.items() if name != "ranks"}
     config = Config.preset("flat", **engine_settings(values))
 
     def imports() -> None:
@@ -78,9 +77,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
         if launch.kind == "alone":
             import cocodiff_eval.harness.training  # noqa: F401  before ranks are forked, so that they share it
 
-    return run_holding(
-        output, values["ranks"], launch, config, alike, partial(work, tasks, values, weights, output), imports
-    )
+    return run_holding(output, values, launch, config, partial(work, tasks, values, weights, output), imports)
 
 
 def work(tasks: list[Any], values: dict[str, Any], weights: Path, output: OutputFolder, transport: Any) -> None:

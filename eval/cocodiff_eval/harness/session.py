@@ -177,7 +177,6 @@ def start_job(
             prepared.output.confirm(first_difference(there, as_read(describe(prepared, ranks) | settings(there))))
             say(f"nothing is left to do: the results in {prepared.output.final} are finished, with the same settings")
         return 0
-    alike = {name: str(value) for name, value in values.items() if name != "ranks"} | (compared or {})
 
     def imports() -> None:
         if launch.speaks and not values["quiet"]:
@@ -187,7 +186,7 @@ def start_job(
 
     if launch.kind != "alone":
         imports()
-    return run_holding(prepared.output, values["ranks"], launch, config, alike, partial(work, prepared), imports)
+    return run_holding(prepared.output, values, launch, config, partial(work, prepared), imports, compared)
 
 
 def import_before_fork(request: Request, ranks: int | None = None) -> None:
