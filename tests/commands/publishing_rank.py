@@ -25,4 +25,6 @@ def main() -> int:
     fault, out = sys.argv[1:]
     output = OutputFolder(out, overwrite=False)
     config = Config(transport="gloo", timeout_s=10.0)
-    return run_holding(output, 2, detect(), config, {}, lambda transport: work(fault, output, transport), lambda: None)
+    return run_holding(
+        output, {"ranks": 2}, detect(), config, lambda transport: work(fault, output, transport), lambda: None
+    )
