@@ -22,13 +22,11 @@ from torch import Tensor
 
 from cocodiff.attention.strategy import LayerKey, LazyQKV, Strategy, nothing
 from cocodiff.attention.sums import CHUNK, CHUNK_LAUNCHES, SCORE_BYTES
-from cocodiff.attention.ulysses import Ulysses
 from cocodiff.comm.trace import LINK_CLASSES
 from cocodiff.config.config import Config
 from cocodiff.config.machine import Topology
 from cocodiff.config.registry import ORDERS, load
 from cocodiff.engine.assemble import AttentionWork, chunking, exchange_table, mesh_of
-from cocodiff.exchange.codec import StepInfo
 from cocodiff.models.adapter import IMAGE
 from cocodiff.planner.costs import WHOLE, CallKind, Typical, costs_of
 from cocodiff.planner.decisions import Decisions, decisions_of, without_seldom
@@ -415,68 +413,3 @@ def plan_step(case: Case, latencies: Latencies) -> StepPlan:
             sent[link] += branches * of_step(kind, {call: plan.bytes[link] for call, plan in plans.items()})
     weights_s = branches * weights_waited_s(case.shape, case.load, layers_s, latencies)
     return StepPlan(step_s + weights_s, compute_s, sent, case.steps, waits)
-
-
-# For benchmarks -------------------------------------------------------------------------------------------------------
-
-
-class ModelCalls:
-    """One rank's calls of a model that has some layers alike, one after the other, which a benchmark runs. layers: what
-    one layer is, each for a guidance branch of its own."""
-
-    def __init__(self, config: Config, strategy: Ulysses, steps: int) -> None:
-        self.codec, self.costs, self.layers = strategy.codec, costs_of(config), list[PlannedLayer]()
-        self._strategy, self._image, self._step, self._steps = strategy, 0, -1, steps
-
-    def begin(self, kind: CallKind) -> None:
-        """The next step, of calls of this kind. Returns when what ranks agree on once for all its layers is there."""
-        self.costs.hold_at(self.codec, kind)
-        self._step += 1
-        self.codec.begin_step(StepInfo(self._image, self._step, self._steps))
-        self.costs.agree(self.codec)
-
-    def run(self, layers: int) -> None:
-        for number in range(layers):
-            self.run_layer(number)
-
-    def run_layer(self, number: int) -> None:
-        for branch, layer in enumerate(self.layers):
-            name = f"{layer.kind.name} {number}" if number else layer.kind.name
-            layer.run(self._strategy, LayerKey(name, branch))
-
-
-class SerialGroup:
-    receives_ahead = False  # a call lists all its peers, so that they can take turns
-
-    def __init__(self, group: Any) -> None:
-        self._inner, self.ranks, self.index = group, group.ranks, group.index
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def send_recv(self, sends: list[tuple[Any, int]], recvs: list[tuple[Any, int]]) -> Any:
-        size, pending = len(self.ranks), self._inner.send_recv([], [])
-        for step in range(1, size):
-            to, source = (self.index + step) % size, (self.index - step) % size
-            sent, received = ([one for one in some if one[1] == peer] for some, peer in ((sends, to), (recvs, source)))
-            pending = self._inner.send_recv(sent, received)
-            pending.wait()
-        return pending
-
-    collective = send_recv
-
-
-class SerialTransport:
-    """A transport whose groups serve one peer at a time: at step s they send to the rank s further on and receive from
-    the rank s before."""
-
-    group_of: Any = SerialGroup
-
-    def __init__(self, transport: Any) -> None:
-        self._inner, self.world = transport, self.group_of(transport.world)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def group(self, ranks: Sequence[int], together: bool = False) -> Any:
-        return self.group_of(self._inner.group(ranks))

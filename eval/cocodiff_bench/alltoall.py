@@ -30,11 +30,10 @@ from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.options import Option, check_counts
 from cocodiff.jobs.terminal import say
 from cocodiff.kernels import Kernels
-from cocodiff.planner.layers import SerialTransport
 from cocodiff.topology.layout import Layout, Segment, ShardedSegment
 from cocodiff.topology.links import alltoall_bound
 from cocodiff_bench import common
-from cocodiff_bench.common import Benchmark, Row, Values
+from cocodiff_bench.common import Benchmark, Row, SerialTransport, Values
 
 VARIANTS = ("flat", "flat_serial", "library", "mpi", "tapa", "split", "auto")
 LIBRARIES = ("gloo", "xccl", "ccl", "nccl")  # transports that have an all-to-all of their own

@@ -13,15 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from cocodiff.attention.local import LocalAttention, Partial
+from cocodiff.attention.strategy import LayerKey
 from cocodiff.comm.trace import Span, Trace
 from cocodiff.config.machine import Device
 from cocodiff.engine.assemble import build_strategy
 from cocodiff.engine.weights import SplitWeights
+from cocodiff.exchange.codec import StepInfo
 from cocodiff.kernels import Kernels, moved_by
-from cocodiff.planner.costs import CallKind
-from cocodiff.planner.layers import SITES, Case, ModelCalls, SerialTransport
+from cocodiff.planner.costs import CallKind, costs_of
+from cocodiff.planner.layers import SITES, Case, PlannedLayer
 from cocodiff.planner.memory import block_parameters
 from cocodiff.planner.roofline import LAUNCHES, bytes_of, cost_of, seconds
+from cocodiff_bench.common import SerialTransport
 
 PASSES = (  # operations that are waits: scoring and both codecs'. All others are done
     *("l1_score", "note_change", "encode_residual", "decode_residual", "continue_linearly"),
@@ -81,26 +84,43 @@ class RooflineAttention(LocalAttention):
         return Partial(self.whole(q_BTGD, k_BUGD, v_BUGD, mask), torch.zeros(q_BTGD.shape[:3]))
 
 
-class StandIn(ModelCalls):
+class StandIn:
     """One variant's layers: of all tokens, of V-Major's, coded or displaced. Between two calls of `begin` are the
     layers of one step, one for each guidance branch.
 
-    last_s: seconds that a layer has taken in every call of `run_behind`; record: what the trace has of the last one."""
+    layers: what one layer is, for each branch. last_s: seconds that a layer has taken in every call of `run_behind`;
+    record: what the trace has of the last one."""
 
     def __init__(self, case: Case, transport: Any, clock: Clock) -> None:
-        self.last_s: list[float] = []
-        self.record: dict[str, Any] = {}
+        self.layers, self.last_s, self.record = list[PlannedLayer](), list[float](), dict[str, Any]()
         self._clock, self._trace = clock, Trace(transport.rank)
         over: Any = SerialTransport(transport) if case.one_peer else transport
         kernels = WaitingKernels(clock, case.config.kernels, self._trace.note_kernel)
-        strategy = build_strategy(case.config, case.mesh, over, self._trace, kernels, RooflineAttention(clock))
-        super().__init__(case.config, strategy, case.steps)
+        self._strategy = build_strategy(case.config, case.mesh, over, self._trace, kernels, RooflineAttention(clock))
+        self.codec, self.costs = self._strategy.codec, costs_of(case.config)
+        self._step, self._steps = -1, case.steps
         split = case.config.split
         self.shares = split is not None
         self.waited = "wait for weights" if self.shares else "wait"  # what waits are called that hide nothing
         if split is not None:
             self._blocks = Blocks(statistics.mean(block_parameters(case.shape)))
             SplitWeights(self._blocks, case.topology, transport, *split).attach(self._trace)
+
+    def begin(self, kind: CallKind) -> None:
+        """The next step, of calls of this kind. Returns when what ranks agree on once for all its layers is there."""
+        self.costs.hold_at(self.codec, kind)
+        self._step += 1
+        self.codec.begin_step(StepInfo(0, self._step, self._steps))
+        self.costs.agree(self.codec)
+
+    def run(self, layers: int) -> None:
+        for number in range(layers):
+            self.run_layer(number)
+
+    def run_layer(self, number: int) -> None:
+        for branch, layer in enumerate(self.layers):
+            name = f"{layer.kind.name} {number}" if number else layer.kind.name
+            layer.run(self._strategy, LayerKey(name, branch))
 
     def settle(self, kind: CallKind) -> None:
         """The whole step and those that differ from the ones which follow, without waits."""

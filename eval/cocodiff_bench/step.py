@@ -16,10 +16,9 @@ from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.options import Option, check_counts, preset_configs
 from cocodiff.jobs.pipelines import EMBEDDED, Model, Request, check_model
 from cocodiff.models.family import INPAINT
-from cocodiff.planner.layers import SerialGroup, SerialTransport
 from cocodiff.planner.memory import ModelShape
 from cocodiff_bench import common
-from cocodiff_bench.common import Benchmark, Row, Values
+from cocodiff_bench.common import Benchmark, Row, SerialGroup, SerialTransport, Values
 from cocodiff_bench.random_models import OF_FAMILIES, Sizes, random_model, run, run_inputs, twin
 
 PLAIN = "diffusers"

@@ -187,7 +187,8 @@ def _fused(
     regions = np.unique(region_P)
     for region in regions if len(regions) >= ENOUGH else ():
         inside, others = region_P == region, region_P != region
-        learnt = Mixture.learnt(*({name: one[others] for name, one in of.items()} for of in (errors, apart)))
+        outside = {name: one[others] for name, one in errors.items()}
+        learnt = Mixture.learnt(outside, {name: one[others] for name, one in apart.items()})
         weights_AP[:, inside] = learnt.weights({n: d[inside] for n, d in apart.items()}, int(inside.sum()))
     return (weights_AP * errors_AP).sum(axis=0), weights_AP
 
