@@ -106,7 +106,7 @@ def verify(
         given = dict(inputs or {})
         calls: Calls = [(model, [given] * 2)] if target is model else recorded_calls(target, models, given)
         plain = _outputs(calls)
-        with TorchFunctions(_in_opposite_order):
+        with TorchFunctions(in_opposite_order):
             other = _outputs(calls)
         largest = max(float(x.abs().max()) for x in plain)
         allowed = BEYOND_ROUNDING * _difference(plain, other) + torch.finfo(plain[0].dtype).eps * largest
@@ -221,7 +221,7 @@ def _difference(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
     return found if found == found else float("inf")
 
 
-def _in_opposite_order(query: Tensor, key: Tensor, value: Tensor, *more: Any, **named: Any) -> Tensor:
+def in_opposite_order(query: Tensor, key: Tensor, value: Tensor, *more: Any, **named: Any) -> Tensor:
     """Torch's attention with its keys from the last to the first: the same but for rounding."""
     call = dict(zip(("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"), more, strict=False)) | named
     if call.get("is_causal"):
