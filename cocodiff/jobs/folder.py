@@ -23,6 +23,7 @@ from cocodiff.jobs.journal import FOLDER, PARTIAL, Journals
 
 MANIFEST = ".cocodiff-files.json"
 LOCK = ".cocodiff.lock"
+NOTHING_LEFT = "nothing was written"
 LEAVING_S = 10.0  # for the ranks of a killed run to go
 _STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
 
@@ -298,8 +299,8 @@ class OutputFolder:
             self._put_in_place(manifest)
         except (OSError, UserError) as error:
             reason = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error
-            failed = f"could not be put into {self.final} ({reason}): move them by hand"
-            raise OwnRankError(f"the results are finished, in {self.partial}, but {failed}") from error
+            remedy = "go on with --resume, or move them by hand"
+            raise OwnRankError(f"the results could not be put into {self.final} ({reason}): {remedy}") from error
 
     def _put_in_place(self, manifest: Manifest) -> None:
         self.journals.remove()
@@ -338,7 +339,7 @@ class OutputFolder:
             if manifest is not None and manifest.run == self.run:
                 return f"the results are finished, in {folder}"
         kept = self.journals.kept()
-        return f"{kept} are kept: go on with --resume" if kept is not None else "nothing was written"
+        return f"{kept} are kept: go on with --resume" if kept is not None else NOTHING_LEFT
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:

@@ -164,4 +164,5 @@ class Journals:
 
     def remove(self) -> None:
         """Nothing is left to go on with."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        if self.folder.exists():
+            shutil.rmtree(self.folder)

@@ -26,7 +26,7 @@ from cocodiff.comm.launch import Launch, Meeting
 from cocodiff.config.config import Config
 from cocodiff.config.errors import OwnRankError, PeerLost, UserError
 from cocodiff.jobs.children import StopRequest, check_room, fork, signal_all, stop_requests
-from cocodiff.jobs.folder import OutputFolder
+from cocodiff.jobs.folder import NOTHING_LEFT, OutputFolder
 from cocodiff.jobs.terminal import keep_libraries_off_stderr, limit_threads, note, quiet_libraries
 
 LAST_WORDS_S = 1.0  # launchers kill a job at its first bad exit; survivors must have named the rank by then
@@ -58,7 +58,7 @@ def run_ranks(
     config: Config,
     settings: dict[str, str],
     work: Work,
-    left: Callable[[], str] = lambda: "nothing was written",
+    left: Callable[[], str] = lambda: NOTHING_LEFT,
 ) -> int:
     """Runs `work` on every rank and returns the exit code.
 
@@ -368,8 +368,8 @@ def run_holding(
         import_before_fork()
         code = run_ranks(ranks, launch, config, alike, writing, output.left)
         # Forked ranks' one line tells it already, unless it tells of a mistake.
-        if code and (ranks in (None, 1) or code == 2) and output.journals.kept():
-            note(f"cocodiff: {output.left()}")
+        if code and (ranks in (None, 1) or code == 2):
+            _note_left(output)
         return code
 
 
@@ -378,6 +378,11 @@ def _hold_on_first(output: OutputFolder, work: Work, transport: Any) -> None:
         try:
             work(transport)
         except BaseException:
-            if transport.rank == 0 and output.journals.kept():
-                note(f"cocodiff: {output.left()}")
+            if transport.rank == 0:
+                _note_left(output)
             raise
+
+
+def _note_left(output: OutputFolder) -> None:
+    if (left := output.left()) != NOTHING_LEFT:
+        note(f"cocodiff: {left}")

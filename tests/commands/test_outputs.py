@@ -133,7 +133,7 @@ def test_results_do_not_replace_a_file_of_the_users(tmp_path):
     folder = OutputFolder(str(out), overwrite=True)
     (open_with_image(folder, "new") / "report.html").write_text("new")
     (out / "report.html").write_text("precious")
-    with pytest.raises(OwnRankError, match=r"the results are finished, in .*report.html is in the way"):
+    with pytest.raises(OwnRankError, match=r"could not be put into .*report.html is in the way"):
         folder.publish()
     assert ((out / "report.html").read_text(), (out / MARK).read_text()) == ("precious", "old")
     assert folder.left() == f"the results are finished, in {folder.partial}"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,11 @@ from warm import forked
 from warm_ranks import warm_mpiexec
 
 from cocodiff.cli.main import main
+from cocodiff.comm.launch import detect
+from cocodiff.config.config import Config
+from cocodiff.config.errors import OwnRankError
+from cocodiff.jobs.folder import OutputFolder
+from cocodiff.jobs.ranks import run_holding
 
 pytestmark = pytest.mark.processes
 HERE = Path(__file__).parent
@@ -71,6 +78,46 @@ def test_a_fault_while_publishing_says_where_the_results_are(tmp_path: Path, fau
     if fault == "in the way":
         assert (out / "report.html").read_text() == "the user's"
         assert len(done.stderr.splitlines()) == 1 and "report.html is in the way" in last
+
+
+def test_any_fault_while_results_move_says_where_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = OutputFolder(str(tmp_path / "out"), overwrite=False)
+
+    def work(_: object) -> None:
+        (out.open() / "report.html").write_text("whole")
+        out.publish()
+
+    def burns(*_: object) -> None:
+        raise RuntimeError("the disk is on fire")
+
+    run = partial(run_holding, out, {"ranks": None}, detect(), Config(), work, lambda: None)
+    with monkeypatch.context() as patch:
+        patch.setattr("cocodiff.jobs.folder._move", burns)
+        assert run() == 1
+    *_, fault, told = capsys.readouterr().err.splitlines()
+    assert fault == "cocodiff: RuntimeError: the disk is on fire"
+    assert told == f"cocodiff: the results are finished, in {out.partial}"
+    with OutputFolder(str(tmp_path / "out"), overwrite=True).held():  # the next run puts them in place
+        assert (tmp_path / "out" / "report.html").read_text() == "whole"
+
+
+def test_a_journal_that_cannot_be_removed_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = OutputFolder(str(tmp_path / "out"), overwrite=False)
+    (out.open() / "report.html").write_text("whole")
+    out.journals.begin({}, 1, "slices", overwrite=False)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", refuse)
+        with pytest.raises(OwnRankError, match="could not be put into"):
+            out.publish()
+    assert names(tmp_path / "out") == [".cocodiff.partial"]
+    out.publish()
+    assert names(tmp_path / "out") == [".cocodiff-files.json", "report.html"]
 
 
 @pytest.mark.full

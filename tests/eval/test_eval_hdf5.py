@@ -228,3 +228,22 @@ def test_each_failure_has_its_remedy(make: Callable[..., str]) -> None:
         with pytest.raises(UserError, match=r"other\.h5: .*unable to lock.*it is open elsewhere for writing"):
             open_stack("other.h5:/data")
         writer.communicate()
+
+
+@pytest.mark.parametrize("most", [2_000, 40_000, 76_000])
+def test_a_disk_that_is_full_while_hdf5_writes_is_one_error(tmp_path: Path, most: int) -> None:
+    """In a process of its own: HDF5 itself prints tracebacks then, and may crash."""
+    script = f"""
+import resource, numpy as np
+from cocodiff_eval.data.hdf5 import write_hdf5
+from cocodiff_eval.data.volume import NewVolume
+resource.setrlimit(resource.RLIMIT_FSIZE, ({most}, resource.RLIM_INFINITY))
+image = np.zeros((64, 64), "u2")
+try:
+    write_hdf5(NewVolume({str(tmp_path / "out.h5")!r}, (9, 64, 64), image.dtype, 3, lambda index: image))
+except OSError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"[Errno 27] File too large: '{tmp_path / 'out.h5'}'\n"

@@ -7,6 +7,7 @@ where the user allows it.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -303,7 +304,7 @@ def write_hdf5(new: NewVolume) -> None:
     first, *_ = start_of(new.region)
     names = [f"{place.rstrip('/')}/{name}" for name in frames] or [f"/{place.strip('/')}"]
     own = names[first : first + new.shape[0]] if frames else names
-    with h5py.File(new.path, "w") as file:
+    with _HdfStream(new.path, "w+") as stream, h5py.File(stream, "w") as file:
         if of_hdf5:
             with h5py.File(details["file"], "r") as old:
                 _copy_around(old, file, [name.strip("/") for name in names])  # not of frames outside a region either
@@ -316,6 +317,27 @@ def write_hdf5(new: NewVolume) -> None:
             _describe(file[place], new)
         if new.provenance:
             _say(file[place], NOTES, json.dumps(new.notes()))
+
+
+class _HdfStream(io.FileIO):
+    """The file that HDF5 writes to. A write that fails is HDF5's undoing: it prints tracebacks while it closes, and may
+    crash. So it is kept from HDF5, and raised at the block's end."""
+
+    fault: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        left = memoryview(data)
+        try:
+            while left and self.fault is None:
+                left = left[super().write(left) :]
+        except OSError as error:
+            self.fault = OSError(error.errno, error.strerror, self.name)
+        return len(data)
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        if self.fault is not None:
+            raise self.fault
 
 
 def _write_voxels(file: h5py.File, names: Sequence[str], new: NewVolume) -> None:
