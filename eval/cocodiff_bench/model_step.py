@@ -44,7 +44,8 @@ from cocodiff.planner.layers import Case, Kind, PlannedLayer, kinds_of_steps, ov
 from cocodiff.planner.memory import Load, ModelShape, largest_batch, mib
 from cocodiff.topology.axes import PLACEMENTS, Axes, Mesh
 from cocodiff_bench import common
-from cocodiff_bench.common import Benchmark, Row, Values
+from cocodiff_bench.common import Row, Values
+from cocodiff_bench.random_models import OF_FAMILIES
 from cocodiff_bench.stand_in import Clock, Late, StandIn
 from cocodiff_bench.step import measure_shape
 
@@ -54,47 +55,54 @@ FIGURE_11_S, NOMINAL_S = (25.5e-3, 0.4e-3 + 6.0e-3), (2.93e-3, 0.663e-3)
 FITTED = round(math.exp(statistics.mean(math.log(n / f) for n, f in zip(NOMINAL_S, FIGURE_11_S, strict=True))), 3)
 OUTPUTS = "exchange of outputs"
 STABLE = (WHOLE, CallKind(stable=0.5), CallKind(stable=1.0))  # calls of V-Major that are measured
-VARIANTS: dict[str, dict[str, Any]] = {
-    "flat_serial": {"exchange": "flat"},
-    "flat": {"exchange": "flat"},
-    "tapa": {"exchange": "tapa"},
-    "tapa v_first": {"exchange": "tapa", "order": "v_first"},
-    "cocodiff": {"exchange": "tapa", "order": "v_first", "selection": "v_major"},
-    "split": {"exchange": "split"},
-    "split v_first": {"exchange": "split", "order": "v_first"},
-    "split v_major": {"exchange": "split", "order": "v_first", "selection": "v_major"},
-}
-# Beside those that are measured where none are named. The library's own all-to-all is the paper's flat baseline. In two
-# parts of the ranks each computes a guidance branch. Rings are of as many ranks as --ring says.
-MORE_VARIANTS: dict[str, dict[str, Any]] = {
-    "library": {"exchange": "flat", "messages": "alltoall"},
-    "library tapa": {"exchange": "tapa", "messages": "alltoall"},
-    "flat chunks": {"exchange": "flat", "chunks": 2},
-    "split chunks": {"exchange": "split", "chunks": 2},
-    "guidance flat": {"exchange": "flat", "guidance_parallel": 2},
-    "guidance flat v_first": {"exchange": "flat", "order": "v_first", "guidance_parallel": 2},
-    "guidance split": {"exchange": "split", "guidance_parallel": 2},
-    "guidance split v_first": {"exchange": "split", "order": "v_first", "guidance_parallel": 2},
-    "guidance flat chunks": {"exchange": "flat", "chunks": 2, "guidance_parallel": 2},
-    "guidance split chunks": {"exchange": "split", "chunks": 2, "guidance_parallel": 2},
-    "ring": {"exchange": "flat", "ring_kind": "keys"},
-    "token ring": {"exchange": "flat", "ring_kind": "token"},
-    "streaming": {"exchange": "flat", "ring_kind": "streaming"},
-}
-LARGEST_BATCH = 32  # the CoCoDiff paper's
-CODECS = ("lossless", "int8", "int4", "int2")
+EXCHANGES, CODECS = ("flat", "tapa", "split"), ("lossless", "int8", "int4", "int2")
 ARRIVALS = {"ahead": "adaptive", "displaced": "displaced"}
 SHARING = ("card", "node")  # whose tiles share the weights of a block
-LATER = {name: {"arrival": arrival} for name, arrival in ARRIVALS.items()} | {of: {"weights": of} for of in SHARING}
+# The settings that the words of a variant's name stand for. The library's own all-to-all is the paper's flat baseline.
+# In two parts of the ranks each computes a guidance branch. Rings are of as many ranks as --ring says.
+WORDS: dict[str, dict[str, Any]] = {
+    **{name: {"exchange": name} for name in EXCHANGES},
+    "flat_serial": {},
+    "library": {"messages": "alltoall"},
+    "cocodiff": {"exchange": "tapa", "order": "v_first", "selection": "v_major"},
+    "v_first": {"order": "v_first"},
+    "v_major": {"order": "v_first", "selection": "v_major"},
+    "chunks": {"chunks": 2},
+    "guidance": {"guidance_parallel": 2},
+    "ring": {"ring_kind": "keys"},
+    "token": {"ring_kind": "token"},
+    "streaming": {"ring_kind": "streaming"},
+    **{codec: {"codec": codec} for codec in CODECS},
+    **{name: {"arrival": arrival} for name, arrival in ARRIVALS.items()},
+    **{of: {"weights": of} for of in SHARING},
+}
+VARIANTS = ("flat_serial", "flat", "tapa", "tapa v_first", "cocodiff", "split", "split v_first", "split v_major")
+MORE_VARIANTS = (  # beside those that are measured where none are named
+    *("library", "library tapa", "flat chunks", "split chunks"),
+    *("guidance flat", "guidance flat v_first", "guidance split", "guidance split v_first"),
+    *("guidance flat chunks", "guidance split chunks", "ring", "token ring", "streaming"),
+)
+LARGEST_BATCH = 32  # the CoCoDiff paper's
+
+
+def settings_of(name: str) -> dict[str, Any]:
+    """Of a variant; of words that say the same, the first one counts."""
+    found = {"exchange": "flat"}
+    for word in reversed(name.split()):
+        found |= WORDS[word]
+    return found
+
+
 # What sends tensors whole also with a codec's name behind it, then an arrival's; all with whose tiles share weights.
 ALL_VARIANTS = {
-    " ".join(word for word in (name, codec, late) if word): settings
-    | ({"codec": codec} if codec else {})
-    | LATER.get(late, {})
-    for (name, settings), codec, late in product({**VARIANTS, **MORE_VARIANTS}.items(), ("", *CODECS), ("", *LATER))
-    if not {"selection", "ring_kind"} & settings.keys() or not (codec or late in ARRIVALS)
+    " ".join(filter(None, (name, codec, late))): settings_of(f"{name} {codec} {late}")
+    for name, codec, late in product((*VARIANTS, *MORE_VARIANTS), ("", *CODECS), ("", *ARRIVALS, *SHARING))
+    if not {"selection", "ring_kind"} & settings_of(name).keys() or not (codec or late in ARRIVALS)
 }
 USUAL_VARIANTS = (*VARIANTS, "split v_first int4", "split v_first int2")
+ABOUT = (
+    "Times a denoising step of a model's shape: real messages on an emulated machine, compute as waits of a roofline."
+)
 OPTIONS = common.with_common_options(
     Option("model", "a name in configs/models: sd3.5, flux.1, flux.2 or qwen-image, or a file", required=True),
     Option("size", "sides of the square image in pixels", [1536], type=int, many=True),
@@ -119,9 +127,8 @@ OPTIONS = common.with_common_options(
     Option("placement", "of those rings in a mesh with Ulysses", "usp", choices=PLACEMENTS),
     Option("decisions", "for ahead: as of cocodiff plan; default: recorded runs of the embedded model", [], many=True),
     Option("tau", "for ahead: which of the recorded runs; default: that of the settings", type=float),
-    Option("predictor", "of the residual codec", "taylor", choices=("last", "taylor")),
     Option("repeats", "measurements of each variant", 3, type=int),
-    Option("transport", "how ranks talk", "gloo", choices=("gloo", "host", "mpi", "mpi-rma", "xccl", "ccl", "nccl")),
+    common.TRANSPORT,
 )
 
 
@@ -159,8 +166,6 @@ def check(values: Values, ranks: int | None) -> None:
 
 def check_shape(values: Values, shape: ModelShape) -> None:
     """Raises UserError for what a random transformer cannot show."""
-    from cocodiff_bench.random_models import OF_FAMILIES
-
     check_choice(f"family of model {values['model']}", family_of_shape(values["model"]) or "none", OF_FAMILIES)
     if len(values["size"]) > 1:
         raise UserError(f"--size {' '.join(map(str, values['size']))}: one at a time where nothing is emulated")
@@ -352,8 +357,6 @@ def parts_of(name: str) -> int:
 
 def config_of(values: Values, name: str) -> Config:
     chosen = dict(ALL_VARIANTS[name])
-    if "codec" in chosen:
-        chosen["predictor"] = values["predictor"]
     if values["tau"] is not None:
         chosen["tau"] = values["tau"]
     return common.engine_config(values, **chosen)
@@ -449,11 +452,3 @@ def more_words(row: Row) -> list[str]:
     if row.get("peak_bytes"):
         replays.append(f"{row['peak_bytes'] / 2**30:.1f} GiB")
     return [f"communication {row['communication_share']:.1%}", *faster, *replays]
-
-
-BENCHMARK = Benchmark(
-    "Times a denoising step of a model's shape: real messages on an emulated machine, compute as waits of a roofline.",
-    OPTIONS,
-    check,
-    measure,
-)

@@ -6,10 +6,10 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
+from torch import Tensor
 
 Inputs = dict[str, Any]
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -59,7 +59,6 @@ class Benched(NamedTuple):
 def random_model(benched: Benched, sizes: Sizes) -> Any:
     """The same random transformer on every rank, made where it is to be."""
     import diffusers
-    import torch
 
     torch.manual_seed(0)
     heads = {"attention_head_dim": sizes.head_dim, "num_attention_heads": sizes.heads, "in_channels": sizes.channels}
@@ -85,8 +84,6 @@ def rotary_axes(sizes: Sizes) -> tuple[int, int, int]:
 
 def places(sizes: Sizes, axes: int) -> Tensor:
     """Of every image token [tokens, axes]: frame, row, column, and zeros."""
-    import torch
-
     grid = torch.meshgrid(*map(torch.arange, (sizes.frames, sizes.side, sizes.side)), indexing="ij")
     found = torch.zeros(sizes.tokens, axes)
     found[:, :3] = torch.stack(grid, dim=-1).flatten(0, 2)
@@ -106,8 +103,6 @@ def flux_config(sizes: Sizes) -> dict[str, Any]:
 
 
 def flux_inputs(sizes: Sizes, _sample: Tensor) -> Inputs:
-    import torch
-
     return {"img_ids": places(sizes, 3), "txt_ids": torch.zeros(sizes.text, 3)}
 
 
@@ -122,8 +117,6 @@ def flux2_config(sizes: Sizes) -> dict[str, Any]:
 
 
 def flux2_inputs(sizes: Sizes, _sample: Tensor) -> Inputs:
-    import torch
-
     text_ids = torch.zeros(sizes.text, 4)
     text_ids[:, 3] = torch.arange(sizes.text)
     return {"img_ids": places(sizes, 4), "txt_ids": text_ids}
@@ -198,8 +191,6 @@ OF_FAMILIES = {
 def run_inputs(benched: Benched, sizes: Sizes, calls: int, steps: int) -> list[Inputs]:
     """Of so many calls of a run of `steps`: noise gives way to a picture, in equal steps, and the picture turns into
     another one. The calls of a run have one prompt."""
-    import torch
-
     noise = torch.Generator().manual_seed(1)
     dtype = getattr(torch, DTYPES[sizes.dtype])
 

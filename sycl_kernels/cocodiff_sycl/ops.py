@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cocodiff_sycl.library import Layouts, Library, Tensors, numbers_of
 from cocodiff_sycl.movement import Pieces, check_rows_exist, packed, placed, scattered, tensors_of
-from cocodiff_sycl.plans import LAYOUTS, STREAM_STRIP, STREAM_TILE, TABLES, Cut, Plan, Plans, StreamsPlan
+from cocodiff_sycl.plans import LAYOUTS, STREAM_STRIP, STREAM_TILE, TABLES, Cut, Plan, Plans
 from cocodiff_sycl.rows import Rows
 
 CHECK_INDICES = "COCODIFF_CHECK_INDICES"
@@ -119,7 +119,7 @@ class SyclOps:
 
     def l1_score(self, v_BLHD: Tensor, reference_BLHD: Tensor, renew: bool = False) -> tuple[Tensor, Tensor]:
         plan, addresses = self._plans.of(self._plans.l1_score, (v_BLHD, reference_BLHD), renew)
-        make = torch.empty if plan.groups else torch.zeros
+        make = torch.empty if plan.launches else torch.zeros
         change_BL, norm_BL = (make(v_BLHD.shape[:2], dtype=torch.float32, device=self.device) for _ in range(2))
         self._launch(plan, addresses, change_BL, norm_BL)
         return change_BL, norm_BL
@@ -127,7 +127,7 @@ class SyclOps:
     def select(self, score_BN: Tensor, k: int) -> Tensor:
         plan, addresses = self._plans.of(self._plans.select, (score_BN,), k)
         chosen_BK = torch.empty(len(score_BN), k, dtype=torch.int64, device=self.device)
-        self._launch(plan, addresses, chosen_BK, self._scratch(258 * plan.groups))
+        self._launch(plan, addresses, chosen_BK, self._scratch(258 * len(score_BN)))
         return chosen_BK
 
     def _scratch(self, numbers: int) -> Tensor:
@@ -189,7 +189,7 @@ class SyclOps:
     ) -> None:
         """tensors: those that struct Residuals of kernels/coder.hpp begins with; factors follow there."""
         plan, addresses = self._plans.of(self._plans.residual, tensors, op, *words)
-        self._launch(plan, addresses + FACTOR.pack(factor) + FACTOR.pack(onward))
+        self._launch(plan, addresses, factors=(factor, onward))
 
     def encode_lossless(
         self, x_BLHD: Tensor, known: Known, cut: Cut, streams: Tensor, lengths_N: Tensor, needed_1: Tensor
@@ -201,14 +201,15 @@ class SyclOps:
             begins = self._begins(plan.tiles) if len(plan.launches) > 2 else None
             strips = torch.empty(plan.tiles * STREAM_TILE * STREAM_STRIP, dtype=torch.int32, device=self.device)
             given = streams, None, plan.table, begins, lengths_N, needed_1, strips
-            self._launch_all(plan, addresses, given, factor)
+            self._launch(plan, addresses, *given, factors=(factor,))
         else:
             lengths_N.zero_()
 
     def stream_lengths(self, code_BLHW: Tensor, cut: Cut, like_BLHD: Tensor, lengths_N: Tensor) -> Tensor:
         plan, _ = self._plans.of(self._plans.stream_lengths, (code_BLHW,), tuple(cut), like_BLHD.shape[-1])
         begins = self._begins(plan.tiles)
-        self._launch_all(plan, 4 * NOWHERE, (code_BLHW, None, plan.table, begins, lengths_N, None, None))
+        given = code_BLHW, None, plan.table, begins, lengths_N, None, None
+        self._launch(plan, 4 * NOWHERE, *given, factors=(0.0,))
         return begins
 
     def decode_lossless(
@@ -219,21 +220,14 @@ class SyclOps:
         plan, addresses = self._plans.of(self._plans.decode_lossless, tensors, tuple(cut), code_BLHW.shape[-1])
         if plan.tiles:
             given = code_BLHW, rests, plan.table, found, lengths_N, None, None
-            self._launch_all(plan, NOWHERE + addresses, given, factor)
+            self._launch(plan, NOWHERE + addresses, *given, factors=(factor,))
 
     def _begins(self, tiles: int) -> Tensor:
         return torch.empty(tiles, dtype=torch.int64, device=self.device)
 
-    def _launch_all(
-        self, plan: StreamsPlan, addresses: bytes, given: Sequence[Tensor | None], factor: float = 0.0
-    ) -> None:
-        addresses += b"".join(NOWHERE if one is None else ADDRESS.pack(one.data_ptr()) for one in given)
-        addresses += FACTOR.pack(factor)
+    def _launch(self, plan: Plan, addresses: bytes, *more: Tensor | None, factors: Sequence[float] = ()) -> None:
+        """addresses: of what a kernel is given, in the order of its struct; what else it takes comes after."""
+        addresses += b"".join([NOWHERE if one is None else ADDRESS.pack(one.data_ptr()) for one in more])
+        addresses += b"".join(map(FACTOR.pack, factors))
         for launch in plan.launches:
             self.library.launch(launch, addresses, self._queue())
-
-    def _launch(self, plan: Plan, addresses: bytes, *written: Tensor) -> None:
-        """addresses: of what a kernel is given, in the order of its struct; what it fills beside comes after."""
-        if plan.groups:
-            addresses += b"".join(ADDRESS.pack(tensor.data_ptr()) for tensor in written)
-            self.library.launch(plan.launch, addresses, self._queue())

@@ -34,20 +34,12 @@ GROUP_BYTES = 8 * 1024, 32 * 1024  # CPU: what one work-item takes of a tensor, 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A launch: how many work-groups (0: nothing is to be done), and what the C library takes beside addresses."""
-
-    groups: int
-    launch: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class StreamsPlan:
-    """The launches of a lossless operation, one after the other, on streams of some blocks. table: of the blocks, where
-    kernels find them. tiles: of all blocks."""
+    """Launches, one after the other, as the C library takes them beside addresses; none where nothing is to be done. Of
+    a lossless operation table tells kernels of the blocks, and tiles is how many all of these have."""
 
     launches: tuple[bytes, ...]
-    table: Tensor
-    tiles: int
+    table: Tensor | None = None
+    tiles: int = 0
 
 
 def stream_places(cells: Sequence[int], head_dim: int) -> list[int]:
@@ -213,14 +205,14 @@ class Plans:
 
     def encode_lossless(
         self, x_BLHD: Tensor, last_BLHD: Tensor | None, before_BLHD: Tensor | None, written_BLHD: Tensor, cut: Cut
-    ) -> StreamsPlan:
+    ) -> Plan:
         tensors = x_BLHD, last_BLHD, before_BLHD, written_BLHD
         self._check_known("encode_lossless", tensors)
         B, T, H, D = x_BLHD.shape
         places = stream_places([B * size * (H if cut[0] == 1 else T) for size in cut[1]], D)
         return self._streams(("code_strips", "join_strips"), tensors, cut, places, 0)
 
-    def stream_lengths(self, code_BLHW: Tensor, cut: Cut, head_dim: int) -> StreamsPlan:
+    def stream_lengths(self, code_BLHW: Tensor, cut: Cut, head_dim: int) -> Plan:
         """code: whose blocks lie one after the other, whatever its strides say."""
         B, T, H, W = code_BLHW.shape
         like_BLHD = torch.empty(1, dtype=torch.bfloat16).expand(B, T, H, head_dim)
@@ -228,7 +220,7 @@ class Plans:
 
     def decode_lossless(
         self, last_BLHD: Tensor | None, before_BLHD: Tensor | None, written_BLHD: Tensor, cut: Cut, width: int
-    ) -> StreamsPlan:
+    ) -> Plan:
         tensors = None, last_BLHD, before_BLHD, written_BLHD
         self._check_known("decode_lossless", tensors)
         return self._streams(("read_streams",), tensors, cut, None, width)
@@ -251,7 +243,7 @@ class Plans:
 
     def _streams(
         self, kernels: Sequence[str], tensors: Tensors, cut: Cut, places: Sequence[int] | None, width: int
-    ) -> StreamsPlan:
+    ) -> Plan:
         """tensors: x and what is known. places: where streams begin; None: of first parts, so many bytes wide for a
         token and head, one after the other."""
         *_, before, written = tensors
@@ -283,7 +275,7 @@ class Plans:
                 groups, items = len(blocks), 1 if lanes == 1 else SELECT_ITEMS
             kernel += f"_{DTYPES[written.dtype]}" if typed else ""
             launches.append(self._library.launch_of(kernel, groups, items, STREAM_ADDRESSES, values))
-        return StreamsPlan(tuple(launches), table, first_tile)
+        return Plan(tuple(launches), table, first_tile)
 
     def _rows_each(self, rows: int, row_bytes: int, alike: int) -> int:
         """Consecutive rows of one group of LANES work-items. alike: rows that share what a GPU then keeps."""
@@ -306,4 +298,4 @@ class Plans:
 
     def _plan(self, kernel: str, addresses: int, groups: int, items: int, values: tuple[int, ...]) -> Plan:
         """addresses: how many the kernel's struct begins with; values: its other members."""
-        return Plan(groups, self._library.launch_of(kernel, groups, items, addresses, values))
+        return Plan((self._library.launch_of(kernel, groups, items, addresses, values),) if groups else ())
