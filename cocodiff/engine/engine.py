@@ -340,13 +340,10 @@ class Engine:
     def _check_model(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         found = list(modules)
         checks.check_not_compiled(found)
-        if self._caches:
-            checks.check_only_cache(found, self.config.step_cache)
-        if self.size > 1:
-            checks.check_no_deciding_cache(found)
-            if cache := checks.cache_on(found):
-                # It counts the calls that a part of the ranks computes, and would miss those of the other part.
-                self._rule.stay_together(f"the cache hook {cache}")
+        cache = checks.check_caches(found, self.config.step_cache, self.size)
+        if cache and self.size > 1:
+            # It counts the calls that a part of the ranks computes, and would miss those of the other part.
+            self._rule.stay_together(f"the cache hook {cache}")
 
     def _check_call(self, arguments: Arguments) -> None:
         self._check_model(checks.called_often(self.model))

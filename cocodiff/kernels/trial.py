@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from cocodiff_sycl import SyclOps
+from cocodiff_sycl.ops import SyclOps
 from cocodiff_sycl.rows import Rows
 from torch import Tensor
 

@@ -35,6 +35,7 @@ from cocodiff.config.machine import Device
 from cocodiff.config.registry import EXCHANGES, ORDERS
 from cocodiff.engine.assemble import AttentionWork, with_codec_chosen
 from cocodiff.engine.engine import Engine
+from cocodiff.engine.verification import twin
 from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.options import Option, check_counts
 from cocodiff.jobs.terminal import say
@@ -43,7 +44,7 @@ from cocodiff.planner.calibrate import Constants
 from cocodiff.planner.memory import Load
 from cocodiff_bench import common
 from cocodiff_bench.common import Row, Values
-from cocodiff_bench.random_models import MODELS, Inputs, Sizes, in_fp32, random_model, run_inputs, step, twin
+from cocodiff_bench.random_models import MODELS, Inputs, Sizes, in_fp32, random_model, run_inputs, step
 
 OURS, DIFFUSERS, CACHE_DIT = "ours", "diffusers", "cache_dit"
 WHOSE = (OURS, DIFFUSERS, CACHE_DIT)

@@ -3,7 +3,6 @@ step`, and the inputs of a run of each."""
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -69,11 +68,6 @@ def random_model(benched: Benched, sizes: Sizes) -> Any:
             return getattr(diffusers, benched.class_name)(**heads, **benched.config(sizes)).eval()
     finally:
         torch.set_default_dtype(usual)
-
-
-def twin(model: Any) -> Any:
-    """A model with modules of its own, to be changed at will, and the weights of another one."""
-    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
 
 def rotary_axes(sizes: Sizes) -> tuple[int, int, int]:

@@ -6,7 +6,7 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from functools import cache, partial
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -44,17 +44,11 @@ def _library_of_cpu(lanes: int | None, copy_tables: bool) -> Library:
 def open_xpu(device: torch.device) -> SyclOps:
     """The operations on torch's current stream of an XPU. Raises Unavailable."""
 
-    return SyclOps(_library_of_xpu(device), device, partial(_current_queue, device))
+    def current_queue() -> int:
+        return int(torch.xpu.current_stream(device).sycl_queue)
 
-
-@cache
-def _library_of_xpu(device: torch.device) -> Library:
-    """Of all streams of a device: torch's queues share a context, for which kernels are compiled."""
-    return Library(_current_queue(device))
-
-
-def _current_queue(device: torch.device) -> int:
-    return int(torch.xpu.current_stream(device).sycl_queue)
+    # Of all streams of the device: torch's queues share a context, for which kernels are compiled.
+    return SyclOps(Library(current_queue()), device, current_queue)
 
 
 class SyclOps:

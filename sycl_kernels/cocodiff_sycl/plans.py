@@ -153,16 +153,6 @@ class Plans:
         if tensor.dtype != dtype or tensor.device != self._device:
             raise ValueError(f"{op}: {name} is {tensor.dtype} on {tensor.device}: give {dtype} on {self._device}")
 
-    def _check_noted(self, op: str, x_BLHD: Tensor, notes_N: Tensor) -> None:
-        check_dims(op, "x", x_BLHD, 4)
-        check_rows(op, self._device, x_BLHD.dtype, x_BLHD.shape, x=x_BLHD)
-        if notes_N.dtype != torch.int64 or notes_N.shape != (NOTES,) or notes_N.device != self._device:
-            raise ValueError(
-                f"{op}: notes are {notes_N.dtype} {list(notes_N.shape)} on {notes_N.device}: give torch.int64 "
-                f"[{NOTES}] on {self._device}"
-            )
-        check_last_stride(op, "notes", notes_N)
-
     def residual(
         self,
         x_BLHD: Tensor | None,
@@ -179,7 +169,14 @@ class Plans:
         """Of any of the residual codec's operations, as they have one struct; without a code, 8 bits stand for any."""
         like_BLHD = last_BLHD if x_BLHD is None else x_BLHD
         if notes_N is not None:
-            self._check_noted(op, like_BLHD, notes_N)
+            check_dims(op, "x", like_BLHD, 4)
+            check_rows(op, self._device, like_BLHD.dtype, like_BLHD.shape, x=like_BLHD)
+            if notes_N.dtype != torch.int64 or notes_N.shape != (NOTES,) or notes_N.device != self._device:
+                raise ValueError(
+                    f"{op}: notes are {notes_N.dtype} {list(notes_N.shape)} on {notes_N.device}: give torch.int64 "
+                    f"[{NOTES}] on {self._device}"
+                )
+            check_last_stride(op, "notes", notes_N)
             if code_BLHW is not None:
                 check_no_overlap(op, "code", code_BLHW)
         check_dims(op, "the last reconstruction", last_BLHD, 4)

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cocodiff_sycl import SyclOps
 from cocodiff_sycl.build import cache_folder, host_library, kernel_source, runtime_and_folder
 from cocodiff_sycl.find import find_runtime
 from cocodiff_sycl.library import Library
+from cocodiff_sycl.ops import SyclOps
 from kernel_helpers import random_BLHD
 from worlds import back, forward, topology_of
 
