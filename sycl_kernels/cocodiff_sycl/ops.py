@@ -15,8 +15,9 @@ from torch import Tensor
 
 from cocodiff_sycl.library import Layouts, Library, Tensors, numbers_of
 from cocodiff_sycl.movement import Pieces, check_rows_exist, packed, placed, scattered, tensors_of
-from cocodiff_sycl.plans import LAYOUTS, STREAM_STRIP, STREAM_TILE, TABLES, Cut, Plan, Plans
+from cocodiff_sycl.plans import LAYOUTS, STREAM_STRIP, TABLES, Plan, Plans
 from cocodiff_sycl.rows import Rows
+from cocodiff_sycl.streams import TILE, Cut
 
 CHECK_INDICES = "COCODIFF_CHECK_INDICES"
 ADDRESS = numbers_of(1)
@@ -190,17 +191,17 @@ class SyclOps:
     ) -> None:
         written_BLHD, last_BLHD, before_BLHD, factor = known
         tensors = x_BLHD, last_BLHD, before_BLHD, written_BLHD
-        plan, addresses = self._plans.of(self._plans.encode_lossless, tensors, tuple(cut))
+        plan, addresses = self._plans.of(self._plans.encode_lossless, tensors, cut)
         if plan.tiles:
             begins = self._begins(plan.tiles) if len(plan.launches) > 2 else None
-            strips = torch.empty(plan.tiles * STREAM_TILE * STREAM_STRIP, dtype=torch.int32, device=self.device)
+            strips = torch.empty(plan.tiles * TILE * STREAM_STRIP, dtype=torch.int32, device=self.device)
             given = streams, None, plan.table, begins, lengths_N, needed_1, strips
             self._launch(plan, addresses, *given, factors=(factor,))
         else:
             lengths_N.zero_()
 
     def stream_lengths(self, code_BLHW: Tensor, cut: Cut, like_BLHD: Tensor, lengths_N: Tensor) -> Tensor:
-        plan, _ = self._plans.of(self._plans.stream_lengths, (code_BLHW,), tuple(cut), like_BLHD.shape[-1])
+        plan, _ = self._plans.of(self._plans.stream_lengths, (code_BLHW,), cut, like_BLHD.shape[-1])
         begins = self._begins(plan.tiles)
         given = code_BLHW, None, plan.table, begins, lengths_N, None, None
         self._launch(plan, 4 * NOWHERE, *given, factors=(0.0,))
@@ -211,7 +212,7 @@ class SyclOps:
     ) -> None:
         written_BLHD, last_BLHD, before_BLHD, factor = known
         tensors = last_BLHD, before_BLHD, written_BLHD
-        plan, addresses = self._plans.of(self._plans.decode_lossless, tensors, tuple(cut), code_BLHW.shape[-1])
+        plan, addresses = self._plans.of(self._plans.decode_lossless, tensors, cut, code_BLHW.shape[-1])
         if plan.tiles:
             given = code_BLHW, rests, plan.table, found, lengths_N, None, None
             self._launch(plan, NOWHERE + addresses, *given, factors=(factor,))

@@ -15,17 +15,16 @@ from torch import Tensor
 
 from cocodiff_sycl.checks import DTYPES, check_dims, check_last_stride, check_no_overlap, check_rows, check_shape
 from cocodiff_sycl.library import Layouts, Library, Tensors
+from cocodiff_sycl.streams import RUN, TOKENS, Cut, stream_places
 
 T = TypeVar("T")
-Cut = tuple[int, tuple[int, ...]]  # how a tensor is cut into blocks: the dimension, and how many of it each
 LAYOUTS = {"pairs": 0, "halves": 1, "complex": 2, "none": 3}
 TABLES = {"pairs": 2, "halves": 2, "complex": 1, "none": 0}  # of rotary angles
 GROUPS_OF_ROWS = 16  # GPU: groups of LANES work-items in a work-group
 GROUPS_OF_UNIT = 16  # GPU: groups of LANES work-items that a compute unit shall have at least: twice its threads
 CODE_BITS, CODE_GROUP = (2, 4, 8), 32  # of a residual's code, and channels of one of its scales
-STREAM_RUN, STREAM_TOKENS, STREAM_TILE = 8, 32, 16  # of the lossless codec's strips: numbers, tokens; strips of a tile
-STREAM_STRIP = 2 + STREAM_RUN * STREAM_TOKENS * 28 // 32  # 32 bits each, of a strip before it is joined
-STREAM_ADDRESSES = 12  # of its launches
+STREAM_STRIP = 2 + RUN * TOKENS * 28 // 32  # 32 bits each, of a strip before it is joined
+STREAM_ADDRESSES = 12  # of the lossless codec's launches
 FEW_TILES = 1024  # of a block: each finds where it begins by the sizes of all before it
 NOTES = 4  # of a tensor's codec
 SELECT_ITEMS = 256  # GPU: work-items that search one row of scores
@@ -40,16 +39,6 @@ class Plan:
     launches: tuple[bytes, ...]
     table: Tensor | None = None
     tiles: int = 0
-
-
-def stream_places(cells: Sequence[int], head_dim: int) -> list[int]:
-    """Where blocks of so many tokens times heads begin in a buffer with room for any streams of theirs, in bytes."""
-    places = [0]
-    for count in cells:
-        strips = count * -(-head_dim // STREAM_RUN)
-        most = 2 * STREAM_RUN * strips + strips + 4 * -(-strips // STREAM_TILE)
-        places.append(places[-1] + most // 2 * 2)
-    return places
 
 
 def _divisor(number: int) -> int:
@@ -205,8 +194,7 @@ class Plans:
     ) -> Plan:
         tensors = x_BLHD, last_BLHD, before_BLHD, written_BLHD
         self._check_known("encode_lossless", tensors)
-        B, T, H, D = x_BLHD.shape
-        places = stream_places([B * size * (H if cut[0] == 1 else T) for size in cut[1]], D)
+        places = stream_places(cut.cells(x_BLHD.shape), x_BLHD.shape[-1])
         return self._streams(("code_strips", "join_strips"), tensors, cut, places, 0)
 
     def stream_lengths(self, code_BLHW: Tensor, cut: Cut, head_dim: int) -> Plan:
@@ -229,8 +217,8 @@ class Plans:
         check_dims(op, "x", there.get("x", written_BLHD), 4)
         if written_BLHD.dtype not in (torch.bfloat16, torch.float16):
             raise TypeError(f"{op}: {written_BLHD.dtype} travels whole: give torch.bfloat16 or torch.float16")
-        if written_BLHD.shape[-1] % STREAM_RUN:
-            raise ValueError(f"{op}: heads of {written_BLHD.shape[-1]} numbers: give a multiple of {STREAM_RUN}")
+        if written_BLHD.shape[-1] % RUN:
+            raise ValueError(f"{op}: heads of {written_BLHD.shape[-1]} numbers: give a multiple of {RUN}")
         check_rows(op, self._device, written_BLHD.dtype, written_BLHD.shape, **there)
         check_no_overlap(op, "written", written_BLHD)
         for name, tensor in there.items():
@@ -245,24 +233,20 @@ class Plans:
         token and head, one after the other."""
         *_, before, written = tensors
         assert written is not None
-        B, T, H, D = written.shape
-        dim, sizes = cut
-        blocks, first_tile, start, place, most_tiles = [], 0, 0, 0, 0
-        for number, size in enumerate(sizes):
-            tokens, heads = (size, H) if dim == 1 else (T, size)
-            columns, chunks = heads * D // STREAM_RUN, -(-tokens // STREAM_TOKENS)
-            strips, cells = B * chunks * columns, B * tokens * heads
-            tiles = -(-strips // STREAM_TILE)
+        *_, H, D = shape = written.shape
+        blocks, first_tile, start, place, all_tiles = [], 0, 0, 0, cut.tiles(shape, D)
+        for number, (batch, tokens, heads) in enumerate(cut.shapes(shape)):
+            columns, chunks = heads * D // RUN, -(-tokens // TOKENS)
+            strips, cells, tiles = batch * chunks * columns, batch * tokens * heads, all_tiles[number]
             begins = place if places is None else places[number]
             of_strips = columns, chunks, _divisor(columns), _divisor(chunks)
             blocks.append((first_tile, tiles, strips, cells, start, tokens, begins, cells * width // 2 * 2, *of_strips))
-            first_tile, start, place = first_tile + tiles, start + size, place + cells * width
-            most_tiles = max(most_tiles, tiles)
-        if len(kernels) > 1 and most_tiles > FEW_TILES:
+            first_tile, start, place = first_tile + tiles, start + cut.sizes[number], place + cells * width
+        if len(kernels) > 1 and max(all_tiles, default=0) > FEW_TILES:
             kernels = kernels[0], "stream_begins", *kernels[1:]
         odd = int(any(begins % 2 for *_, begins, _, _, _, _, _ in blocks))
         table = torch.tensor(blocks, dtype=torch.int64).to(self._device)
-        how = int(dim == 1), int(before is not None), _divisor(D // STREAM_RUN), odd
+        how = int(cut.dim == 1), int(before is not None), _divisor(D // RUN), odd
         values = first_tile, len(blocks), H, D, *how, *_strides_of(*tensors)
         lanes, launches = self._library.lanes, []
         for kernel in kernels:
