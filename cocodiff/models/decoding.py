@@ -342,8 +342,14 @@ class Bands(TorchFunctionMode):
         if both and before:
             places.append((row(0), rank - 1))
         recvs = [(place.contiguous(), peer) for place, peer in places]
-        for (place, _), came in zip(places, self._exchanged(sends, recvs), strict=True):
+        self._transport.arrive("the exchange of a picture's edges")
+        received = self._transport.control.submit(self._exchange, sends, recvs).wait()
+        for (place, _), came in zip(places, received, strict=True):
             place.copy_(came)
+
+    def _exchange(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> list[Tensor]:
+        self._transport.world.send_recv(sends, recvs).wait()
+        return [tensor for tensor, _ in recvs]
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, **more: Any) -> Tensor:
         """Of this band's pixels to all; [B, H, L, D]. In columns keys stand in another order than in one process."""
@@ -371,15 +377,6 @@ class Bands(TorchFunctionMode):
         mean, var = (each.repeat_interleave(of_channels) for each in (whole_mean, whole_var))
         weight, bias = (each.to(wide).repeat(batch) for each in (weight, bias))
         return F.batch_norm(flat, mean, var, weight, bias, False, 0.0, eps).view(x.shape)
-
-    def _exchanged(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> list[Tensor]:
-        self._transport.arrive("the exchange of a picture's edges")
-
-        def exchange(sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> list[Tensor]:
-            self._transport.world.send_recv(sends, recvs).wait()
-            return [tensor for tensor, _ in recvs]
-
-        return self._transport.control.submit(exchange, sends, recvs).wait()
 
     def _gathered(self, own: Tensor, parts: list[Tensor]) -> list[Tensor]:
         return gather_all(self._transport, own, parts, "a gather of all bands")

@@ -30,6 +30,7 @@ from cocodiff.kernels import Kernels
 from cocodiff.topology.layout import Segment
 from cocodiff_bench import common
 from cocodiff_bench.common import Row, Values
+from cocodiff_bench.random_models import DTYPES
 from cocodiff_bench.stand_in import Clock, RooflineAttention
 
 ALONE = ("naive", "blocks", "torch", "triad")
@@ -56,7 +57,7 @@ OPTIONS = common.with_common_options(
     ),
     Option("block", "keys of a block, for the way blocks", [128], type=int, many=True),
     Option("threads", "of one process", [1], type=int, many=True),
-    Option("dtype", "of the tensors", "fp32", choices=("fp32", "bf16")),
+    Option("dtype", "of the tensors", "fp32", choices=tuple(DTYPES)),
     Option("waits", "wait as long as the machine's device computes, in an emulation", False, type=bool),
 )
 
@@ -71,12 +72,11 @@ class Call(NamedTuple):
 
     @classmethod
     def random(cls, tokens: int, values: Values, rank: int, ranks: int) -> Call:
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[values["dtype"]]
         own = tokens // ranks + (rank < tokens % ranks)
 
         def numbers(seed: int, rows: int) -> Tensor:
-            generator = torch.Generator().manual_seed(seed)
-            return torch.randn(1, rows, values["heads"], values["head_dim"], generator=generator).to(dtype)
+            generator, shape = torch.Generator().manual_seed(seed), (1, rows, values["heads"], values["head_dim"])
+            return torch.randn(shape, generator=generator).to(DTYPES[values["dtype"]])
 
         query = numbers(0, 1) if values["one_query"] else numbers(3 * rank + 1, own)
         return cls(tokens, query, numbers(3 * rank + 2, own), numbers(3 * rank + 3, own))

@@ -5,7 +5,6 @@ slices: with nothing, half or all of a transpose sent while the block before it 
 from __future__ import annotations
 
 import contextlib
-import copy
 import time
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +16,7 @@ from cocodiff.attention.strategy import LazyQKV
 from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
 from cocodiff.engine.engine import Engine
+from cocodiff.engine.verification import twin
 from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.options import Option, check_counts
 from cocodiff.jobs.terminal import say
@@ -99,7 +99,7 @@ class SpatialProcessor(AttentionProcessor):
 
 
 def engine_of(model: Any, config: Config, transport: Any, way: str) -> Any:
-    engine = Engine(copy.deepcopy(model), config, transport)
+    engine = Engine(twin(model), config, transport)
     if way == "ulysses":
         engine.adapter = UlyssesLatte()
     elif way in SLICED:

@@ -385,13 +385,7 @@ def rows_of(case: Measured, slowest: Mapping[str, list[float]]) -> list[Row]:
         if parts_of(name) > 1:
             once = [outputs / case.dilation for outputs in slowest[OUTPUTS]]
             seconds[name] = [step + outputs for step, outputs in zip(seconds[name], once, strict=True)]
-    references = common.compared_with(seconds, "flat_serial", "flat")
-    # those that send tensors as they are, and wait for all of them
-    unchanged = [name for name in seconds if not {"selection", "codec", "arrival"} & ALL_VARIANTS[name].keys()]
-    if unchanged and len(unchanged) < len(seconds):
-        best = min(unchanged, key=lambda name: statistics.median(seconds[name]))
-        references = {name: of | {"best_exact": best} for name, of in references.items()}
-    found = common.rows(case.title, seconds, {}, references)
+    found = common.rows(case.title, seconds, {}, common.compared_with(seconds, "flat_serial", "flat"))
     for row in found:
         name = row["variant"]
         one = case.cases[name]

@@ -44,13 +44,12 @@ from cocodiff.planner.calibrate import Constants
 from cocodiff.planner.memory import Load
 from cocodiff_bench import common
 from cocodiff_bench.common import Row, Values
-from cocodiff_bench.random_models import MODELS, Inputs, Sizes, in_fp32, random_model, run_inputs, step
+from cocodiff_bench.random_models import DTYPES, MODELS, Inputs, Sizes, in_fp32, random_model, run_inputs, step
 
 OURS, DIFFUSERS, CACHE_DIT = "ours", "diffusers", "cache_dit"
 WHOSE = (OURS, DIFFUSERS, CACHE_DIT)
 PACKAGES = ("cache_dit", "einops")  # what CACHE_DIT needs beyond our own dependencies
 DIFFUSERS_MODELS = "diffusers.models.transformers"
-ITEMSIZES = {"fp32": 4, "bf16": 2}
 INSTALL = "pip install cache-dit einops"
 HEAD_DIM = 32
 LEAD_IN = 3  # calls before the warm-up: as many as the engine compares inputs in, and as a codec's predictions need
@@ -76,7 +75,7 @@ OPTIONS = common.with_common_options(
     Option("double", "blocks with image and text apart", 2, type=int),
     Option("single", "blocks with both in one stream; Wan and Qwen-Image have one sort, of both numbers", 4, type=int),
     Option("preset", "presets of ours to measure beside all exchanges and orders, lossy ones too", [], many=True),
-    Option("dtype", "of weights and activations, of all variants", "fp32", choices=("fp32", "bf16")),
+    Option("dtype", "of weights and activations, of all variants", "fp32", choices=tuple(DTYPES)),
     Option(
         "transport",
         "how ranks talk; the other libraries start on the CPU with this one only",
@@ -289,7 +288,7 @@ def with_codecs(values: Values, transport: Any) -> dict[str, Config]:
     joint = MODELS[values["model"]].text_travels
     tokens = sizes_of(values).tokens
     segments = image_and_text(tokens, values["text"]) if joint else (image_segment(tokens),)
-    load = Load(segments, 1, ITEMSIZES[values["dtype"]])
+    load = Load(segments, 1, DTYPES[values["dtype"]].itemsize)
     if scale:
         mine = None if transport.rank else measured_device(topology.size, tokens, values["heads"] * HEAD_DIM)
         slowed = Constants(sibling=1 / scale, plane=1 / scale, nic=1 / scale).machine(topology.machine)
