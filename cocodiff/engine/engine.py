@@ -418,6 +418,6 @@ class Engine:
         ranks = self.sequence
         ranks.transport.arrive(f"attention {layer}")
         out_BLHD = ranks.strategy.attend(qkv, layer_key)
-        if not self._guided.call.own:
+        if not self._guided.own:
             ranks.strategy.codec.forget(layer_key)
         return out_BLHD
