@@ -28,7 +28,6 @@ Reconstructions = tuple[Tensor, Tensor | None]
 Prediction = tuple[float, bool, bool]
 Onward = tuple[float, Tensor]
 Known = tuple[Tensor, Tensor | None, Tensor | None, float]
-CHUNK_BYTES = {True: 64 * 1024, False: 4 * 1024}  # of a copy, for one group of LANES work-items; True: on a CPU
 
 
 def open_cpu(lanes: int | None = None, copy_tables: bool = False) -> SyclOps:
@@ -105,10 +104,8 @@ class SyclOps:
         self.library.move(op, launch, addresses, self._queue())
 
     def _launch_of(self, op: str, pieces_of: Callable[..., Pieces], arguments: tuple[Any, ...]) -> bytes:
-        library, pieces = self.library, pieces_of(op, self.device, *arguments)
-        look, chunk_bytes = self.look and library.is_cpu, CHUNK_BYTES[library.is_cpu]
-        itemsize, packed = pieces.dtype.itemsize, self._plans.packed
-        return library.moves_of(pieces.as_bytes(), pieces.count, itemsize, look, chunk_bytes, packed)
+        pieces = pieces_of(op, self.device, *arguments)
+        return self.library.moves_of(pieces.found, pieces.dtype.itemsize, self.look)
 
     # Arithmetic -----------------------------------------------------------------------------------------------------
 

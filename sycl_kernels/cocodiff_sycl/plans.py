@@ -20,7 +20,6 @@ from cocodiff_sycl.streams import RUN, TOKENS, Cut, stream_places
 T = TypeVar("T")
 LAYOUTS = {"pairs": 0, "halves": 1, "complex": 2, "none": 3}
 TABLES = {"pairs": 2, "halves": 2, "complex": 1, "none": 0}  # of rotary angles
-GROUPS_OF_ROWS = 16  # GPU: groups of LANES work-items in a work-group
 GROUPS_OF_UNIT = 16  # GPU: groups of LANES work-items that a compute unit shall have at least: twice its threads
 CODE_BITS, CODE_GROUP = (2, 4, 8), 32  # of a residual's code, and channels of one of its scales
 STREAM_STRIP = 2 + RUN * TOKENS * 28 // 32  # 32 bits each, of a strip before it is joined
@@ -57,7 +56,6 @@ class Plans:
 
     def __init__(self, library: Library, device: torch.device) -> None:
         self._library, self._device = library, device
-        self.packed = 1 if library.lanes == 1 else GROUPS_OF_ROWS
         self._layouts: Layouts[Any] = Layouts(library.look)
 
     def of(self, make: Callable[..., T], tensors: Tensors, *words: object) -> tuple[T, bytes]:
@@ -248,14 +246,14 @@ class Plans:
         table = torch.tensor(blocks, dtype=torch.int64).to(self._device)
         how = int(cut.dim == 1), int(before is not None), _divisor(D // RUN), odd
         values = first_tile, len(blocks), H, D, *how, *_strides_of(*tensors)
-        lanes, launches = self._library.lanes, []
+        library, launches = self._library, []
         for kernel in kernels:
             typed = kernel in ("code_strips", "read_streams")
-            groups, items = -(-first_tile // self.packed), self.packed * lanes
+            groups, items = -(-first_tile // library.packed), library.packed * library.lanes
             if kernel == "stream_begins":
-                groups, items = len(blocks), 1 if lanes == 1 else SELECT_ITEMS
+                groups, items = len(blocks), 1 if library.lanes == 1 else SELECT_ITEMS
             kernel += f"_{DTYPES[written.dtype]}" if typed else ""
-            launches.append(self._library.launch_of(kernel, groups, items, STREAM_ADDRESSES, values))
+            launches.append(library.launch_of(kernel, groups, items, STREAM_ADDRESSES, values))
         return Plan(tuple(launches), table, first_tile)
 
     def _rows_each(self, rows: int, row_bytes: int, alike: int) -> int:
@@ -273,9 +271,9 @@ class Plans:
     ) -> Plan:
         """Work-groups as many as there is work for; kernels know where it ends. values: those that follow the number of
         rows and how many of them one group of LANES work-items takes. alike: as of `_rows_each`."""
-        each = self._rows_each(rows, row_bytes, alike)
-        groups = -(-rows // (each * self.packed))
-        return self._plan(kernel, addresses, groups, self.packed * self._library.lanes, (rows, each, *values))
+        library, each = self._library, self._rows_each(rows, row_bytes, alike)
+        groups = -(-rows // (each * library.packed))
+        return self._plan(kernel, addresses, groups, library.packed * library.lanes, (rows, each, *values))
 
     def _plan(self, kernel: str, addresses: int, groups: int, items: int, values: tuple[int, ...]) -> Plan:
         """addresses: how many the kernel's struct begins with; values: its other members."""
