@@ -88,7 +88,7 @@ def encode_lossless(
     if not x_BLHD.numel():
         lengths_N.zero_()
         return
-    cells, strips = cut.cells(x_BLHD.shape), _Strips.of(x_BLHD, cut)
+    cells, strips = cut.cells(x_BLHD.shape), _strips_of(x_BLHD.shape, cut, x_BLHD.device)
     x_SL8 = strips.taken(x_BLHD)
     columns, z_SL8, k_SL8 = _Columns(strips, known), *(torch.empty_like(x_SL8, dtype=torch.int32) for _ in range(2))
     header_S = columns.header(x_SL8[:, 0])
@@ -128,7 +128,7 @@ def decode_lossless(
         first = part[: min(length, room_of(cells, code_BLHW.shape[-1]))]
         whole += [first, rests[taken : taken + length - len(first)]]
         taken += length - len(first)
-    strips = _Strips.of(written, cut)
+    strips = _strips_of(written.shape, cut, written.device)
     codes = _Codes(strips, torch.cat(whole), lengths)
     columns, bits_SL8 = _Columns(strips, known), codes.raw_SL8
     columns.begin(codes.header_S)
@@ -293,10 +293,6 @@ class _Strips:
         self.first_T, self.until_T = before.to(device)[self.block_T], tiles.cumsum(0).to(device)[self.block_T]
         self.sizes_T = (torch.bincount(self.tile_S, minlength=sum(self._tiles)) + 1) // 2
 
-    @classmethod
-    def of(cls, like_BLHD: Tensor, cut: Cut) -> _Strips:
-        return _strips(tuple(like_BLHD.shape), Cut(cut.dim, tuple(cut.sizes)), like_BLHD.device)
-
     def taken(self, x_BLHD: Tensor) -> Tensor:
         """A tensor's numbers, [S, L, 8], zeros where there are none."""
         flat = x_BLHD.contiguous().view(torch.int16).flatten()
@@ -343,7 +339,7 @@ class _Strips:
         return list(found[:-REACH].to(torch.uint8).split_with_sizes(lengths))
 
 
-_strips = lru_cache(maxsize=8)(_Strips)  # of q, k, v and the output at both ends, and some chunks
+_strips_of = lru_cache(maxsize=8)(_Strips)  # of q, k, v and the output at both ends, and some chunks
 
 
 def _coded(z: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
