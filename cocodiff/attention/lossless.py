@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from cocodiff_sycl.streams import Cut, stream_places
 from torch import Tensor
 
 from cocodiff.attention.stateful import TENSORS, CodedStep, End, LayerEnds, StatefulCall, StatefulCodec
@@ -32,7 +33,7 @@ from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.messages import EncodedBlocks
 from cocodiff.exchange.outgoing import Encoded, EncodedCall
 from cocodiff.exchange.staged import StagedExchange
-from cocodiff.kernels.lossless import CODED, PARTS, Cut, Known, least_room, room_of, stream_places
+from cocodiff.kernels.lossless import CODED, PARTS, Known, least_room, room_of
 from cocodiff.topology.layout import Layout
 
 FIRST_ROOMS = (0.68, 0.4)  # of a whole tensor: of the first part in a layer's first and second call, which none tells

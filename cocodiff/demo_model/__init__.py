@@ -8,8 +8,6 @@ prompt, as there are no text encoders. `MODEL_CARD.md` says how it was made and 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,11 +29,16 @@ def load_pipeline(dtype: torch.dtype | None = None, weights: Path = WEIGHTS) -> 
     wants.
     """
     import torch
+    from transformers.utils import logging
 
-    with _quiet_imports():
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()  # transformers' image processors, unused here, would remark on torchvision
+    try:
         from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3InpaintPipeline
 
         from .vae import LappedTransformVAE
+    finally:
+        logging.set_verbosity(level)
 
     dtype = dtype or torch.float32
     transformer = SD3Transformer2DModel.from_pretrained(
@@ -47,19 +50,6 @@ def load_pipeline(dtype: torch.dtype | None = None, weights: Path = WEIGHTS) -> 
     scheduler = FlowMatchEulerDiscreteScheduler.from_config(json.loads((weights / "scheduler_config.json").read_text()))
     texts = dict.fromkeys(f"{part}{number}" for part in ("text_encoder", "tokenizer") for number in ("", "_2", "_3"))
     return StableDiffusion3InpaintPipeline(transformer=transformer, scheduler=scheduler, vae=vae.eval(), **texts)
-
-
-@contextmanager
-def _quiet_imports() -> Iterator[None]:
-    """Holds back transformers' remark that its image processors, unused here, would like torchvision."""
-    from transformers.utils import logging
-
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
 
 
 def prompt_embeddings(batch: int, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:

@@ -27,23 +27,18 @@ SHOWN_VALUES = 4  # of a tensor, in an error
 
 
 class Compared(NamedTuple):
-    """A value that ranks call with. words: for the error, should another rank have another one."""
+    """A value that ranks call with. told: its name, form and bits, which are compared. words: for the error, should
+    another rank have another one."""
 
-    name: str
-    form: str
-    bits: int
+    told: tuple[str, str, int]
     words: str
-
-    @property
-    def told(self) -> tuple[str, str, int]:
-        return self.name, self.form, self.bits
 
 
 def check_agreement(values: dict[str, Any], transport: Transport) -> None:
     """Compares what ranks call with. All ranks call it and wait for each other. values: tensors, and numbers, texts and
     containers of them, by the same names on every rank. Raises UserError on every rank, which names what differs and
     the ranks that have something else than most."""
-    own = [Compared(name, form(value), _bits(value), described(value)) for name, value in values.items()]
+    own = [Compared((name, form(value), _bits(value)), described(value)) for name, value in values.items()]
     of_ranks = transport.gather_object(own)
     message = transport.broadcast_object(None if of_ranks is None else disagreement(of_ranks))
     if message is not None:
@@ -52,11 +47,12 @@ def check_agreement(values: dict[str, Any], transport: Transport) -> None:
 
 def disagreement(of_ranks: Sequence[Sequence[Compared]]) -> str | None:
     """The line that says who differs, in what rank 0's names tell; None where nobody does."""
-    columns = zip_longest(*of_ranks, fillvalue=Compared("", "", 0, ""))
+    columns = zip_longest(*of_ranks, fillvalue=Compared(("", "", 0), ""))
     differing = [column for column in columns if len({one.told for one in column}) > 1]
     if not differing:
         return None
-    first, names = differing[0], ", ".join(column[0].name for column in differing)
+    names = [column[0].told[0] for column in differing]
+    first = differing[0]
     count = Counter(one.told for one in first)
     usual = max(first, key=lambda one: count[one.told])  # rank 0's where as many have another
     others = [rank for rank, one in enumerate(first) if one.told != usual.told]
@@ -64,8 +60,8 @@ def disagreement(of_ranks: Sequence[Sequence[Compared]]) -> str | None:
     other, most = first[others[0]].words, usual.words
     how = f"{other} instead of {most}" if other != most else f"{most} with other values"
     return (
-        f"{len(others)} of {len(of_ranks)} ranks ({ranks}) call the transformer with another {names} than "
-        f"the rest (on rank {others[0]} {first[0].name} is {how}): give every rank the same inputs, seeds, weights and "
+        f"{len(others)} of {len(of_ranks)} ranks ({ranks}) call the transformer with another {', '.join(names)} than "
+        f"the rest (on rank {others[0]} {names[0]} is {how}): give every rank the same inputs, seeds, weights and "
         f"settings"
     )
 

@@ -18,7 +18,7 @@ from cocodiff.kernels import Kernels
 from cocodiff.models.adapter import image_and_text
 from cocodiff.topology.axes import Mesh, mesh_without_ring
 from cocodiff.topology.layout import Segments
-from cocodiff.topology.routes.chunks import Chunking, ExchangeTable
+from cocodiff.topology.routes.chunks import Chunking, ExchangeTable, sequence_of
 
 
 def never(_part: Topology) -> Chunking:
@@ -71,8 +71,6 @@ def build_strategy(
     members = transport if ranks == tuple(range(transport.size)) else Part(transport, ranks)
     chunked = chunking(config, topology)
     if mesh.ring > 1:  # before what parts of different shape set up, each in its own way
-        from cocodiff.topology.routes.chunks import sequence_of
-
         sequences = [sequence_of(one, slot, chunking(config, one).chunks) for one in mesh.parts]
         ring = load(RINGS, mesh.kind)(mesh, transport, trace, kernels, local, sequences)
     if mesh.ulysses > 1:

@@ -44,7 +44,7 @@ from cocodiff.topology.layout import Segments
 if TYPE_CHECKING:
     from cocodiff.engine.compiling import Compiler
     from cocodiff.engine.step_cache import FirstBlockCache
-    from cocodiff.engine.weights import EngineWeights
+    from cocodiff.engine.weights import SplitWeights
 
 COMPARED_CALLS = 3  # at the start of each run: into its second step, where guidance takes two calls
 
@@ -131,7 +131,8 @@ class Engine:
         self.compiler = self._new_compiler()
         self._kernels = self._new_kernels(config.kernels, self.trace.note_kernel)
         self._rule = self._guidance_rule()
-        self._weights = self._new_weights()
+        self._split: dict[nn.Module, SplitWeights] = {}  # of models whose weights ranks share, while it is entered
+        self._parts = PARTS if self._rule.possible else 1  # of the ranks, each of which shares weights
         self._guided = GuidedRanks(self.topology, self.transport, self._rule, self.trace, self._sequence_of)
         self._inside = False
         self._results: Results | None = None  # of all ranks, when the last block ended
@@ -145,15 +146,6 @@ class Engine:
         from cocodiff.engine.compiling import Compiler
 
         return Compiler(self.trace, lambda: self.counter.run > 0 or self.counter.step > 0)
-
-    def _new_weights(self) -> EngineWeights | None:
-        """None where every rank has all weights."""
-        if self.config.split is None or self.size == 1:
-            return None
-        from cocodiff.engine.weights import EngineWeights
-
-        parts = PARTS if self._rule.possible else 1
-        return EngineWeights(self.topology, self.transport, self.config.split, self.trace, parts)
 
     def _new_kernels(self, path: str, note: Any = None) -> Kernels:
         return Kernels(path, note) if self.compiler is None else Kernels(path, note, self.compiler.compiled)
@@ -210,8 +202,9 @@ class Engine:
 
     def __exit__(self, _kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._inside = False
-        if self._weights is not None:
-            self._weights.end(drain=error is None)
+        for split in self._split.values() if error is None else ():  # after an error nobody sends the rest
+            split.end()
+        self._split.clear()
         self._undo.close()
         self._sized.clear()
         self._guided.end(drain=error is None)
@@ -239,8 +232,11 @@ class Engine:
         yield self.adapter.attach(model, self, kernels)
         if self.compiler is not None:
             yield self.compiler.attach(model, self.adapter.blocks())
-        if self._weights is not None:  # around blocks that are compiled by then
-            yield self._weights.attach(model)
+        if self.config.split is not None and self.size > 1:  # around blocks that are compiled by then
+            from cocodiff.engine.weights import split_weights
+
+            self._split[model] = split_weights(model, self.topology, self.transport, self.config.split, self._parts)
+            yield self._split[model].attach(self.trace)
         if self._caches:  # around blocks that are compiled by then: what the cache sends is in no graph
             yield self._caches[number].attach()
         if self._rule.possible:
@@ -340,13 +336,10 @@ class Engine:
     def _check_model(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         found = list(modules)
         checks.check_not_compiled(found)
-        if self._caches:
-            checks.check_only_cache(found, self.config.step_cache)
-        if self.size > 1:
-            checks.check_no_deciding_cache(found)
-            if cache := checks.cache_on(found):
-                # It counts the calls that a part of the ranks computes, and would miss those of the other part.
-                self._rule.stay_together(f"the cache hook {cache}")
+        cache = checks.check_caches(found, self.config.step_cache, self.size)
+        if cache and self.size > 1:
+            # It counts the calls that a part of the ranks computes, and would miss those of the other part.
+            self._rule.stay_together(f"the cache hook {cache}")
 
     def _check_call(self, arguments: Arguments) -> None:
         self._check_model(checks.called_often(self.model))
@@ -370,7 +363,7 @@ class Engine:
             "step and branch": (self.counter.step, self.counter.branch),
         }
         if self.counter.calls == 1:
-            digests = map(weights_digest, self._models) if self._weights is None else self._weights.digests
+            digests = [split.digest for split in self._split.values()] or map(weights_digest, self._models)
             facts["digest of weights"] = ", ".join(digests)
         check_agreement(facts | arguments, ranks)
 
@@ -421,6 +414,6 @@ class Engine:
         ranks = self.sequence
         ranks.transport.arrive(f"attention {layer}")
         out_BLHD = ranks.strategy.attend(qkv, layer_key)
-        if not self._guided.call.own:
+        if not self._guided.own:
             ranks.strategy.codec.forget(layer_key)
         return out_BLHD

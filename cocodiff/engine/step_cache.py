@@ -41,30 +41,27 @@ BLOCK_LISTS = (
 
 @dataclass
 class Kept:
-    """Of a branch of guidance, what its last computed call left. form: of its arguments; step: of the branch's last
-    call, computed or not. first_BLC: what the first block added to this rank's image tokens. rest: what the others
-    added to each tensor it returned, None where the last returns none. like: what those between returned, no values."""
+    """Of a branch of guidance, what a computed call leaves. form: of its arguments; step: of the branch's last call,
+    computed or not. first_BLC: what the first block added to this rank's image tokens. rest: what the others added to
+    each tensor it returned, None where the last returns none. like: what those between returned, no values."""
 
     form: Any
     step: int
-    first_BLC: Tensor
-    rest: Sequence[Tensor | None]
-    like: Mapping[int, Any]
+    first_BLC: Tensor = field(init=False)
+    rest: Sequence[Tensor | None] = ()
+    like: dict[int, Any] = field(default_factory=dict)
 
 
 @dataclass
 class Call:
-    """A call of the model. key: whose `Kept` it has. ranks: that share its sequence. cached: what stands for the other
-    blocks; None where they are computed. first_BLC, output: what the first added and returned. like: see `Kept`."""
+    """A call of the model. key: of what is kept for it. ranks: that share its sequence. own: what it leaves. cached:
+    what stands for the other blocks; None where they are computed. output: what the first block returned."""
 
     key: Any
-    step: int
-    form: Any
     ranks: SequenceRanks
+    own: Kept
     cached: Kept | None = None
-    first_BLC: Tensor | None = None
     output: Any = None
-    like: dict[int, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -118,7 +115,7 @@ class FirstBlockCache:
             self._forget()
         self._run, step = moment.run, moment.step
         self._kept = {key: kept for key, kept in self._kept.items() if kept.step >= step - 1}
-        self._call = Call((ranks, branch), step, form_of(dict(arguments)), ranks)
+        self._call = Call((ranks, branch), ranks, Kept(form_of(dict(arguments)), step))
 
     def bytes_held(self) -> int:
         """By what it keeps on this rank."""
@@ -144,12 +141,13 @@ class FirstBlockCache:
         if call is None:
             return output
         given_BLC = next(iter(self._signature.bind(*args, **kwargs).arguments.values()))
-        call.output, call.first_BLC = output, (self._image_of(output) - given_BLC).detach()
-        noted, kept = self._report[call.step], self._kept.get(call.key)
+        call.output, own = output, call.own
+        own.first_BLC = (self._image_of(output) - given_BLC).detach()
+        noted, kept = self._report[own.step], self._kept.get(call.key)
         noted.calls += 1
-        if kept and kept.form == call.form and not self._changed(call.first_BLC, kept.first_BLC, call.ranks):
+        if kept and kept.form == own.form and not self._changed(own.first_BLC, kept.first_BLC, call.ranks):
             noted.cached += 1
-            kept.step, call.cached = call.step, kept
+            kept.step, call.cached = own.step, kept
         return output
 
     def _compute_between(self, number: int, forward: Forward, *args: Any, **kwargs: Any) -> Any:
@@ -159,7 +157,7 @@ class FirstBlockCache:
             return tree_map_only(Tensor, lambda x: nothing.expand(x.shape), call.cached.like[number])
         output = forward(*args, **kwargs)
         if call is not None:
-            call.like[number] = tree_map_only(Tensor, lambda x: torch.empty_like(x, device="meta"), output)
+            call.own.like[number] = tree_map_only(Tensor, lambda x: torch.empty_like(x, device="meta"), output)
         return output
 
     def _compute_last(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
@@ -170,18 +168,18 @@ class FirstBlockCache:
             found = [None if rest is None else x + rest for x, rest in zip(begun, rests, strict=True)]
             return found[0] if len(found) == 1 else tuple(found)
         output = forward(*args, **kwargs)
-        if call is not None and call.first_BLC is not None:  # a model may leave blocks out by itself
-            self._keep(call, call.first_BLC, [output] if isinstance(output, Tensor) else output)
+        if call is not None and call.output is not None:  # a model may leave blocks out by itself
+            self._keep(call, [output] if isinstance(output, Tensor) else output)
         return output
 
-    def _keep(self, call: Call, first_BLC: Tensor, ended: Sequence[Tensor | None]) -> None:
+    def _keep(self, call: Call, ended: Sequence[Tensor | None]) -> None:
         begun = beginnings(call.output, len(ended))
         rest = [
             None if y is None or x.shape != y.shape else (y - x).detach() for x, y in zip(begun, ended, strict=False)
         ]
         if len(begun) != len(ended) or any(x is None and y is not None for x, y in zip(rest, ended, strict=True)):
             raise self._refusal("has blocks of which the last returns other tensors than the first")
-        self._kept[call.key] = Kept(call.form, call.step, first_BLC, rest, call.like)
+        call.own.rest, self._kept[call.key] = rest, call.own
 
     def _image_of(self, output: Any) -> Tensor:
         """Of what the first block returns, the tokens that are denoised: these alone decide, as with diffusers."""

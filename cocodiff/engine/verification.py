@@ -205,7 +205,7 @@ def _account(engine: Engine) -> str:
 
 
 def twin(model: nn.Module) -> Any:
-    """A copy of a model that shares its weights."""
+    """A model with modules of its own, to be changed at will, and the weights of another one."""
     return copy.deepcopy(model, {id(x): x for x in (*model.parameters(), *model.buffers())})
 
 
@@ -221,9 +221,8 @@ def _difference(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
     return found if found == found else float("inf")
 
 
-def in_opposite_order(query: Tensor, key: Tensor, value: Tensor, *more: Any, **named: Any) -> Tensor:
+def in_opposite_order(query: Tensor, key: Tensor, value: Tensor, **call: Any) -> Tensor:
     """Torch's attention with its keys from the last to the first: the same but for rounding."""
-    call = dict(zip(("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"), more, strict=False)) | named
     if call.get("is_causal"):
         return scaled_dot_product_attention(query, key, value, **call)
     mask = call.get("attn_mask")

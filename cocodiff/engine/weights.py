@@ -80,9 +80,17 @@ class SplitWeights:
 
     @torch.inference_mode(False)  # what is made here serves calls in that mode and out of it
     def __init__(
-        self, model: nn.Module, topology: Topology, transport: Transport, among: str, layers: int | None
+        self,
+        model: nn.Module,
+        topology: Topology,
+        transport: Transport,
+        among: str,
+        layers: int | None,
+        for_good: bool = False,
     ) -> None:
-        """among: "card" or "node". layers: blocks that are split, evenly spread; None for all. All ranks call it."""
+        """among: "card" or "node". layers: blocks that are split, evenly spread; None for all. for_good: they stay so
+        when an engine is left. All ranks call it."""
+        self._for_good = for_good
         self.digest, blocks = weights_digest(model), called_often(model)[1:]
         self._ranks = sharing(topology, among, transport.rank)
         self._topology, self._transport, self._trace = topology, transport, Trace(transport.rank)
@@ -110,10 +118,12 @@ class SplitWeights:
             undo.callback(replace_forward(module, partial(self._compute, number)))
         return undo.close
 
-    def make_whole(self) -> None:
-        """Every rank has all weights again. All ranks call it."""
-        self.drain()
-        for block in self._blocks:
+    def end(self) -> None:
+        """Waits for what is under way. Weights that are not split for good are whole again. All ranks call it."""
+        for one in self._under_way.values():
+            one.arriving.wait()
+        self._under_way.clear()
+        for block in () if self._for_good else self._blocks:
             with torch.inference_mode(False):
                 buffer = block.own.new_empty(len(self._ranks) * block.part)
                 tensors = block.tensors_in(buffer)
@@ -150,12 +160,6 @@ class SplitWeights:
         arriving = self._transport.lane("weights").submit(self._gather, block.own, whole)
         self._under_way[number] = UnderWay(buffer, arriving)
 
-    def drain(self) -> None:
-        """Waits for what is under way. All ranks call it."""
-        for one in self._under_way.values():
-            one.arriving.wait()
-        self._under_way.clear()
-
     def _gather(self, own: Tensor, whole: Tensor) -> None:
         """Every rank's part on every rank."""
         parts = whole.view(len(self._ranks), -1)
@@ -168,34 +172,6 @@ class SplitWeights:
             self._trace.count(link, own.nbytes, purpose="weights")
 
 
-class EngineWeights:
-    """The split weights of an engine's models, from entering to leaving it."""
-
-    def __init__(
-        self, topology: Topology, transport: Transport, split: tuple[str, int | None], trace: Trace, parts: int
-    ) -> None:
-        self._among, self._trace = (*part_of(topology, transport, parts), *split), trace
-        self._split: dict[nn.Module, SplitWeights] = {}
-
-    @property
-    def digests(self) -> list[str]:
-        return [split.digest for split in self._split.values()]
-
-    def attach(self, model: nn.Module) -> Callable[[], object]:
-        """Splits a model's weights, unless they are split for good. All ranks call it."""
-        self._split[model] = _FOR_GOOD.get(model) or SplitWeights(model, *self._among)
-        return self._split[model].attach(self._trace)
-
-    def end(self, drain: bool) -> None:
-        """Weights that were whole are whole again, but after an error, when nobody sends the rest."""
-        for model, split in self._split.items() if drain else ():
-            if model in _FOR_GOOD:
-                split.drain()
-            else:
-                split.make_whole()
-        self._split.clear()
-
-
 _FOR_GOOD: WeakKeyDictionary[nn.Module, SplitWeights] = WeakKeyDictionary()
 
 
@@ -205,7 +181,14 @@ def split_for_good(
     """Splits models' weights before they are on the device, of which no rank needs room for all then. They stay so for
     every engine on these ranks. parts: see `part_of`."""
     for model in models:
-        _FOR_GOOD[model] = SplitWeights(model, *part_of(topology, transport, parts), *split)
+        _FOR_GOOD[model] = SplitWeights(model, *part_of(topology, transport, parts), *split, for_good=True)
+
+
+def split_weights(
+    model: nn.Module, topology: Topology, transport: Transport, split: tuple[str, int | None], parts: int
+) -> SplitWeights:
+    """A model's weights, which are split now unless they are so for good. All ranks call it. parts: see `part_of`."""
+    return _FOR_GOOD.get(model) or SplitWeights(model, *part_of(topology, transport, parts), *split)
 
 
 def part_of(topology: Topology, transport: Transport, parts: int) -> tuple[Topology, Transport]:

@@ -25,7 +25,7 @@ from cocodiff.config.errors import UserError
 from cocodiff.kernels.reference import TorchOps
 
 if TYPE_CHECKING:
-    from cocodiff_sycl import SyclOps
+    from cocodiff_sycl.ops import SyclOps
 
 MIB = 2**20
 NEVER = math.inf
@@ -142,7 +142,8 @@ def sycl_ops(device: torch.device, required: bool = False) -> SyclOps | None:
 @cache
 def _open(device: torch.device) -> SyclOps | str:
     """The operations, or why there are none. Kept for the process: it belongs to the machine, not to a run."""
-    from cocodiff_sycl import Unavailable, open_cpu, open_xpu
+    from cocodiff_sycl.find import Unavailable
+    from cocodiff_sycl.ops import open_cpu, open_xpu
 
     openers: dict[str, Callable[[], SyclOps]] = {"cpu": open_cpu, "xpu": partial(open_xpu, device)}
     try:

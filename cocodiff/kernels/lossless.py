@@ -40,20 +40,17 @@ travel, and what this sends beside other codes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
+from cocodiff_sycl.streams import RUN, TILE, TOKENS, Cut, stream_places
 from torch import Tensor
 
 from cocodiff.kernels.residual import sum_of
 
-RUN = 8  # numbers of a strip's token
-TOKENS = 32  # of a strip, at most
-TILE = 16  # strips
 RAW = 255  # the size of a strip that is not coded
 UNARY, LONGEST = 4, 12  # ones that count evenly, and the most
 REACH = 5  # bytes in which a code lies, of at most 28 bits
@@ -73,33 +70,6 @@ class Known(NamedTuple):
     factor: float = 0.0
 
 
-class Cut(NamedTuple):
-    """How a tensor [B, T, H, ...] is cut into blocks: dim 1 by rows or 2 by heads, so many each."""
-
-    dim: int
-    sizes: tuple[int, ...]
-
-    def shapes(self, shape: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Batch, tokens and heads of every block of a tensor [B, T, H, ...]."""
-        B, T, H = shape[:3]
-        return [(B, size, H) if self.dim == 1 else (B, T, size) for size in self.sizes]
-
-    def cells(self, shape: Sequence[int]) -> list[int]:
-        """Tokens times heads of every block, over the batch, of a tensor [B, T, H, ...]."""
-        return [math.prod(block) for block in self.shapes(shape)]
-
-    def tiles(self, shape: Sequence[int], head_dim: int) -> list[int]:
-        """Of every block."""
-        strips = (B * -(-T // TOKENS) * -(-H * head_dim // RUN) for B, T, H in self.shapes(shape))
-        return [-(-count // TILE) for count in strips]
-
-
-def most_bytes(cells: int, head_dim: int) -> int:
-    """Of a block's stream, whatever its numbers and its shape are: a strip of one token has a byte for its size."""
-    strips = cells * -(-head_dim // RUN)
-    return 2 * RUN * strips + strips + 4 * -(-strips // TILE)
-
-
 def least_room(head_dim: int) -> int:
     """Bytes for a token and head in which the sizes of any block's tiles fit."""
     return 2 * -(-head_dim // (RUN * TILE))
@@ -110,11 +80,6 @@ def room_of(cells: int, width: int) -> int:
     return cells * width // 2 * 2
 
 
-def stream_places(cells: Sequence[int], head_dim: int) -> list[int]:
-    """Where blocks' streams begin in a buffer that has room for any, in bytes; at the end its size."""
-    return list(accumulate((most_bytes(count, head_dim) // 2 * 2 for count in cells), initial=0))
-
-
 def encode_lossless(
     x_BLHD: Tensor, known: Known, cut: Cut, streams: Tensor, lengths_N: Tensor, needed_1: Tensor
 ) -> None:
@@ -123,7 +88,7 @@ def encode_lossless(
     if not x_BLHD.numel():
         lengths_N.zero_()
         return
-    cells, strips = cut.cells(x_BLHD.shape), _Strips.of(x_BLHD, cut)
+    cells, strips = cut.cells(x_BLHD.shape), _strips_of(x_BLHD.shape, cut, x_BLHD.device)
     x_SL8 = strips.taken(x_BLHD)
     columns, z_SL8, k_SL8 = _Columns(strips, known), *(torch.empty_like(x_SL8, dtype=torch.int32) for _ in range(2))
     header_S = columns.header(x_SL8[:, 0])
@@ -163,7 +128,7 @@ def decode_lossless(
         first = part[: min(length, room_of(cells, code_BLHW.shape[-1]))]
         whole += [first, rests[taken : taken + length - len(first)]]
         taken += length - len(first)
-    strips = _Strips.of(written, cut)
+    strips = _strips_of(written.shape, cut, written.device)
     codes = _Codes(strips, torch.cat(whole), lengths)
     columns, bits_SL8 = _Columns(strips, known), codes.raw_SL8
     columns.begin(codes.header_S)
@@ -328,10 +293,6 @@ class _Strips:
         self.first_T, self.until_T = before.to(device)[self.block_T], tiles.cumsum(0).to(device)[self.block_T]
         self.sizes_T = (torch.bincount(self.tile_S, minlength=sum(self._tiles)) + 1) // 2
 
-    @classmethod
-    def of(cls, like_BLHD: Tensor, cut: Cut) -> _Strips:
-        return _strips(tuple(like_BLHD.shape), Cut(cut.dim, tuple(cut.sizes)), like_BLHD.device)
-
     def taken(self, x_BLHD: Tensor) -> Tensor:
         """A tensor's numbers, [S, L, 8], zeros where there are none."""
         flat = x_BLHD.contiguous().view(torch.int16).flatten()
@@ -378,7 +339,7 @@ class _Strips:
         return list(found[:-REACH].to(torch.uint8).split_with_sizes(lengths))
 
 
-_strips = lru_cache(maxsize=8)(_Strips)  # of q, k, v and the output at both ends, and some chunks
+_strips_of = lru_cache(maxsize=8)(_Strips)  # of q, k, v and the output at both ends, and some chunks
 
 
 def _coded(z: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

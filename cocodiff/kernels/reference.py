@@ -25,7 +25,7 @@ def _of(codec: str, op: str) -> Callable[..., Any]:
 
 
 class TorchOps:
-    """The operations as torch calls. The SYCL ones (`cocodiff_sycl.SyclOps`) have the same signatures and results."""
+    """The operations as torch calls. SYCL ones (`cocodiff_sycl.ops.SyclOps`) have the same signatures and results."""
 
     def pack(self, messages: Sequence[Sequence[Tensor]], buffers: Sequence[Tensor]) -> None:
         """Copies each message's pieces, of up to four dimensions and any stride but the last, one after the other into

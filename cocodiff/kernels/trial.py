@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from cocodiff_sycl import SyclOps
+from cocodiff_sycl.ops import SyclOps
 from cocodiff_sycl.rows import Rows
+from cocodiff_sycl.streams import Cut, stream_places
 from torch import Tensor
 
 from cocodiff.kernels.dispatch import OPS, STREAMED
-from cocodiff.kernels.lossless import CODED, Cut, Known, least_room, room_of, stream_places
+from cocodiff.kernels.lossless import CODED, Known, least_room, room_of
 from cocodiff.kernels.reference import TorchOps
 from cocodiff.kernels.residual import NOTES, Onward, Prediction, Reconstructions, coded_width
 
@@ -56,48 +57,33 @@ def _run(op: str, ops: SyclOps | TorchOps, dtype: torch.dtype, device: torch.dev
         return torch.randn(shape, generator=generator).to(kind).to(device)
 
     x_BLHD, other_BLHD = random(B, L, H + 1, D)[:, :, :H], random(B, L, H, D)
-    if op == "pack":
-        buffer = torch.zeros(B * L * H * D, dtype=dtype, device=device)
-        ops.pack([[x_BLHD]], [buffer])
-        return [buffer]
-    if op in ("unpack", "gather_pack", "scatter_rows"):
-        return _moved(op, ops, x_BLHD, other_BLHD)
     if op in ("encode_residual", "decode_residual"):
         return _coded(op, ops, x_BLHD, Reconstructions(other_BLHD, random(B, L, H, D)))
     if op in STREAMED:
         return _streamed(op, ops, x_BLHD, other_BLHD, random(B, L, H, D))
-    if op == "continue_linearly":
-        operand_BLHD = torch.zeros_like(x_BLHD)
-        ops.continue_linearly(x_BLHD, other_BLHD, Onward(0.5, operand_BLHD))
-        return [operand_BLHD]
-    if op == "note_change":
-        notes_N = torch.zeros(NOTES, dtype=torch.int64, device=device)
-        ops.note_change(x_BLHD, other_BLHD, notes_N)
-        return [other_BLHD, notes_N]
-    if op == "l1_score":
-        return ops.l1_score(x_BLHD, other_BLHD)
     if op == "select":
         return [ops.select(random(B, L, kind=torch.float32), L // 3)]
     if op == "merge_partials":
         lse_BLH, part_lse_BLH = random(B, L, H, kind=torch.float32), random(B, L, H, kind=torch.float32)
         ops.merge_partials(other_BLHD, lse_BLH, x_BLHD, part_lse_BLH)
         return [other_BLHD, lse_BLH]
-    angles_LD = [random(L, D, kind=torch.float32) for _ in "cs"]
-    return [ops.qk_norm_rope(x_BLHD, random(D), 1e-6, angles_LD, "pairs")]
-
-
-def _moved(op: str, ops: SyclOps | TorchOps, x_BLHD: Tensor, other_BLHD: Tensor) -> list[Tensor]:
-    """Every second row, from one tensor or to another."""
-    index_K = torch.arange(0, L, 2, device=x_BLHD.device)
-    if op == "unpack":
-        ops.unpack([other_BLHD], [x_BLHD])
-        return [x_BLHD]
-    if op == "scatter_rows":
-        ops.scatter_rows([other_BLHD[0, : len(index_K)]], index_K, [x_BLHD[0]])
-        return [x_BLHD]
-    buffer = torch.zeros(len(index_K) * H * D, dtype=x_BLHD.dtype, device=x_BLHD.device)
-    ops.gather_pack([[Rows(x_BLHD[0], index_K, other_BLHD[0], index_K)]], [buffer])
-    return [buffer, other_BLHD]
+    if op == "qk_norm_rope":
+        angles_LD = [random(L, D, kind=torch.float32) for _ in "cs"]
+        return [ops.qk_norm_rope(x_BLHD, random(D), 1e-6, angles_LD, "pairs")]
+    index_K = torch.arange(0, L, 2, device=device)  # every second row, from one tensor or to another
+    all_N, some_N = (x_BLHD.new_zeros(rows * H * D) for rows in (L, len(index_K)))
+    operand_BLHD, notes_N = torch.zeros_like(x_BLHD), torch.zeros(NOTES, dtype=torch.int64, device=device)
+    cases: dict[str, tuple[tuple[Any, ...], list[Tensor]]] = {  # arguments, and which tensors are written
+        "pack": (([[x_BLHD]], [all_N]), [all_N]),
+        "unpack": (([other_BLHD], [x_BLHD]), [x_BLHD]),
+        "gather_pack": (([[Rows(x_BLHD[0], index_K, other_BLHD[0], index_K)]], [some_N]), [some_N, other_BLHD]),
+        "scatter_rows": (([other_BLHD[0, : len(index_K)]], index_K, [x_BLHD[0]]), [x_BLHD]),
+        "l1_score": ((x_BLHD, other_BLHD), []),
+        "note_change": ((x_BLHD, other_BLHD, notes_N), [other_BLHD, notes_N]),
+        "continue_linearly": ((x_BLHD, other_BLHD, Onward(0.5, operand_BLHD)), [operand_BLHD]),
+    }
+    arguments, written = cases[op]
+    return [*written, *(getattr(ops, op)(*arguments) or ())]
 
 
 def _coded(op: str, ops: SyclOps | TorchOps, x_BLHD: Tensor, known: Reconstructions) -> list[Tensor]:

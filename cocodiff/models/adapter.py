@@ -5,6 +5,7 @@ enter and gathered where they leave. `docs/models.md` tells how one is written."
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from types import MethodType
 from typing import Any, ClassVar, Protocol
@@ -141,31 +142,28 @@ class Adapter:
         shards = ShardedModel(self.plan, model, host) if host.size > 1 else None
         for name, module, before in attending:
             check_plain(name, module, before, ours)
+        undo, placed = ExitStack(), list[tuple[str, Any, Any]]()
         for name, module, before in attending:
             module.set_processor(ours[type(before)](host, name, kernels, before))
-        placed = [(name, module, module.processor) for name, module, _ in attending]
-
+            placed.append((name, module, module.processor))
+            undo.callback(put_back, module, module.processor, before)
+        undo.callback(model.register_forward_pre_hook(partial(check_placed, placed), prepend=True).remove)
         forwards = self.blocks()
-        handle = model.register_forward_pre_hook(partial(check_placed, placed), prepend=True)
-        blocks = [module for module in model.modules() if type(module) in forwards]
-        undo = [replace_forward(block, partial(compute_block, block, forwards[type(block)])) for block in blocks]
+        for block in [module for module in model.modules() if type(module) in forwards]:
+            undo.callback(replace_forward(block, partial(compute_block, block, forwards[type(block)])))
         if shards is not None:
-            undo.append(shards.attach())
-
-        def put_back() -> None:
-            handle.remove()
-            for (_, module, before), (*_, own) in zip(attending, placed, strict=True):
-                if module.processor is own:  # and not one that somebody has put there since
-                    module.set_processor(before)
-            for take_off in undo:
-                take_off()
-
-        return put_back
+            undo.callback(shards.attach())
+        return undo.close
 
 
 def attention_modules(model: nn.Module) -> list[tuple[str, Any]]:
     """The modules that attend, with their names."""
     return [(name, module) for name, module in model.named_modules() if getattr(module, "processor", None) is not None]
+
+
+def put_back(module: Any, own: Any, before: Any) -> None:
+    if module.processor is own:  # and not one that somebody has put there since
+        module.set_processor(before)
 
 
 def compute_block(block: nn.Module, ours: Forward, forward: Forward, *args: Any, **kwargs: Any) -> Any:

@@ -254,8 +254,8 @@ class PlannedModel(ShardedModel):
             self._marks.remove(whole)
         return whole
 
-    def _attend(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self._attention.attend(self._inside[-1] if self._inside else OUTSIDE, *args, **kwargs)
+    def _attend(self, *qkv: Tensor, **call: Any) -> Tensor:
+        return self._attention.attend(self._inside[-1] if self._inside else OUTSIDE, *qkv, **call)
 
 
 OUTSIDE = "attention"  # the layer of what no module with a processor computes

@@ -41,34 +41,28 @@ def never_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args: untraced(torch.compiler.is_dynamo_compiling(), *args)
 
 
-def check_no_deciding_cache(modules: Iterable[tuple[str, nn.Module]]) -> None:
-    """modules: with their names, the transformer first. Raises UserError for one with a cache of diffusers that lets
-    every rank decide for itself what to compute: ranks that disagree wait for each other for ever."""
+def check_caches(modules: Iterable[tuple[str, nn.Module]], own: str, ranks: int) -> str:
+    """The kind of a cache of diffusers on a model, "" where there is none. modules: with their names, the transformer
+    first. own: the setting `step_cache`. Raises UserError for one beside our own, and on several ranks for one that
+    lets every rank decide for itself what to compute: ranks that disagree wait for each other for ever."""
+    found = ""
     for name, hook in stateful_hooks(modules):
-        kind, config = type(hook).__name__, getattr(hook, "config", None)
-        other = ", or a cache that goes by steps (docs/models.md)"
+        found, config = found or type(hook).__name__, getattr(hook, "config", None)
+        if own != "none":
+            raise UserError(
+                f"step_cache {own} and the cache hook {found} would both leave blocks out: call "
+                f"transformer.disable_cache() first, or choose step_cache none"
+            )
+        kind, other = type(hook).__name__, ", or a cache that goes by steps (docs/models.md)"
         if kind.startswith("FBC"):
             other = f" with step_cache_threshold {hook.threshold}, which ranks decide alike"
-        if kind not in COUNTING_CACHES or getattr(config, "calibrate", False):
+        if ranks > 1 and (kind not in COUNTING_CACHES or getattr(config, "calibrate", False)):
             raise UserError(
                 f"{name or 'the transformer'} has the cache hook {kind}, by which each rank would decide from its "
                 f"own tokens what to compute, and ranks would disagree: call transformer.disable_cache() first, and "
                 f"choose step_cache first_block{other}"
             )
-
-
-def check_only_cache(modules: Iterable[tuple[str, nn.Module]], own: str) -> None:
-    """Raises UserError for a cache of diffusers on a model that has our own, of this name."""
-    if cache := cache_on(modules):
-        raise UserError(
-            f"step_cache {own} and the cache hook {cache} would both leave blocks out: call "
-            f"transformer.disable_cache() first, or choose step_cache none"
-        )
-
-
-def cache_on(modules: Iterable[tuple[str, nn.Module]]) -> str | None:
-    """The name of a cache hook of diffusers on one of the modules; None where there is none."""
-    return next((type(hook).__name__ for _, hook in stateful_hooks(modules)), None)
+    return found
 
 
 def stateful_hooks(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, Any]]:

@@ -58,6 +58,16 @@ class SharedVAE:
     def __init__(self, vae: Any, transport: Transport) -> None:
         self._vae, self._transport, self._decode = vae, transport, vae.decode
 
+    def decode(self, z: Tensor, return_dict: bool = True, **options: Any) -> Any:
+        """As the VAE's own. Every rank calls it with the same latents and gets the same image, on its own device."""
+        from diffusers.models.autoencoders.vae import DecoderOutput
+
+        image = self._image(z, **options)
+        return DecoderOutput(sample=image) if return_dict else (image,)
+
+    def _image(self, z: Tensor, **options: Any) -> Tensor:
+        raise NotImplementedError
+
     def _copy(self, tiling: bool) -> Any:
         """The VAE as its class has it, with the same weights; tiling: its `use_tiling`."""
         vae: Any = object.__new__(type(self._vae))
@@ -70,15 +80,10 @@ class OneRankVAE(SharedVAE):
     """Rank 0 decodes: the others neither spend the time nor need the memory, they are sent the image. Encoding draws
     from the pipeline's random generators, so every rank does it."""
 
-    def decode(self, z: Tensor, return_dict: bool = True, **options: Any) -> Any:
-        """As the VAE's own. Every rank calls it and gets rank 0's image, on its own device."""
-        from diffusers.models.autoencoders.vae import DecoderOutput
-
-        image = None
-        if self._transport.rank == 0:
-            image = self._decode(z, return_dict=False, **options)[0].cpu()
-        image = self._transport.broadcast_object(image).to(z.device)
-        return DecoderOutput(sample=image) if return_dict else (image,)
+    def _image(self, z: Tensor, **options: Any) -> Tensor:
+        image = self._decode(z, return_dict=False, **options)[0].cpu() if self._transport.rank == 0 else None
+        whole: Tensor = self._transport.broadcast_object(image)
+        return whole.to(z.device)
 
 
 class TiledVAE(SharedVAE):
@@ -105,10 +110,8 @@ class TiledVAE(SharedVAE):
         """As the VAE's own with tiling. Every rank calls it, none waits for another."""
         return self._copy(tiling=True).encode(x, return_dict=return_dict, **options)
 
-    def decode(self, z: Tensor, return_dict: bool = True, **options: Any) -> Any:
-        """As the VAE's own with tiling. Every rank calls it with the same latents and gets the same image.
-
-        Raises UserError for latents of a video: its frames depend on each other."""
+    def _image(self, z: Tensor, **options: Any) -> Tensor:
+        """With tiling. Raises UserError for latents of a video: its frames depend on each other."""
         if z.ndim == 5 and z.shape[2] > 1:
             raise UserError(f"vae tiled: {z.shape[2]} frames; only images are decoded in tiles: choose vae one or all")
         calls: list[partial[Tensor]] = []
@@ -123,12 +126,13 @@ class TiledVAE(SharedVAE):
         of_ranks = tensors_of_all(own, self._transport, z, "the exchange of decoded tiles")
         tiles = dict(zip(itertools.chain(*divided), itertools.chain(*of_ranks), strict=True))
         in_order = iter([tiles[number] for number in sorted(tiles)])
-        return self._decode_with(lambda *_, **__: next(in_order), z, return_dict=return_dict, **options)
+        return self._decode_with(lambda *_, **__: next(in_order), z, **options)
 
-    def _decode_with(self, call: Callable[..., Tensor], z: Tensor, **options: Any) -> Any:
+    def _decode_with(self, call: Callable[..., Tensor], z: Tensor, **options: Any) -> Tensor:
         vae = self._copy(tiling=True)
         vae._modules = {**vae._modules, "decoder": _InPlaceOfDecoder(vae.decoder, call)}
-        return vae.decode(z, **options)
+        image: Tensor = vae.decode(z, return_dict=False, **options)[0]
+        return image
 
 
 class _InPlaceOfDecoder(nn.Module):
@@ -171,15 +175,8 @@ class ShardedVAE(SharedVAE):
         found = DiagonalGaussianDistribution(self._in_bands(parameters, x, factor))
         return AutoencoderKLOutput(latent_dist=found) if return_dict else (found,)
 
-    def decode(self, z: Tensor, return_dict: bool = True, **options: Any) -> Any:
-        """As the VAE's own. Every rank calls it with the same latents and gets the same image."""
-        from diffusers.models.autoencoders.vae import DecoderOutput
-
-        def sample(vae: Any, band: Tensor) -> Tensor:
-            return vae.decode(band, return_dict=False, **options)[0]
-
-        image = self._in_bands(sample, z, 1)
-        return DecoderOutput(sample=image) if return_dict else (image,)
+    def _image(self, z: Tensor, **options: Any) -> Tensor:
+        return self._in_bands(lambda vae, band: vae.decode(band, return_dict=False, **options)[0], z, 1)
 
     @torch.no_grad()
     def _in_bands(self, call: Callable[[Any, Tensor], Tensor], x: Tensor, factor: int) -> Tensor:
@@ -345,8 +342,14 @@ class Bands(TorchFunctionMode):
         if both and before:
             places.append((row(0), rank - 1))
         recvs = [(place.contiguous(), peer) for place, peer in places]
-        for (place, _), came in zip(places, self._exchanged(sends, recvs), strict=True):
+        self._transport.arrive("the exchange of a picture's edges")
+        received = self._transport.control.submit(self._exchange, sends, recvs).wait()
+        for (place, _), came in zip(places, received, strict=True):
             place.copy_(came)
+
+    def _exchange(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> list[Tensor]:
+        self._transport.world.send_recv(sends, recvs).wait()
+        return [tensor for tensor, _ in recvs]
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, **more: Any) -> Tensor:
         """Of this band's pixels to all; [B, H, L, D]. In columns keys stand in another order than in one process."""
@@ -374,15 +377,6 @@ class Bands(TorchFunctionMode):
         mean, var = (each.repeat_interleave(of_channels) for each in (whole_mean, whole_var))
         weight, bias = (each.to(wide).repeat(batch) for each in (weight, bias))
         return F.batch_norm(flat, mean, var, weight, bias, False, 0.0, eps).view(x.shape)
-
-    def _exchanged(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> list[Tensor]:
-        self._transport.arrive("the exchange of a picture's edges")
-
-        def exchange(sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> list[Tensor]:
-            self._transport.world.send_recv(sends, recvs).wait()
-            return [tensor for tensor, _ in recvs]
-
-        return self._transport.control.submit(exchange, sends, recvs).wait()
 
     def _gathered(self, own: Tensor, parts: list[Tensor]) -> list[Tensor]:
         return gather_all(self._transport, own, parts, "a gather of all bands")

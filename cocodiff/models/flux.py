@@ -15,7 +15,7 @@ from cocodiff.attention.strategy import LazyQKV, nothing
 from cocodiff.models.adapter import IMAGE, TEXT, Adapter, Arguments, AttentionProcessor, Forward
 from cocodiff.models.family import KL_VAE, Family, Pipelines
 from cocodiff.models.plan import Cut, Gather, Plan
-from cocodiff.models.streams import Once, Rotary, Stream, Streams, heads_of
+from cocodiff.models.streams import UNTURNED, Once, Rotary, Streams, heads_of, image_stream, joint_outputs, text_stream
 
 Angles = tuple[Tensor, Tensor]  # cos and sin, each [L, D], of this rank's text then image rows
 # Tokens and their positions, [S, n] or [B, S, n]; and a ControlNet's residuals.
@@ -68,25 +68,22 @@ class FluxAttentionProcessor(AttentionProcessor):
         meanwhile: Callable[[], object] = nothing,
         ip_hidden_states: Sequence[Tensor] = (),
     ) -> Any:
-        text_BLC, text_rows, rotary = encoder_hidden_states, 0, rotary_of(image_rotary_emb)
+        text_BLC, rotary = encoder_hidden_states, rotary_of(image_rotary_emb)
+        text_rows = 0 if text_BLC is None else text_BLC.shape[1]
+        parts = [image_stream(attn, hidden_states, rotary.rows(slice(text_rows, None)))]
         is_prompted = self.takes_images and text_BLC is not None
-        to_q = cache(attn.to_q) if is_prompted else attn.to_q  # asked for twice then
-        parts = []
-        if text_BLC is not None:
-            text_rows = text_BLC.shape[1]
-            added = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj, attn.norm_added_q, attn.norm_added_k)
-            parts.append(Stream(text_BLC, *added, rotary.rows(slice(text_rows))))
-        own = (to_q, attn.to_k, attn.to_v, attn.norm_q, attn.norm_k)
-        parts.append(Stream(hidden_states, *own, rotary.rows(slice(text_rows, None))))
-        streams = Streams(parts, attn.heads, self._kernels)
         if is_prompted:
+            to_q = cache(attn.to_q)  # asked for twice
+            parts = [parts[0]._replace(to_q=to_q)]
             meanwhile = cache(lambda: prompted(self._replaced, attn, to_q(hidden_states), ip_hidden_states))
+        if text_BLC is not None:
+            parts = [text_stream(attn, text_BLC, rotary.rows(slice(text_rows))), *parts]
+        streams = Streams(parts, attn.heads, self._kernels)
         qkv = LazyQKV(streams.q, streams.k, streams.v, self._host.segments, attn.heads, meanwhile=meanwhile)
         out_BLC = self._attend(qkv).flatten(-2)
         if text_BLC is None:
             return out_BLC
-        image_out_BLC = attn.to_out[1](attn.to_out[0](out_BLC[:, text_rows:].contiguous()))
-        both = image_out_BLC, attn.to_add_out(out_BLC[:, :text_rows].contiguous())
+        both = joint_outputs(attn, out_BLC, text_rows)
         return (*both, meanwhile()) if is_prompted else both
 
 
@@ -121,7 +118,7 @@ def prompted(adapters: Any, attn: Any, q_BLC: Tensor, images: Sequence[Tensor]) 
 
 def rotary_of(angles: Angles | None) -> Rotary:
     """The rotary embedding of all this rank's rows."""
-    return Rotary() if angles is None else Rotary("pairs", angles)
+    return UNTURNED if angles is None else Rotary("pairs", angles)
 
 
 def single_block(

@@ -18,7 +18,7 @@ from cocodiff.attention.strategy import LayerKey, LazyQKV
 from cocodiff.config.errors import UserError
 from cocodiff.kernels import Kernels
 from cocodiff.models.adapter import Adapter, Arguments, Forward
-from cocodiff.models.checks import cache_on, replace_forward, signature_of
+from cocodiff.models.checks import replace_forward, signature_of, stateful_hooks
 from cocodiff.models.family import Family
 from cocodiff.models.plan import check_in_place
 from cocodiff.topology.layout import Segment, Segments
@@ -68,22 +68,26 @@ class LatteAdapter(Adapter):
     def attach(self, model: nn.Module, host: Any, kernels: Kernels) -> Callable[[], None]:
         if host.size == 1:
             return lambda: None
-        if cache := cache_on(model.named_modules()):
+        for _, hook in stateful_hooks(model.named_modules()):
             raise UserError(
-                f"the cache hook {cache} takes blocks' outputs as they are in one process, and on several ranks "
-                f"Latte's are on their way: call transformer.disable_cache() first"
+                f"the cache hook {type(hook).__name__} takes blocks' outputs as they are in one process, and on "
+                f"several ranks Latte's are on their way: call transformer.disable_cache() first"
             )
         return LatteModel(model, host, self.early).attach()
 
 
 class LatteModel:
-    """A model between entering and leaving the engine."""
+    """A model between entering and leaving the engine. In a call that ranks share, blocks take [B * own, other, C]:
+    spatial ones own frames and all places, temporal ones own places and all frames."""
 
     def __init__(self, model: Any, host: Any, early: float) -> None:
         self._model, self._host, self._exit, self._early = model, host, model.proj_out, early
         self._signature = signature_of(model)
-        self._ranks: Any = None  # of the current call
-        self._call: LatteCall | None = None  # none where nothing is transposed
+        # Of the current call: the ranks that share it, its batch, and how hidden states are transposed; None if not.
+        self._ranks: Any = None
+        self._batch = 0
+        self._transposes: Any = None
+        self._coming: Any = None  # the transpose whose result the next block takes; none before the first
 
     def attach(self) -> Callable[[], None]:
         undo = ExitStack()
@@ -100,19 +104,19 @@ class LatteModel:
         check_in_place([self._exit], [self._model.proj_out])
         ranks, bound = self._host.sequence, self._signature.bind(*args, **kwargs)
         self._ranks, latents_BCFHW = ranks, bound.arguments["hidden_states"]
+        self._batch = len(latents_BCFHW)
         if ranks.size > 1:
             check_shares(ranks)
             bound.arguments["hidden_states"] = ranks.cut(FRAMES, latents_BCFHW, 2)
             if bound.arguments.get("enable_temporal_attentions", True):
                 chunks = self._host.config.chunks
-                slices = SLICES if chunks == "auto" else int(chunks)
                 self._check_room(latents_BCFHW)
-                transposes = ranks.transposes(FRAMES, PLACES, slices, self._early)
-                self._call = LatteCall(ranks, len(latents_BCFHW), transposes, self._host.counter.branch)
+                slices = SLICES if chunks == "auto" else int(chunks)
+                self._transposes = ranks.transposes(FRAMES, PLACES, slices, self._early)
         try:
             return forward(*bound.args, **bound.kwargs)
         finally:
-            self._call = None
+            self._transposes = self._coming = None
 
     def _check_room(self, latents_BCFHW: Tensor) -> None:
         """For what codecs keep: of the two transposes of a pair of blocks half of what they keep of the four tensors
@@ -127,32 +131,21 @@ class LatteModel:
         """All frames of what leaves the model, [B * F, P, C], out of this rank's."""
         if self._ranks.size == 1:
             return x
-        own = self._ranks.shares(FRAMES)[self._ranks.rank]
-        return self._ranks.gather(x.unflatten(0, (-1, own)), FRAMES).flatten(0, 1)
+        return self._ranks.gather(self._split(x), FRAMES).flatten(0, 1)
 
     def _compute(
         self, number: int, temporal: bool, signature: inspect.Signature, forward: Forward, *args: Any, **kwargs: Any
     ) -> Any:
         """A block, of this rank's rows."""
-        if self._call is None:
+        if self._transposes is None:
             return forward(*args, **kwargs)
         # What the model adds to temporal tokens it adds to what stands for those that are on their way.
         positions = self._model.temp_pos_embed if temporal and not number else None
-        out = self._call.compute(number, temporal, forward, signature.bind(*args, **kwargs).arguments, positions)
+        out = self._in_slices(number, temporal, forward, signature.bind(*args, **kwargs).arguments, positions)
         last = temporal and number == len(self._model.temporal_transformer_blocks) - 1
-        return self._call.arrived() if last else out
+        return self._arrived() if last else out
 
-
-class LatteCall:
-    """One call of the model on ranks that share it. Blocks take [B * own, other, C]: spatial ones own frames and all
-    places, temporal ones own places and all frames."""
-
-    def __init__(self, ranks: Any, batch: int, transposes: Any, branch: int) -> None:
-        """branch: of guidance."""
-        self._ranks, self._batch, self._transposes, self._branch = ranks, batch, transposes, branch
-        self._coming: Any = None  # the transpose whose result the next block takes; none before the first
-
-    def compute(
+    def _in_slices(
         self, block: int, temporal: bool, forward: Forward, given: Arguments, positions: Tensor | None
     ) -> Tensor:
         """Computes a block slice by slice, each as soon as it is here, and sends what was computed on its way. Returns
@@ -160,8 +153,8 @@ class LatteCall:
         rank, (own, other) = self._ranks.rank, self._transposes.grid[:: -1 if temporal else 1]
         layer = "temporal_transformer_blocks" if temporal else "transformer_blocks"
         self._ranks.transport.arrive(f"the transpose of {layer}")
-        way, layer_key = "back" if temporal else "forward", LayerKey(f"{layer}.{block}", self._branch)
-        coming, leaving = self._coming, self._transposes.transpose(way, layer_key)
+        layer_key = LayerKey(f"{layer}.{block}", self._host.counter.branch)
+        coming, leaving = self._coming, self._transposes.transpose("back" if temporal else "forward", layer_key)
         hidden, whole = given.pop("hidden_states"), None
         conditions = {name: self._split(x) for name, x in given.items() if isinstance(x, Tensor)}
         for number in range(own.cuts):
@@ -182,7 +175,7 @@ class LatteCall:
         shape = self._batch * sum(own.shares), other.shares[rank], hidden.shape[-1]
         return torch.full_like(hidden[:1, :1, :1], torch.nan).expand(shape)
 
-    def arrived(self) -> Tensor:
+    def _arrived(self) -> Tensor:
         """What the last temporal block gave, of this rank's frames: [B * places, frames, C]."""
         for number in range(self._transposes.grid.rows.cuts):
             x_BFPC: Tensor = self._coming.take(number)

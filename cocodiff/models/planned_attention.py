@@ -30,6 +30,7 @@ from cocodiff.config.errors import UserError
 from cocodiff.topology.layout import Segments
 
 LayerName = str  # an attention layer, or the n-th attention that it computes in a call
+BESIDE_QKV = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")  # arguments of torch's attention
 COUNTED = ("attention", "whole")  # what messages of attention are counted for
 
 
@@ -61,10 +62,9 @@ class Marks:
 
 
 class TorchFunctions(TorchFunctionMode):
-    """While it is entered, `attend` is called in the place of torch's scaled_dot_product_attention, with its arguments.
-    It is torch's own way to see functions: it holds for the thread that enters it, and nothing is replaced.
-
-    marks: follows what other functions compute; None not to."""
+    """While it is entered, `attend` is called in the place of torch's scaled_dot_product_attention, with its arguments,
+    of which all but query, key and value have their names. It is torch's own way to see functions: it holds for the
+    thread that enters it, and nothing is replaced. marks: follows what other functions compute; None not to."""
 
     def __init__(self, attend: Callable[..., Tensor], marks: Marks | None = None) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class TorchFunctions(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is scaled_dot_product_attention:
-            return self._attend(*args, **kwargs)
+            return self._attend(*args[:3], **dict(zip(BESIDE_QKV, args[3:], strict=False)), **kwargs)
         output = func(*args, **kwargs)
         if self._marks is not None:
             self._marks.follow(func, args, kwargs, output)
@@ -105,12 +105,11 @@ class PlannedAttention:
         self._attended: Counter[str] = Counter()
         self._mask: tuple[Any, Tensor, Tensor] | None = None  # the last one: what tells it, itself, that of all ranks
 
-    def attend(self, layer: str, query: Tensor, key: Tensor, value: Tensor, *more: Any, **named: Any) -> Tensor:
+    def attend(self, layer: str, query: Tensor, key: Tensor, value: Tensor, **call: Any) -> Tensor:
         """In the place of torch's scaled_dot_product_attention: [B, H, L, D]. layer: the module that attends."""
         number = self._attended[layer]
         self._attended[layer] += 1
         name = f"{layer} {number}" if number else layer
-        call = dict(zip(("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"), more, strict=False)) | named
         rows = query.shape[-2], key.shape[-2]
         marks = self.marks
         if marks is not None:

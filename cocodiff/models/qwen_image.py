@@ -11,7 +11,7 @@ from cocodiff.attention.strategy import LazyQKV
 from cocodiff.models.adapter import IMAGE, TEXT, Adapter, AttentionProcessor
 from cocodiff.models.family import Family, Pipelines, VaeSize
 from cocodiff.models.plan import Cut, Gather, Plan
-from cocodiff.models.streams import Rotary, Stream, Streams
+from cocodiff.models.streams import UNTURNED, Rotary, Streams, image_stream, joint_outputs, text_stream
 
 # The model derives text positions from its text's length, so tokens are cut at the first block. The text mask stays
 # whole: every rank attends to all tokens.
@@ -46,21 +46,14 @@ class QwenAttentionProcessor(AttentionProcessor):
         attention_mask: Tensor | None = None,
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        image_rotary, text_rotary = Rotary(), Rotary()
+        image_rotary = text_rotary = UNTURNED
         if image_rotary_emb is not None:
             image_rotary, text_rotary = (Rotary("complex", (table,)) for table in image_rotary_emb)
-        image_BLC, text_BLC = hidden_states, encoder_hidden_states
-        added = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj, attn.norm_added_q, attn.norm_added_k)
-        own = (attn.to_q, attn.to_k, attn.to_v, attn.norm_q, attn.norm_k)
-        parts = Stream(text_BLC, *added, text_rotary), Stream(image_BLC, *own, image_rotary)
+        parts = text_stream(attn, encoder_hidden_states, text_rotary), image_stream(attn, hidden_states, image_rotary)
         streams = Streams(parts, attn.heads, self._kernels)
         masks = {} if encoder_hidden_states_mask is None else {TEXT: encoder_hidden_states_mask}
         qkv = LazyQKV(streams.q, streams.k, streams.v, self._host.segments, attn.heads, masks)
-        out_BLC = self._attend(qkv).flatten(-2)
-        text_rows = text_BLC.shape[1]
-        image_out_BLC = attn.to_out[0](out_BLC[:, text_rows:].contiguous())
-        image_out_BLC = attn.to_out[1](image_out_BLC) if len(attn.to_out) > 1 else image_out_BLC
-        return image_out_BLC, attn.to_add_out(out_BLC[:, :text_rows].contiguous())
+        return joint_outputs(attn, self._attend(qkv).flatten(-2), encoder_hidden_states.shape[1])
 
 
 FAMILY = Family(

@@ -10,7 +10,7 @@ from cocodiff.attention.strategy import LazyQKV
 from cocodiff.models.adapter import IMAGE, TEXT, Adapter, Arguments, AttentionProcessor, image_and_text
 from cocodiff.models.family import KL_VAE, Family, Pipelines
 from cocodiff.models.plan import Cut, Gather, Plan
-from cocodiff.models.streams import Stream, Streams
+from cocodiff.models.streams import Streams, image_stream, text_stream
 from cocodiff.topology.layout import Segments
 
 TOKENS: Plan = {
@@ -45,10 +45,9 @@ class SD3AttentionProcessor(AttentionProcessor):
         self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, *_: Any, **__: Any
     ) -> Tensor | tuple[Tensor, Tensor]:
         image_BLC, text_BLC = hidden_states, encoder_hidden_states
-        parts = [Stream(image_BLC, attn.to_q, attn.to_k, attn.to_v, attn.norm_q, attn.norm_k)]
+        parts = [image_stream(attn, image_BLC)]
         if text_BLC is not None:
-            added = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj, attn.norm_added_q, attn.norm_added_k)
-            parts.append(Stream(text_BLC, *added))
+            parts.append(text_stream(attn, text_BLC))
         streams, segments = Streams(parts, attn.heads, self._kernels), self._host.segments
         qkv = LazyQKV(streams.q, streams.k, streams.v, segments[:1] if text_BLC is None else segments, attn.heads)
         out_BLC = self._attend(qkv).flatten(-2)

@@ -36,6 +36,9 @@ class Rotary(NamedTuple):
         return apply_rotary_emb(x_BLHD, self.tables, sequence_dim=1)
 
 
+UNTURNED = Rotary()
+
+
 class Norm(NamedTuple):
     """What a normalisation is to the fused kernel. round_before_weight: and after it, as diffusers' RMSNorm does."""
 
@@ -52,7 +55,7 @@ def norm_rope(x_BLHD: Tensor, norm: nn.Module | None, rotary: Rotary, kernels: K
     if known is not None and _in_one_pass(x_BLHD, known, rotary) and kernels.by_sycl("qk_norm_rope", x_BLHD):
         weight_D, epsilon, round_before_weight = known
         return kernels.qk_norm_rope(x_BLHD, weight_D, epsilon, rotary.tables, rotary.layout, round_before_weight)
-    known_to_compilers = Rotary() if rotary.layout == "complex" else rotary
+    known_to_compilers = UNTURNED if rotary.layout == "complex" else rotary
     small = known_to_compilers.layout == "none" and (norm is None or x_BLHD.nbytes < WORTH_A_GRAPH)
     x_BLHD = (_by_modules if small else kernels.compiled(_by_modules))(x_BLHD, norm, known_to_compilers)
     return x_BLHD if known_to_compilers is rotary else rotary.turn(x_BLHD)
@@ -102,7 +105,26 @@ class Stream(NamedTuple):
     to_v: nn.Module
     norm_q: nn.Module | None = None
     norm_k: nn.Module | None = None
-    rotary: Rotary = Rotary()
+    rotary: Rotary = UNTURNED
+
+
+def image_stream(attn: Any, x_BLC: Tensor, rotary: Rotary = UNTURNED) -> Stream:
+    """By the layers that diffusers' joint attention has for an image's tokens."""
+    return Stream(x_BLC, attn.to_q, attn.to_k, attn.to_v, attn.norm_q, attn.norm_k, rotary)
+
+
+def text_stream(attn: Any, x_BLC: Tensor, rotary: Rotary = UNTURNED) -> Stream:
+    """By those that it has for a text's."""
+    added = attn.add_q_proj, attn.add_k_proj, attn.add_v_proj
+    return Stream(x_BLC, *added, attn.norm_added_q, attn.norm_added_k, rotary)
+
+
+def joint_outputs(attn: Any, out_BLC: Tensor, text_rows: int) -> tuple[Tensor, Tensor]:
+    """What the layers behind joint attention make of an image's rows, and of a text's, which stand first."""
+    image_BLC = out_BLC[:, text_rows:].contiguous()
+    for layer in attn.to_out:
+        image_BLC = layer(image_BLC)
+    return image_BLC, attn.to_add_out(out_BLC[:, :text_rows].contiguous())
 
 
 class Streams(NamedTuple):

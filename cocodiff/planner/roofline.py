@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from cocodiff_sycl.streams import Cut
 from torch import Tensor
 
 from cocodiff.attention.residual import BITS
 from cocodiff.config.config import Config
 from cocodiff.config.machine import Device, Topology
 from cocodiff.kernels import Rows
-from cocodiff.kernels.lossless import Cut, Known
+from cocodiff.kernels.lossless import Known
 from cocodiff.kernels.residual import Prediction, Reconstructions
 from cocodiff.planner.costs import TYPICAL
 from cocodiff.planner.memory import ModelShape

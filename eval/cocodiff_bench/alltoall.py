@@ -33,7 +33,7 @@ from cocodiff.kernels import Kernels
 from cocodiff.topology.layout import Layout, Segment, ShardedSegment
 from cocodiff.topology.links import alltoall_bound
 from cocodiff_bench import common
-from cocodiff_bench.common import Benchmark, Row, SerialTransport, Values
+from cocodiff_bench.common import Row, SerialTransport, Values
 
 VARIANTS = ("flat", "flat_serial", "library", "mpi", "tapa", "split", "auto")
 LIBRARIES = ("gloo", "xccl", "ccl", "nccl")  # transports that have an all-to-all of their own
@@ -41,13 +41,16 @@ TUNED = ("flat", "tapa", "split")
 HEAD_DIM = 128  # of fp32: a row of a block is 512 bytes, as two heads of 128 in bf16 (Qwen-Image on 12 ranks)
 ROW_BYTES = 4 * HEAD_DIM
 SIZES = [0.06, 0.25, 1.0, 3.0, 6.0, 12.0, 24.0, 48.0]
+ABOUT = (
+    "Times all-to-alls of equal blocks: our exchanges, one peer at a time, the libraries' own, and the links' bound."
+)
 OPTIONS = common.with_common_options(
     Option("sizes_mb", "MB (1e6 bytes) of every rank, its own block included", SIZES, type=float, many=True),
     Option("variants", f"of {' '.join(VARIANTS)}; default: those that this launch allows", None, many=True),
     Option("tune", "write exchange.yaml: which of flat, tapa and split auto shall take", False, type=bool),
     Option("exchange_table", "auto's table, instead of the shipped one"),
     Option("repeats", "measurements of each variant", 5, type=int),
-    Option("transport", "how ranks talk", "gloo", choices=("gloo", "host", "mpi", "mpi-rma", "xccl", "ccl", "nccl")),
+    common.TRANSPORT,
 )
 
 
@@ -269,11 +272,3 @@ def write_table(topology: Topology, measured: Sequence[Row], path: Path) -> None
 
     rows_ = [list(row) for row in tuned_rows(measured)]
     path.write_text(yaml.safe_dump({topology.machine.name: {topology.nodes: rows_}}, sort_keys=False))
-
-
-BENCHMARK = Benchmark(
-    "Times all-to-alls of equal blocks: our exchanges, one peer at a time, the libraries' own, and the links' bound.",
-    OPTIONS,
-    check,
-    measure,
-)

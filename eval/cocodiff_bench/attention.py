@@ -12,20 +12,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
+from cocodiff.attention.local import LocalAttention, Partial, partial_attention
+from cocodiff.attention.strategy import LayerKey, LazyQKV
 from cocodiff.comm.launch import emulated
 from cocodiff.comm.trace import Trace
 from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Topology
+from cocodiff.engine.assemble import AttentionWork, build_strategy, mesh_of
 from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.options import Option, check_counts
+from cocodiff.kernels import Kernels
 from cocodiff.topology.layout import Segment
 from cocodiff_bench import common
-from cocodiff_bench.common import Benchmark, Row, Values
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from cocodiff_bench.common import Row, Values
+from cocodiff_bench.random_models import DTYPES
+from cocodiff_bench.stand_in import Clock, RooflineAttention
 
 ALONE = ("naive", "blocks", "torch", "triad")
 SHARED: dict[str, dict[str, Any]] = {  # and what the settings of each are beside the machine's
@@ -36,6 +42,7 @@ SHARED: dict[str, dict[str, Any]] = {  # and what the settings of each are besid
 }
 STATUS = Path("/proc/self")
 TRIAD_NUMBERS = 1 << 24  # 64 MiB a tensor: more than caches hold
+ABOUT = "Times one attention call alone, in one process by several ways, or shared by ranks."
 OPTIONS = common.with_common_options(
     Option("tokens", "of the sequence", [4096], type=int, many=True),
     Option("heads", "attention heads", 1, type=int),
@@ -50,7 +57,7 @@ OPTIONS = common.with_common_options(
     ),
     Option("block", "keys of a block, for the way blocks", [128], type=int, many=True),
     Option("threads", "of one process", [1], type=int, many=True),
-    Option("dtype", "of the tensors", "fp32", choices=("fp32", "bf16")),
+    Option("dtype", "of the tensors", "fp32", choices=tuple(DTYPES)),
     Option("waits", "wait as long as the machine's device computes, in an emulation", False, type=bool),
 )
 
@@ -65,14 +72,11 @@ class Call(NamedTuple):
 
     @classmethod
     def random(cls, tokens: int, values: Values, rank: int, ranks: int) -> Call:
-        import torch
-
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[values["dtype"]]
         own = tokens // ranks + (rank < tokens % ranks)
 
         def numbers(seed: int, rows: int) -> Tensor:
-            generator = torch.Generator().manual_seed(seed)
-            return torch.randn(1, rows, values["heads"], values["head_dim"], generator=generator).to(dtype)
+            generator, shape = torch.Generator().manual_seed(seed), (1, rows, values["heads"], values["head_dim"])
+            return torch.randn(shape, generator=generator).to(DTYPES[values["dtype"]])
 
         query = numbers(0, 1) if values["one_query"] else numbers(3 * rank + 1, own)
         return cls(tokens, query, numbers(3 * rank + 2, own), numbers(3 * rank + 3, own))
@@ -132,10 +136,6 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
 
 def alone_variants(way: str, call: Call, values: Values) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Name and call of a way, with every number of threads and every size of blocks."""
-    import torch
-
-    from cocodiff.attention.local import LocalAttention
-
     runs: dict[str, Callable[[], Any]] = {}
     if way == "triad":
         a, b, c = (torch.ones(TRIAD_NUMBERS) for _ in range(3))
@@ -152,8 +152,6 @@ def alone_variants(way: str, call: Call, values: Values) -> Iterator[tuple[str, 
 
 def with_threads(threads: int, run: Callable[[], Any]) -> Any:
     """Leaves as many as there were: ranks that are forked later must not find more than one at work."""
-    import torch
-
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -174,16 +172,12 @@ def naive(q_BLHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor) -> Tensor:
 
 def in_blocks(size: int, q_BLHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor) -> Tensor:
     """All queries against some keys at a time, merged as rings merge their parts."""
-    from cocodiff.attention.local import partial_attention
-
     pairs = zip(k_BSHD.split(size, 1), v_BSHD.split(size, 1), strict=True)
     return merged(partial_attention(q_BLHD, k_BTHD, v_BTHD) for k_BTHD, v_BTHD in pairs)
 
 
 def merged(parts: Iterable[Any]) -> Tensor:
     """What parts of one attention give together."""
-    from cocodiff.kernels import Kernels
-
     found, kernels = iter(parts), Kernels()
     first = next(found)
     out_BLHD, lse_BLH = first.out_BLHD.float().contiguous(), first.lse_BLH.contiguous()
@@ -225,10 +219,6 @@ def shared_variants(
 
 def strategy_of(way: str, call: Call, values: Values, topology: Topology, transport: Any, trace: Trace) -> Any:
     """Attention as the engine has it in a model."""
-    from cocodiff.attention.strategy import LayerKey, LazyQKV
-    from cocodiff.engine.assemble import AttentionWork, build_strategy, mesh_of
-    from cocodiff.kernels import Kernels
-
     _, _, H, D = call.q_BLHD.shape
     segments = (Segment("tokens", call.tokens),)
     own = SHARED[way] | ({"ring": transport.size} if "ring_kind" in SHARED[way] else {})
@@ -242,12 +232,8 @@ def strategy_of(way: str, call: Call, values: Values, topology: Topology, transp
 
 def local_of(values: Values, topology: Topology) -> Any:
     """What computes: this host, or waits."""
-    from cocodiff.attention.local import LocalAttention
-
     if not values["waits"]:
         return LocalAttention()
-    from cocodiff_bench.stand_in import Clock, RooflineAttention
-
     clock = Clock(topology.machine.device)
     clock.dilation = emulated()["scale"]
     return RooflineAttention(clock)
@@ -277,10 +263,6 @@ def torch_ring(call: Call, values: Values, topology: Topology, transport: Any, _
 def merging(call: Call, values: Values, topology: Topology, transport: Any, trace: Trace) -> Callable[[], Tensor]:
     """One query's attention to this rank's keys, sent to all others in one message each and merged in rank order: what
     the paper's three all-reduces of maximum, sum and output give."""
-    import torch
-
-    from cocodiff.attention.local import Partial
-
     local, group = local_of(values, topology), transport.group(range(transport.size))
     D = call.q_BLHD.shape[-1]
     others = [rank for rank in range(transport.size) if rank != transport.rank]
@@ -324,8 +306,3 @@ def more_words(row: Row) -> list[str]:
     if row["bytes"]:
         words.append(f"{sum(row['bytes'].values()) / 1e6:.2f} MB sent")
     return words
-
-
-BENCHMARK = Benchmark(
-    "Times one attention call alone, in one process by several ways, or shared by ranks.", OPTIONS, check, measure
-)

@@ -1,4 +1,12 @@
-"""`cocodiff bench`: paired, interleaved measurements in one run; medians, and the ratio to the baseline beside them."""
+"""`cocodiff bench`: paired, interleaved measurements in one run; medians, and the ratio to the baseline beside them.
+
+A kind of benchmark is a module that has
+
+    ABOUT, OPTIONS
+    check(values, ranks)                raises UserError for what so many ranks cannot measure (None: not known yet)
+    measure(values, output, transport)  one rank's part
+    import_before_fork(values)          imports what all ranks need where they are forked from; without it the engine
+"""
 
 from __future__ import annotations
 
@@ -7,6 +15,7 @@ from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
 from itertools import pairwise
+from typing import Any
 
 from cocodiff.comm.launch import Launch
 from cocodiff.config.config import shipped_names
@@ -15,7 +24,7 @@ from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.options import parse, with_settings
 from cocodiff.jobs.ranks import run_holding, settle
 from cocodiff.jobs.terminal import say
-from cocodiff_bench.common import Benchmark, engine_config, of_benchmarks
+from cocodiff_bench.common import Values, engine_config, of_benchmarks
 
 KINDS = {
     "alltoall": "one exchange, beside the libraries' own and the links' bound",
@@ -41,8 +50,8 @@ def start(words: Sequence[str], launch: Launch) -> int:
         say("\n".join(["usage: cocodiff bench KIND [--help] [options]", "", *kinds]))
         return 0
     check_choice("benchmark", words[0], KINDS)
-    benchmark: Benchmark = import_module(f"cocodiff_bench.{module_of(words)}").BENCHMARK
-    values = parse(f"bench {words[0]}", benchmark.about, with_settings(benchmark.options, of_benchmarks), words[1:])
+    benchmark = import_module(f"cocodiff_bench.{module_of(words)}")
+    values = parse(f"bench {words[0]}", benchmark.ABOUT, with_settings(benchmark.OPTIONS, of_benchmarks), words[1:])
     given = os.environ.get("OMP_NUM_THREADS")
     settle(values, launch)
     if not given:  # some benchmarks have imported torch by now
@@ -53,5 +62,17 @@ def start(words: Sequence[str], launch: Launch) -> int:
     config = engine_config(values)
     benchmark.check(values, ranks)
     output = OutputFolder(values["out"], values["overwrite"])
-    work, imports = partial(benchmark.run, values, output), partial(benchmark.import_before_fork, values)
-    return run_holding(output, values, launch, config, work, imports)
+    imports = getattr(benchmark, "import_before_fork", import_engine)
+    return run_holding(
+        output, values, launch, config, partial(run, benchmark, values, output), partial(imports, values)
+    )
+
+
+def import_engine(_values: Values) -> None:
+    import_module("cocodiff.engine.engine")
+
+
+def run(benchmark: Any, values: Values, output: OutputFolder, transport: Any) -> None:
+    """One rank's part; returns when rank 0 has written the results."""
+    benchmark.measure(values, output, transport)
+    transport.broadcast_object(None)

@@ -15,9 +15,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -39,32 +37,10 @@ OUTPUT_OPTIONS = (
     Option("out", "folder of bench.json", "bench"),
     Option("overwrite", "replace the results of an earlier run", False, type=bool),
 )
+TRANSPORT = Option(
+    "transport", "how ranks talk", "gloo", choices=("gloo", "host", "mpi", "mpi-rma", "xccl", "ccl", "nccl")
+)
 OF_PRESETS = ("exchange", "exchange_table", "order", "chunks", "vae")
-
-
-def import_engine(_values: Values) -> None:
-    import_module("cocodiff.engine.engine")
-
-
-@dataclass(frozen=True)
-class Benchmark:
-    """A kind of benchmark: `BENCHMARK` of its module.
-
-    check: raises UserError for values that cannot be measured on so many ranks (None: only the launcher knows).
-    measure: one rank's part, called with the values, the results' folder and the rank's transport.
-    import_before_fork: imports what all ranks need, in the process that they are forked from.
-    """
-
-    about: str
-    options: tuple[Option, ...]
-    check: Callable[[Values, int | None], None]
-    measure: Callable[[Values, OutputFolder, Any], None]
-    import_before_fork: Callable[[Values], None] = import_engine
-
-    def run(self, values: Values, output: OutputFolder, transport: Any) -> None:
-        """`measure`, then waits until rank 0 has written the results."""
-        self.measure(values, output, transport)
-        transport.broadcast_object(None)
 
 
 # Settings -------------------------------------------------------------------------------------------------------------

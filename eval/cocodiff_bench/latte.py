@@ -5,7 +5,6 @@ slices: with nothing, half or all of a transpose sent while the block before it 
 from __future__ import annotations
 
 import contextlib
-import copy
 import time
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +15,8 @@ import torch
 from cocodiff.attention.strategy import LazyQKV
 from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
+from cocodiff.engine.engine import Engine
+from cocodiff.engine.verification import twin
 from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.options import Option, check_counts
 from cocodiff.jobs.terminal import say
@@ -24,11 +25,12 @@ from cocodiff.models.checks import signature_of
 from cocodiff.models.latte import PLACES, LatteAdapter
 from cocodiff.models.plan import Cut, Gather, Plan, as_given
 from cocodiff_bench import common
-from cocodiff_bench.common import Benchmark, Values
+from cocodiff_bench.common import Values
 
 TEXT = 16  # tokens
 SLICED = {"sliced": 0.5, "received in slices": 0.0, "sent in slices": 1.0}  # and `LatteAdapter.early`
 WAYS = ("ulysses", "transposed", *SLICED)
+ABOUT = "Times one step of a random Latte: Ulysses, transposes of hidden states, and these in slices."
 OPTIONS = common.with_common_options(
     Option("exchanges", "routes of messages", ["flat", "split"], many=True, choices=("flat", "tapa", "split")),
     Option("ways", "how ranks share the model", [*WAYS[:3]], many=True, choices=WAYS),
@@ -97,9 +99,7 @@ class SpatialProcessor(AttentionProcessor):
 
 
 def engine_of(model: Any, config: Config, transport: Any, way: str) -> Any:
-    from cocodiff.engine.engine import Engine
-
-    engine = Engine(copy.deepcopy(model), config, transport)
+    engine = Engine(twin(model), config, transport)
     if way == "ulysses":
         engine.adapter = UlyssesLatte()
     elif way in SLICED:
@@ -173,11 +173,3 @@ def wait_in_linear_layers(model: Any, seconds_of_token: float) -> None:
     weights = sum(layer.weight.numel() for *_, layer in linear)
     for module, name, layer in linear:
         setattr(module, name, Waiting(layer, seconds_of_token * layer.weight.numel() / weights))
-
-
-BENCHMARK = Benchmark(
-    "Times one step of a random Latte: Ulysses, transposes of hidden states, and these in slices.",
-    OPTIONS,
-    check,
-    measure,
-)

@@ -9,7 +9,7 @@ that a recorded run displaces together, and are averaged over its steps, the fir
 real machine: what was measured, divided by the scale.
 
 With guidance in two parts of the ranks, each part runs a layer of its own branch, and the parts' exchange of outputs,
-measured on its own, is added once a step. The slower part, that of the longer text, decides.
+measured on its own, is added once a step.
 
 A link efficiency e says that links reach e of their nominal rate: waits are e times as long, times divided by less.
 """
@@ -19,10 +19,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -39,12 +39,13 @@ from cocodiff.jobs.options import Option, check_counts
 from cocodiff.kernels.device import free_memory
 from cocodiff.planner.choice import OUTPUT_CHANNELS
 from cocodiff.planner.costs import WHOLE, CallKind, state_sizes
-from cocodiff.planner.decisions import decisions_of, read_decisions
+from cocodiff.planner.decisions import decisions_of
 from cocodiff.planner.layers import Case, Kind, PlannedLayer, kinds_of_steps, over_steps, sampled_kinds
 from cocodiff.planner.memory import Load, ModelShape, largest_batch, mib
 from cocodiff.topology.axes import PLACEMENTS, Axes, Mesh
 from cocodiff_bench import common
-from cocodiff_bench.common import Benchmark, Row, Values
+from cocodiff_bench.common import Row, Values
+from cocodiff_bench.random_models import OF_FAMILIES
 from cocodiff_bench.stand_in import Clock, Late, StandIn
 from cocodiff_bench.step import measure_shape
 
@@ -54,47 +55,54 @@ FIGURE_11_S, NOMINAL_S = (25.5e-3, 0.4e-3 + 6.0e-3), (2.93e-3, 0.663e-3)
 FITTED = round(math.exp(statistics.mean(math.log(n / f) for n, f in zip(NOMINAL_S, FIGURE_11_S, strict=True))), 3)
 OUTPUTS = "exchange of outputs"
 STABLE = (WHOLE, CallKind(stable=0.5), CallKind(stable=1.0))  # calls of V-Major that are measured
-VARIANTS: dict[str, dict[str, Any]] = {
-    "flat_serial": {"exchange": "flat"},
-    "flat": {"exchange": "flat"},
-    "tapa": {"exchange": "tapa"},
-    "tapa v_first": {"exchange": "tapa", "order": "v_first"},
-    "cocodiff": {"exchange": "tapa", "order": "v_first", "selection": "v_major"},
-    "split": {"exchange": "split"},
-    "split v_first": {"exchange": "split", "order": "v_first"},
-    "split v_major": {"exchange": "split", "order": "v_first", "selection": "v_major"},
-}
-# Beside those that are measured where none are named. The library's own all-to-all is the paper's flat baseline. In two
-# parts of the ranks each computes a guidance branch. Rings are of as many ranks as --ring says.
-MORE_VARIANTS: dict[str, dict[str, Any]] = {
-    "library": {"exchange": "flat", "messages": "alltoall"},
-    "library tapa": {"exchange": "tapa", "messages": "alltoall"},
-    "flat chunks": {"exchange": "flat", "chunks": 2},
-    "split chunks": {"exchange": "split", "chunks": 2},
-    "guidance flat": {"exchange": "flat", "guidance_parallel": 2},
-    "guidance flat v_first": {"exchange": "flat", "order": "v_first", "guidance_parallel": 2},
-    "guidance split": {"exchange": "split", "guidance_parallel": 2},
-    "guidance split v_first": {"exchange": "split", "order": "v_first", "guidance_parallel": 2},
-    "guidance flat chunks": {"exchange": "flat", "chunks": 2, "guidance_parallel": 2},
-    "guidance split chunks": {"exchange": "split", "chunks": 2, "guidance_parallel": 2},
-    "ring": {"exchange": "flat", "ring_kind": "keys"},
-    "token ring": {"exchange": "flat", "ring_kind": "token"},
-    "streaming": {"exchange": "flat", "ring_kind": "streaming"},
-}
-LARGEST_BATCH = 32  # the CoCoDiff paper's
-CODECS = ("lossless", "int8", "int4", "int2")
+EXCHANGES, CODECS = ("flat", "tapa", "split"), ("lossless", "int8", "int4", "int2")
 ARRIVALS = {"ahead": "adaptive", "displaced": "displaced"}
 SHARING = ("card", "node")  # whose tiles share the weights of a block
-LATER = {name: {"arrival": arrival} for name, arrival in ARRIVALS.items()} | {of: {"weights": of} for of in SHARING}
+# The settings that the words of a variant's name stand for. The library's own all-to-all is the paper's flat baseline.
+# In two parts of the ranks each computes a guidance branch. Rings are of as many ranks as --ring says.
+WORDS: dict[str, dict[str, Any]] = {
+    **{name: {"exchange": name} for name in EXCHANGES},
+    "flat_serial": {},
+    "library": {"messages": "alltoall"},
+    "cocodiff": {"exchange": "tapa", "order": "v_first", "selection": "v_major"},
+    "v_first": {"order": "v_first"},
+    "v_major": {"order": "v_first", "selection": "v_major"},
+    "chunks": {"chunks": 2},
+    "guidance": {"guidance_parallel": 2},
+    "ring": {"ring_kind": "keys"},
+    "token": {"ring_kind": "token"},
+    "streaming": {"ring_kind": "streaming"},
+    **{codec: {"codec": codec} for codec in CODECS},
+    **{name: {"arrival": arrival} for name, arrival in ARRIVALS.items()},
+    **{of: {"weights": of} for of in SHARING},
+}
+VARIANTS = ("flat_serial", "flat", "tapa", "tapa v_first", "cocodiff", "split", "split v_first", "split v_major")
+MORE_VARIANTS = (  # beside those that are measured where none are named
+    *("library", "library tapa", "flat chunks", "split chunks"),
+    *("guidance flat", "guidance flat v_first", "guidance split", "guidance split v_first"),
+    *("guidance flat chunks", "guidance split chunks", "ring", "token ring", "streaming"),
+)
+LARGEST_BATCH = 32  # the CoCoDiff paper's
+
+
+def settings_of(name: str) -> dict[str, Any]:
+    """Of a variant; of words that say the same, the first one counts."""
+    found = {"exchange": "flat"}
+    for word in reversed(name.split()):
+        found |= WORDS[word]
+    return found
+
+
 # What sends tensors whole also with a codec's name behind it, then an arrival's; all with whose tiles share weights.
 ALL_VARIANTS = {
-    " ".join(word for word in (name, codec, late) if word): settings
-    | ({"codec": codec} if codec else {})
-    | LATER.get(late, {})
-    for (name, settings), codec, late in product({**VARIANTS, **MORE_VARIANTS}.items(), ("", *CODECS), ("", *LATER))
-    if not {"selection", "ring_kind"} & settings.keys() or not (codec or late in ARRIVALS)
+    " ".join(filter(None, (name, codec, late))): settings_of(f"{name} {codec} {late}")
+    for name, codec, late in product((*VARIANTS, *MORE_VARIANTS), ("", *CODECS), ("", *ARRIVALS, *SHARING))
+    if not {"selection", "ring_kind"} & settings_of(name).keys() or not (codec or late in ARRIVALS)
 }
 USUAL_VARIANTS = (*VARIANTS, "split v_first int4", "split v_first int2")
+ABOUT = (
+    "Times a denoising step of a model's shape: real messages on an emulated machine, compute as waits of a roofline."
+)
 OPTIONS = common.with_common_options(
     Option("model", "a name in configs/models: sd3.5, flux.1, flux.2 or qwen-image, or a file", required=True),
     Option("size", "sides of the square image in pixels", [1536], type=int, many=True),
@@ -107,7 +115,6 @@ OPTIONS = common.with_common_options(
         type=float,
         many=True,
     ),
-    Option("text_tokens", "of the two branches' prompts; default: the model's longest", [], type=int, many=True),
     Option(
         "variants",
         f"of {', '.join([*VARIANTS, *MORE_VARIANTS])}; {', '.join(CODECS)} behind an exact one is the codec in it, and "
@@ -117,11 +124,8 @@ OPTIONS = common.with_common_options(
     ),
     Option("ring", "ranks of a ring, for ring and token ring; default: all", None, type=int),
     Option("placement", "of those rings in a mesh with Ulysses", "usp", choices=PLACEMENTS),
-    Option("decisions", "for ahead: as of cocodiff plan; default: recorded runs of the embedded model", [], many=True),
-    Option("tau", "for ahead: which of the recorded runs; default: that of the settings", type=float),
-    Option("predictor", "of the residual codec", "taylor", choices=("last", "taylor")),
     Option("repeats", "measurements of each variant", 3, type=int),
-    Option("transport", "how ranks talk", "gloo", choices=("gloo", "host", "mpi", "mpi-rma", "xccl", "ccl", "nccl")),
+    common.TRANSPORT,
 )
 
 
@@ -139,8 +143,6 @@ def check(values: Values, ranks: int | None) -> None:
             )
         if ranks is not None and ranks % parts_of(name):
             raise UserError(f"--variants {name!r}: {ranks} ranks have no two parts: start an even number")
-    if len(values["text_tokens"]) not in (0, 2) or min(values["text_tokens"], default=0) < 0:
-        raise UserError(f"--text_tokens {values['text_tokens']}: give two numbers, one for each branch")
     for efficiency in values["link_efficiency"]:
         if not 0 < efficiency <= 1:
             raise UserError(f"--link_efficiency {efficiency:g}: give a part of the nominal rate, above 0 up to 1")
@@ -159,8 +161,6 @@ def check(values: Values, ranks: int | None) -> None:
 
 def check_shape(values: Values, shape: ModelShape) -> None:
     """Raises UserError for what a random transformer cannot show."""
-    from cocodiff_bench.random_models import OF_FAMILIES
-
     check_choice(f"family of model {values['model']}", family_of_shape(values["model"]) or "none", OF_FAMILIES)
     if len(values["size"]) > 1:
         raise UserError(f"--size {' '.join(map(str, values['size']))}: one at a time where nothing is emulated")
@@ -183,7 +183,7 @@ def check_room(shape: ModelShape, transport: Any) -> None:
 def fitting(values: Values, shape: ModelShape, topology: Topology) -> tuple[int, dict[str, Config]]:
     """Images in one call, and the variants for which they fit into a tile's memory by the plan; all where the machine's
     file does not tell that. Raises UserError where none fits."""
-    configs = {name: config_of(values, name) for name in values["variants"]}
+    configs = {name: config_of(name, values) for name in values["variants"]}
     memory = int(topology.machine.device.memory_gib * 2**30)
     if not memory:
         return max(1, values["batch"]), configs
@@ -215,21 +215,20 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
             common.say_rows(rows, "a step", more_words)
             common.publish(output, values, rows)
         return
-    texts = values["text_tokens"] or [shape.text_tokens] * 2
     world = f"batch {values['batch']}, {topology.size} ranks on {topology.nodes} node(s)"
-    apart = f", texts of {texts[0]} and {texts[1]} tokens" if len(set(texts)) > 1 else ""
-    sharing = {name: Sharing.build(topology, transport, parts_of(name), texts) for name in values["variants"]}
+    # The ranks that share one branch's sequence with this one, all or a part.
+    sharing = {name: part_of(topology, transport, parts_of(name)) for name in values["variants"]}
+    transports = {name: own for name, (_, own) in sharing.items()}
     built: Built = {}
     clock, together = Clock(topology.machine.device), transport.group(range(transport.size)).barrier
     measured: list[Row] = []
     for size in values["size"]:
-        cases = {name: cases_of(values, name, shape, of, size) for name, of in sharing.items()}
-        built = built or stand_ins(cases, sharing, clock)
-        layers = {name: layers_of(cases[name], of.transport.rank, clock) for name, of in sharing.items()}
+        cases = {name: case_of(values, name, shape, own, size) for name, (own, _) in sharing.items()}
+        built = built or stand_ins(cases, transports, clock)
+        layers = {name: layer_of(case, transports[name].rank, clock) for name, case in cases.items()}
         for (name, kind), one in built.items():
-            one.layers = layers[name]
-            one.settle(kind)
-        computing = {name: statistics.mean(layer.times.total for layer in of) for name, of in layers.items()}
+            one.settle(layers[name], kind)
+        computing = {name: layer.times.total for name, layer in layers.items()}
         outputs = outputs_exchange(shape, topology, size, values["batch"], transport) if topology.size % 2 == 0 else {}
         for efficiency in values["link_efficiency"]:
             clock.dilation = emulated()["scale"] * efficiency
@@ -243,13 +242,12 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
             slowest = common.of_slowest_rank(seconds, transport)
             records = {key: transport.gather_object(one.record) for key, one in behind.items()}
             if transport.rank == 0:
-                case = f"{shape.name} {size}x{size} {world}, link efficiency {efficiency:g}{apart}"
+                case = f"{shape.name} {size}x{size} {world}, link efficiency {efficiency:g}"
                 hidden = {
                     key: Late.of([one["spans"] for one in of_ranks], behind[key].waited)
                     for key, of_ranks in records.items()
                 }
-                firsts = {name: of_name[0] for name, of_name in cases.items()}
-                of_case = rows_of(Measured(case, firsts, texts, clock.dilation, computing, hidden), slowest)
+                of_case = rows_of(Measured(case, cases, clock.dilation, computing, hidden), slowest)
                 common.say_rows(of_case, "a step", more_words)
                 measured += [row | about | {"size": size, "batch": values["batch"]} for row in of_case]
     if transport.rank == 0:
@@ -257,61 +255,38 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
         common.publish(output, values, measured, files)
 
 
-class Sharing(NamedTuple):
-    """The ranks that share one branch's sequence with this one, all or a part, and the texts that they attend to: a
-    part has its own branch's; where there are no parts, both are measured if they differ."""
-
-    topology: Topology
-    transport: Any
-    texts: Sequence[int]
-
-    @classmethod
-    def build(cls, topology: Topology, transport: Any, parts: int, texts: Sequence[int]) -> Sharing:
-        own = part_of(topology, transport, parts)
-        if parts == 1:
-            return cls(*own, list(dict.fromkeys(texts)))
-        branch = Axes.build(topology, guidance=parts).coordinates(transport.rank).guidance
-        return cls(*own, [texts[branch]])
-
-
-def cases_of(values: Values, name: str, shape: ModelShape, of: Sharing, size: int) -> list[Case]:
-    """A variant's layer with every text. Raises UserError where a ring does not divide the ranks."""
-    config, decisions = config_of(values, name), read_decisions(values["decisions"])
+def case_of(values: Values, name: str, shape: ModelShape, topology: Topology, size: int) -> Case:
+    """A variant's layer. topology: of the ranks that share a sequence. Raises UserError where a ring does not divide
+    them."""
     kind = ALL_VARIANTS[name].get("ring_kind")
-    ring = values["ring"] or of.topology.size if kind else 1
-    mesh = Mesh.build(of.topology, ring, values["placement"], kind=kind or "keys")
-    batch, serial = values["batch"] * max(1, shape.rows_per_image // parts_of(name)), name == "flat_serial"
-    loads = [Load(replace(shape, text_tokens=tokens).segments(size), batch) for tokens in of.texts]
-    return [
-        Case(shape, of.topology, config, load, values["steps"], 0.0, decisions, serial, known_mesh=mesh)
-        for load in loads
-    ]
+    ring = values["ring"] or topology.size if kind else 1
+    mesh = Mesh.build(topology, ring, values["placement"], kind=kind or "keys")
+    load = Load(shape.segments(size), values["batch"] * max(1, shape.rows_per_image // parts_of(name)))
+    one_peer = name == "flat_serial"
+    return Case(shape, topology, config_of(name, values), load, values["steps"], 0.0, (), one_peer, known_mesh=mesh)
 
 
 Built = dict[tuple[str, CallKind], StandIn]
 
 
-def stand_ins(cases: Mapping[str, Sequence[Case]], sharing: Mapping[str, Sharing], clock: Clock) -> Built:
+def stand_ins(cases: Mapping[str, Case], transports: Mapping[str, Any], clock: Clock) -> Built:
     """By variant and kind of calls. Codecs and displacement have one for each kind: a whole step would undo what they
     know."""
     found: Built = {}
-    for name, (case, *_) in cases.items():
+    for name, case in cases.items():
         for kind in measured_kinds(case):
             known = found.get((name, WHOLE)) if case.config.selection == "v_major" else None
-            found[name, kind] = known or StandIn(case, sharing[name].transport, clock)
+            found[name, kind] = known or StandIn(case, transports[name], clock)
     return found
 
 
-def layers_of(cases: Sequence[Case], rank: int, clock: Clock) -> list[PlannedLayer]:
-    """This rank's layer of every case, with tensors of full size; what it computes is waited for."""
-    found = []
-    for case in cases:
-        shape, segments = case.shape, case.load.segments
-        group, slot = case.mesh.group_and_slot(rank)
-        layout = case.mesh.layouts(segments, shape.heads)[group]
-        x_BLHD = torch.zeros(case.load.batch, layout.rows[slot], shape.heads, shape.head_dim, dtype=torch.bfloat16)
-        found.append(PlannedLayer(case, Kind("layer", 1, segments), layout, slot, clock.wait, x_BLHD))
-    return found
+def layer_of(case: Case, rank: int, clock: Clock) -> PlannedLayer:
+    """This rank's layer, with tensors of full size; what it computes is waited for."""
+    shape, segments = case.shape, case.load.segments
+    group, slot = case.mesh.group_and_slot(rank)
+    layout = case.mesh.layouts(segments, shape.heads)[group]
+    x_BLHD = torch.zeros(case.load.batch, layout.rows[slot], shape.heads, shape.head_dim, dtype=torch.bfloat16)
+    return PlannedLayer(case, Kind("layer", 1, segments), layout, slot, clock.wait, x_BLHD)
 
 
 Calls = dict[str, Callable[[], Any]]
@@ -350,13 +325,8 @@ def parts_of(name: str) -> int:
     return int(ALL_VARIANTS[name].get("guidance_parallel", 1))
 
 
-def config_of(values: Values, name: str) -> Config:
-    chosen = dict(ALL_VARIANTS[name])
-    if "codec" in chosen:
-        chosen["predictor"] = values["predictor"]
-    if values["tau"] is not None:
-        chosen["tau"] = values["tau"]
-    return common.engine_config(values, **chosen)
+def config_of(name: str, values: Values) -> Config:
+    return common.engine_config(values, **ALL_VARIANTS[name])
 
 
 def measured_kinds(case: Case) -> list[CallKind]:
@@ -376,12 +346,11 @@ def over_schedule(of_kind: Mapping[CallKind, float], steps: Sequence[Mapping[Cal
 
 @dataclass(frozen=True)
 class Measured:
-    """A size at one efficiency of links. cases: a layer of every variant. texts: tokens of both branches' prompts.
-    computing: seconds of a mean layer of rank 0, by variant; late: of calls that do not wait, by variant and kind."""
+    """A size at one efficiency of links. cases: a layer of every variant. computing: seconds of a layer of rank 0, by
+    variant; late: of calls that do not wait, by variant and kind."""
 
     title: str
     cases: Mapping[str, Case]
-    texts: Sequence[int]
     dilation: float
     computing: Mapping[str, float]
     late: Mapping[str, Late]
@@ -391,11 +360,6 @@ class Measured:
         shape = self.cases[name].shape
         branches = shape.branches if parts_of(name) == 1 else 1
         return (shape.joint_layers + shape.parallel_layers) * branches
-
-    def step_s(self, name: str, measured_s: float) -> float:
-        """Seconds of a step's layers on the real machine. measured_s: of one layer, or of one for each text."""
-        apart = len(set(self.texts)) if parts_of(name) == 1 else 1
-        return measured_s / apart * self.layers(name) / self.dilation
 
     def hidden_share(self, name: str, steps: Sequence[Mapping[CallKind, float]]) -> float | None:
         """Of the bytes that no call waits for, by the trace's account, over all steps; None where there are none."""
@@ -417,17 +381,11 @@ def rows_of(case: Measured, slowest: Mapping[str, list[float]]) -> list[Row]:
         kinds = measured_kinds(case.cases[name])
         turns = zip(*(slowest[key_of(name, kind)] for kind in kinds), strict=True)
         steps = [over_schedule(dict(zip(kinds, turn, strict=True)), schedule) for turn in turns]
-        seconds[name] = [case.step_s(name, of_layer) for of_layer in steps]
+        seconds[name] = [of_layer * case.layers(name) / case.dilation for of_layer in steps]
         if parts_of(name) > 1:
             once = [outputs / case.dilation for outputs in slowest[OUTPUTS]]
             seconds[name] = [step + outputs for step, outputs in zip(seconds[name], once, strict=True)]
-    references = common.compared_with(seconds, "flat_serial", "flat")
-    # those that send tensors as they are, and wait for all of them
-    unchanged = [name for name in seconds if not {"selection", "codec", "arrival"} & ALL_VARIANTS[name].keys()]
-    if unchanged and len(unchanged) < len(seconds):
-        best = min(unchanged, key=lambda name: statistics.median(seconds[name]))
-        references = {name: of | {"best_exact": best} for name, of in references.items()}
-    found = common.rows(case.title, seconds, {}, references)
+    found = common.rows(case.title, seconds, {}, common.compared_with(seconds, "flat_serial", "flat"))
     for row in found:
         name = row["variant"]
         one = case.cases[name]
@@ -449,11 +407,3 @@ def more_words(row: Row) -> list[str]:
     if row.get("peak_bytes"):
         replays.append(f"{row['peak_bytes'] / 2**30:.1f} GiB")
     return [f"communication {row['communication_share']:.1%}", *faster, *replays]
-
-
-BENCHMARK = Benchmark(
-    "Times a denoising step of a model's shape: real messages on an emulated machine, compute as waits of a roofline.",
-    OPTIONS,
-    check,
-    measure,
-)

@@ -23,30 +23,33 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from cocodiff.comm.launch import emulated
 from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Device
 from cocodiff.config.registry import EXCHANGES, ORDERS
+from cocodiff.engine.assemble import AttentionWork, with_codec_chosen
+from cocodiff.engine.engine import Engine
+from cocodiff.engine.verification import twin
 from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.options import Option, check_counts
 from cocodiff.jobs.terminal import say
+from cocodiff.models.adapter import image_and_text, image_segment
+from cocodiff.planner.calibrate import Constants
+from cocodiff.planner.memory import Load
 from cocodiff_bench import common
-from cocodiff_bench.common import Benchmark, Row, Values
-from cocodiff_bench.random_models import MODELS, Inputs, Sizes, in_fp32, random_model, run_inputs, step, twin
-
-if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are forked
-    from torch import Tensor
-
-    from cocodiff.engine.engine import Engine
+from cocodiff_bench.common import Row, Values
+from cocodiff_bench.random_models import DTYPES, MODELS, Inputs, Sizes, in_fp32, random_model, run_inputs, step
 
 OURS, DIFFUSERS, CACHE_DIT = "ours", "diffusers", "cache_dit"
 WHOSE = (OURS, DIFFUSERS, CACHE_DIT)
 PACKAGES = ("cache_dit", "einops")  # what CACHE_DIT needs beyond our own dependencies
 DIFFUSERS_MODELS = "diffusers.models.transformers"
-ITEMSIZES = {"fp32": 4, "bf16": 2}
 INSTALL = "pip install cache-dit einops"
 HEAD_DIM = 32
 LEAD_IN = 3  # calls before the warm-up: as many as the engine compares inputs in, and as a codec's predictions need
@@ -61,6 +64,7 @@ REPLACED = {
 ASYNCHRONOUS = ("flux", "qwen-image")
 ALLOWED_EPS = 100  # of fp32, times the largest value: what sums in another order, through all layers, stay well below
 ALLOWED_OF_PLAIN = 4  # of bf16, times the largest error of one process at that dtype
+ABOUT = "Times one transformer call of a random model (FLUX by default) on CPU ranks: cocodiff, and others' Ulysses."
 OPTIONS = common.with_common_options(
     Option("only", "whose variants to measure", list(WHOSE), many=True, choices=WHOSE),
     Option("model", "the class of transformers", "flux", choices=tuple(MODELS)),
@@ -71,7 +75,7 @@ OPTIONS = common.with_common_options(
     Option("double", "blocks with image and text apart", 2, type=int),
     Option("single", "blocks with both in one stream; Wan and Qwen-Image have one sort, of both numbers", 4, type=int),
     Option("preset", "presets of ours to measure beside all exchanges and orders, lossy ones too", [], many=True),
-    Option("dtype", "of weights and activations, of all variants", "fp32", choices=("fp32", "bf16")),
+    Option("dtype", "of weights and activations, of all variants", "fp32", choices=tuple(DTYPES)),
     Option(
         "transport",
         "how ranks talk; the other libraries start on the CPU with this one only",
@@ -122,8 +126,7 @@ def check_sizes(values: Values, ranks: int) -> None:
 
 
 def import_before_fork(values: Values) -> None:
-    for name in (f"{DIFFUSERS_MODELS}.{REPLACED[values['model']][0]}", "cocodiff.engine.engine"):
-        import_module(name)
+    import_module(f"{DIFFUSERS_MODELS}.{REPLACED[values['model']][0]}")
 
 
 class Stepping:
@@ -141,10 +144,6 @@ class Stepping:
 
 def measure(values: Values, output: OutputFolder, transport: Any) -> None:
     """Every variant on its own copy of the model, checked against one process, then timed in turn."""
-    import torch
-
-    from cocodiff.engine.engine import Engine
-
     check_sizes(values, transport.size)
     configs = with_codecs(values, transport) if OURS in values["only"] else {}
     with torch.no_grad(), contextlib.ExitStack() as opened:
@@ -243,8 +242,6 @@ def more_words(row: Row) -> list[str]:
 
 def allowed_error(plain: Tensor, expected: Tensor) -> float:
     """Of an exact variant. plain: of one process at the variants' dtype; expected: in fp32."""
-    import torch
-
     if plain.dtype == torch.float32:
         return float(ALLOWED_EPS * torch.finfo(torch.float32).eps * expected.abs().max())
     return ALLOWED_OF_PLAIN * float((plain.float() - expected).abs().max())
@@ -287,16 +284,11 @@ def with_codecs(values: Values, transport: Any) -> dict[str, Config]:
     configs = our_configs(values)
     if all(config.codec != "auto" for config in configs.values()):
         return configs
-    from cocodiff.engine.assemble import AttentionWork, with_codec_chosen
-    from cocodiff.models.adapter import image_and_text, image_segment
-    from cocodiff.planner.calibrate import Constants
-    from cocodiff.planner.memory import Load
-
     topology, scale = common.topology_of(values, transport.size), emulated().get("scale")
     joint = MODELS[values["model"]].text_travels
     tokens = sizes_of(values).tokens
     segments = image_and_text(tokens, values["text"]) if joint else (image_segment(tokens),)
-    load = Load(segments, 1, ITEMSIZES[values["dtype"]])
+    load = Load(segments, 1, DTYPES[values["dtype"]].itemsize)
     if scale:
         mine = None if transport.rank else measured_device(topology.size, tokens, values["heads"] * HEAD_DIM)
         slowed = Constants(sibling=1 / scale, plane=1 / scale, nic=1 / scale).machine(topology.machine)
@@ -313,8 +305,6 @@ def with_codecs(values: Values, transport: Any) -> dict[str, Config]:
 def measured_device(ranks: int, tokens: int, width: int) -> Device:
     """A rank of this CPU as if it were a tile, when all ranks compute: the rates of a linear layer on its rows and of
     copies, a moment each."""
-    import torch
-
     share = min(1.0, len(os.sched_getaffinity(0)) / (ranks * torch.get_num_threads()))
     x_LW, weight_WW = torch.ones(max(1, tokens // ranks), width), torch.ones(width, width)
     source, few = torch.zeros(2**25, dtype=torch.uint8), torch.zeros(16)
@@ -342,7 +332,6 @@ def late_bytes(engine: Engine) -> int:
 def diffusers_parallel(model: Any, transport: Any, anything: bool) -> Any:
     """diffusers' own context parallelism. `enable_parallelism` divides by the number of accelerators, so on the CPU its
     steps are taken one by one."""
-    import torch
     from diffusers import ContextParallelConfig
     from diffusers.hooks.context_parallel import apply_context_parallel
     from diffusers.models._modeling_parallel import ParallelConfig
@@ -378,13 +367,8 @@ def cache_dit_variants(model: Any, ranks: int, values: Values) -> dict[str, Call
             parallel = cache_dit.ParallelismConfig(ulysses_size=ranks, **settings)
             cache_dit.enable_cache(own, cache_config=None, parallelism_config=parallel)
             theirs = replaceable(name_of_model)
-        variants[f"cache-dit {name}"] = partial(call_in_place, partial(step, own), theirs, before)
+        variants[f"cache-dit {name}"] = in_place(theirs, before)(partial(step, own))
     return variants
-
-
-def call_in_place(call: Call, theirs: Replaceable, before: Replaceable, inputs: Inputs) -> Any:
-    with in_place(theirs, before):
-        return call(inputs)
 
 
 def replaceable(model: str) -> Replaceable:
@@ -410,12 +394,3 @@ def in_place(theirs: Replaceable, before: Replaceable) -> Iterator[None]:
         yield
     finally:
         put(before)
-
-
-BENCHMARK = Benchmark(
-    "Times one transformer call of a random model (FLUX by default) on CPU ranks: cocodiff, and others' Ulysses.",
-    OPTIONS,
-    check,
-    measure,
-    import_before_fork,
-)

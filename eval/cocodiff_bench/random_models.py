@@ -3,16 +3,16 @@ step`, and the inputs of a run of each."""
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
 
 Inputs = dict[str, Any]
-DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Sizes(NamedTuple):
@@ -59,22 +59,16 @@ class Benched(NamedTuple):
 def random_model(benched: Benched, sizes: Sizes) -> Any:
     """The same random transformer on every rank, made where it is to be."""
     import diffusers
-    import torch
 
     torch.manual_seed(0)
     heads = {"attention_head_dim": sizes.head_dim, "num_attention_heads": sizes.heads, "in_channels": sizes.channels}
     usual = torch.get_default_dtype()
-    torch.set_default_dtype(getattr(torch, DTYPES[sizes.dtype]))
+    torch.set_default_dtype(DTYPES[sizes.dtype])
     try:
         with torch.device(sizes.device):
             return getattr(diffusers, benched.class_name)(**heads, **benched.config(sizes)).eval()
     finally:
         torch.set_default_dtype(usual)
-
-
-def twin(model: Any) -> Any:
-    """A model with modules of its own, to be changed at will, and the weights of another one."""
-    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
 
 def rotary_axes(sizes: Sizes) -> tuple[int, int, int]:
@@ -85,16 +79,21 @@ def rotary_axes(sizes: Sizes) -> tuple[int, int, int]:
 
 def places(sizes: Sizes, axes: int) -> Tensor:
     """Of every image token [tokens, axes]: frame, row, column, and zeros."""
-    import torch
-
     grid = torch.meshgrid(*map(torch.arange, (sizes.frames, sizes.side, sizes.side)), indexing="ij")
     found = torch.zeros(sizes.tokens, axes)
     found[:, :3] = torch.stack(grid, dim=-1).flatten(0, 2)
     return found
 
 
-def flux_config(sizes: Sizes) -> dict[str, Any]:
-    return {
+def in_frames(sizes: Sizes, x: Tensor) -> Tensor:
+    """Image tokens [B, tokens, C] as [B, C, frames, side, side]."""
+    return x.transpose(1, 2).unflatten(2, (sizes.frames, sizes.side, sizes.side))
+
+
+FLUX = Benched(
+    "FLUX",
+    "FluxTransformer2DModel",
+    lambda sizes: {
         "patch_size": 1,
         "num_layers": sizes.double,
         "num_single_layers": sizes.single,
@@ -102,35 +101,28 @@ def flux_config(sizes: Sizes) -> dict[str, Any]:
         "pooled_projection_dim": sizes.pooled,
         "guidance_embeds": False,
         "axes_dims_rope": rotary_axes(sizes),
-    }
-
-
-def flux_inputs(sizes: Sizes, _sample: Tensor) -> Inputs:
-    import torch
-
-    return {"img_ids": places(sizes, 3), "txt_ids": torch.zeros(sizes.text, 3)}
-
-
-def flux2_config(sizes: Sizes) -> dict[str, Any]:
-    return {
+    },
+    lambda sizes, _: {"img_ids": places(sizes, 3), "txt_ids": torch.zeros(sizes.text, 3)},
+    pooled_channels=768,
+)
+FLUX_2 = Benched(
+    "FLUX.2",
+    "Flux2Transformer2DModel",
+    lambda sizes: {
         "num_layers": sizes.double,
         "num_single_layers": sizes.single,
         "joint_attention_dim": sizes.text_channels,
         "guidance_embeds": False,
         "axes_dims_rope": (sizes.head_dim // 4,) * 4,
-    }
-
-
-def flux2_inputs(sizes: Sizes, _sample: Tensor) -> Inputs:
-    import torch
-
-    text_ids = torch.zeros(sizes.text, 4)
-    text_ids[:, 3] = torch.arange(sizes.text)
-    return {"img_ids": places(sizes, 4), "txt_ids": text_ids}
-
-
-def sd3_config(sizes: Sizes) -> dict[str, Any]:
-    return {
+    },
+    lambda sizes, _: {"img_ids": places(sizes, 4), "txt_ids": pad(torch.arange(sizes.text).float()[:, None], (3, 0))},
+    channels=128,
+    text_channels=15360,
+)
+SD3 = Benched(
+    "SD3",
+    "SD3Transformer2DModel",
+    lambda sizes: {
         "out_channels": sizes.channels,
         "num_layers": sizes.double,
         "joint_attention_dim": sizes.text_channels,
@@ -138,70 +130,53 @@ def sd3_config(sizes: Sizes) -> dict[str, Any]:
         "pooled_projection_dim": sizes.pooled,
         "pos_embed_max_size": 192,
         "qk_norm": "rms_norm",
-    }
-
-
-def sd3_inputs(sizes: Sizes, sample: Tensor) -> Inputs:
-    """A token is two by two places of the latents, all of which have the numbers of one here."""
-    image = sample.transpose(1, 2).unflatten(2, (sizes.side, sizes.side))
-    return {"hidden_states": image.repeat_interleave(2, 2).repeat_interleave(2, 3)}
-
-
-def wan_config(sizes: Sizes) -> dict[str, Any]:
-    return {
+    },
+    # A token is two by two places of the latents, all of which have the numbers of one here.
+    lambda sizes, sample: {
+        "hidden_states": in_frames(sizes, sample)[:, :, 0].repeat_interleave(2, 2).repeat_interleave(2, 3)
+    },
+    timesteps=1000,
+    channels=16,
+    pooled_channels=2048,
+)
+WAN = Benched(
+    "Wan",
+    "WanTransformer3DModel",
+    lambda sizes: {
         "patch_size": (1, 1, 1),
         "out_channels": sizes.channels,
         "num_layers": sizes.double + sizes.single,
         "text_dim": sizes.text_channels,
         "freq_dim": sizes.pooled,
         "ffn_dim": 8 * sizes.heads * sizes.head_dim // 3,  # about the real ones' share
-    }
-
-
-def wan_inputs(sizes: Sizes, sample: Tensor) -> Inputs:
-    video = sample.transpose(1, 2).unflatten(2, (sizes.frames, sizes.side, sizes.side))
-    return {"hidden_states": video.contiguous()}
-
-
-def qwen_config(sizes: Sizes) -> dict[str, Any]:
-    return {
+    },
+    lambda sizes, sample: {"hidden_states": in_frames(sizes, sample).contiguous()},
+    timesteps=1000,
+    text_travels=False,
+)
+QWEN_IMAGE = Benched(
+    "Qwen-Image",
+    "QwenImageTransformer2DModel",
+    lambda sizes: {
         "patch_size": 1,
         "out_channels": sizes.channels,
         "num_layers": sizes.double + sizes.single,
         "joint_attention_dim": sizes.text_channels,
         "axes_dims_rope": rotary_axes(sizes),
-    }
-
-
-def qwen_inputs(sizes: Sizes, _sample: Tensor) -> Inputs:
-    return {"img_shapes": [[(sizes.frames, sizes.side, sizes.side)]] * sizes.batch}
-
-
-MODELS = {
-    "flux": Benched("FLUX", "FluxTransformer2DModel", flux_config, flux_inputs, pooled_channels=768),
-    "wan": Benched("Wan", "WanTransformer3DModel", wan_config, wan_inputs, timesteps=1000, text_travels=False),
-    "qwen-image": Benched("Qwen-Image", "QwenImageTransformer2DModel", qwen_config, qwen_inputs, text_channels=3584),
-}
+    },
+    lambda sizes, _: {"img_shapes": [[(sizes.frames, sizes.side, sizes.side)]] * sizes.batch},
+    text_channels=3584,
+)
+MODELS = {"flux": FLUX, "wan": WAN, "qwen-image": QWEN_IMAGE}
 # By family as well: what real models are made of, at any of its shapes.
-OF_FAMILIES = {
-    "FLUX.1": MODELS["flux"],
-    "FLUX.2": Benched(
-        "FLUX.2", "Flux2Transformer2DModel", flux2_config, flux2_inputs, channels=128, text_channels=15360
-    ),
-    "SD3 / SD3.5": Benched(
-        "SD3", "SD3Transformer2DModel", sd3_config, sd3_inputs, timesteps=1000, channels=16, pooled_channels=2048
-    ),
-    "Qwen-Image": MODELS["qwen-image"],
-}
+OF_FAMILIES = {"FLUX.1": FLUX, "FLUX.2": FLUX_2, "SD3 / SD3.5": SD3, "Qwen-Image": QWEN_IMAGE}
 
 
 def run_inputs(benched: Benched, sizes: Sizes, calls: int, steps: int) -> list[Inputs]:
     """Of so many calls of a run of `steps`: noise gives way to a picture, in equal steps, and the picture turns into
     another one. The calls of a run have one prompt."""
-    import torch
-
     noise = torch.Generator().manual_seed(1)
-    dtype = getattr(torch, DTYPES[sizes.dtype])
+    dtype = DTYPES[sizes.dtype]
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(sizes.batch, *shape, generator=noise)

@@ -86,13 +86,15 @@ class RooflineAttention(LocalAttention):
 
 class StandIn:
     """One variant's layers: of all tokens, of V-Major's, coded or displaced. Between two calls of `begin` are the
-    layers of one step, one for each guidance branch.
+    layers of one step.
 
-    layers: what one layer is, for each branch. last_s: seconds that a layer has taken in every call of `run_behind`;
-    record: what the trace has of the last one."""
+    layer: what one is. last_s: seconds that a layer has taken in every call of `run_behind`; record: what the trace has
+    of the last one."""
+
+    layer: PlannedLayer
 
     def __init__(self, case: Case, transport: Any, clock: Clock) -> None:
-        self.layers, self.last_s, self.record = list[PlannedLayer](), list[float](), dict[str, Any]()
+        self.last_s, self.record = list[float](), dict[str, Any]()
         self._clock, self._trace = clock, Trace(transport.rank)
         over: Any = SerialTransport(transport) if case.one_peer else transport
         kernels = WaitingKernels(clock, case.config.kernels, self._trace.note_kernel)
@@ -118,12 +120,12 @@ class StandIn:
             self.run_layer(number)
 
     def run_layer(self, number: int) -> None:
-        for branch, layer in enumerate(self.layers):
-            name = f"{layer.kind.name} {number}" if number else layer.kind.name
-            layer.run(self._strategy, LayerKey(name, branch))
+        name = self.layer.kind.name
+        self.layer.run(self._strategy, LayerKey(f"{name} {number}" if number else name))
 
-    def settle(self, kind: CallKind) -> None:
-        """The whole step and those that differ from the ones which follow, without waits."""
+    def settle(self, layer: PlannedLayer, kind: CallKind) -> None:
+        """The whole step of such layers, and those that differ from the ones which follow, without waits."""
+        self.layer = layer
         self._clock.dilation = 0.0
         leading = 0 if kind.whole else self.costs.steps_to_settle
         for _ in range(1 + leading if leading else 0):

@@ -8,27 +8,28 @@ from functools import partial
 from typing import Any
 
 import torch
-from cocodiff_eval.harness.session import DTYPES, import_before_fork, load_requested
+from cocodiff_eval.harness import session
 
 from cocodiff.config.config import Config
 from cocodiff.engine.engine import Engine
+from cocodiff.engine.verification import twin
 from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.options import Option, check_counts, preset_configs
 from cocodiff.jobs.pipelines import EMBEDDED, Model, Request, check_model
 from cocodiff.models.family import INPAINT
 from cocodiff.planner.memory import ModelShape
 from cocodiff_bench import common
-from cocodiff_bench.common import Benchmark, Row, SerialGroup, SerialTransport, Values
-from cocodiff_bench.random_models import OF_FAMILIES, Sizes, random_model, run, run_inputs, twin
+from cocodiff_bench.common import Row, SerialGroup, SerialTransport, Values
+from cocodiff_bench.random_models import OF_FAMILIES, Sizes, random_model, run, run_inputs
 
 PLAIN = "diffusers"
+ABOUT = "Times a whole denoising step: plain diffusers against cocodiff on one rank, or presets on several."
 OPTIONS = common.with_common_options(
     Option("model", "folder in diffusers' layout or hub id, instead of the embedded model", EMBEDDED),
     Option("preset", "what to measure beside the baseline", ["flat", "tapa"], many=True),
-    Option("library", "also flat by the backend's own all-to-all", False, type=bool),
     Option("batch", "images in one call", 1, type=int),
     Option("steps", "denoising steps of one pipeline call", 10, type=int),
-    Option("dtype", "arithmetic; auto is fp32 on CPU and bf16 elsewhere", "auto", choices=DTYPES),
+    Option("dtype", "arithmetic; auto is fp32 on CPU and bf16 elsewhere", "auto", choices=session.DTYPES),
 )
 
 
@@ -42,16 +43,17 @@ def check(values: Values, ranks: int | None) -> None:
     check_model(request_of(values), ranks or 1)
 
 
+def import_before_fork(values: Values) -> None:
+    session.import_before_fork(request_of(values))
+
+
 def measure(values: Values, output: OutputFolder, transport: Any) -> None:
     """Whole pipeline calls, the variants in turn; the time of a step is the call's divided by its steps."""
-    model = load_requested(request_of(values), values["dtype"], transport)
+    model = session.load_requested(request_of(values), values["dtype"], transport)
     model.pipe.set_progress_bar_config(disable=True)
     side = model.pipe.default_sample_size * model.pipe.vae_scale_factor
     call = partial(restore_once, model, values["batch"], side, values["steps"])
-    presets = preset_configs(values)
-    if values["library"] and transport.size > 1:
-        presets["library"] = preset_configs(values | {"preset": ["flat"]})["flat"].with_(messages="alltoall")
-    configs = common.with_compiled(presets)
+    configs = common.with_compiled(preset_configs(values))
     engines = {name: Engine(model.pipe, config, transport) for name, config in configs.items()}
 
     def parallel(engine: Engine) -> None:
@@ -164,12 +166,3 @@ def measure_shape(
         row["compute_s"], row["communication_share"] = silent_s, 1 - silent_s / row["median_s"]
         row["peak_bytes"] = max(one[row["variant"]] for one in of_ranks) or None
     return found
-
-
-BENCHMARK = Benchmark(
-    "Times a whole denoising step: plain diffusers against cocodiff on one rank, or presets on several.",
-    OPTIONS,
-    check,
-    measure,
-    lambda values: import_before_fork(request_of(values)),
-)

@@ -24,6 +24,8 @@ from cocodiff_sycl.build import host_library, kernel_option, kernel_source, lock
 from cocodiff_sycl.find import Runtime, Unavailable, loaded_major
 
 CPU_LANES, GPU_LANES = 1, 16
+GROUPS_OF_ROWS = 16  # GPU: groups of LANES work-items in a work-group
+CHUNK_BYTES = {True: 64 * 1024, False: 4 * 1024}  # of a copy, for one group of LANES work-items; True: on a CPU
 WAIT, COPY_TABLE = 1, 2
 CPU_THREADS = "DPCPP_CPU_NUM_CUS"
 # Of Intel's CPU device: 1 makes no vectors across work-items. Kernels of one work-item a row have vectors of their own;
@@ -133,6 +135,7 @@ class Library:
         self.device_name, driver, self.backend, kind, units, self.architecture = self.describe()
         self.is_cpu, self.compute_units = kind == "cpu", int(units)
         self.lanes = lanes or (CPU_LANES if self.is_cpu else GPU_LANES)
+        self.packed = 1 if self.lanes == 1 else GROUPS_OF_ROWS  # groups of lanes in a work-group
         self._module = self._build(runtime, f"{self.device_name} {driver} {self.lanes}")
         self._kernels: dict[str, int] = {}
         # torch's CPU operations are done when they return; on a GPU the queue keeps the order.
@@ -197,17 +200,15 @@ class Library:
         if self._c.cocodiff_launch(launch, queue, addresses):
             raise RuntimeError(f"a SYCL kernel failed on {self.device_name}: {self._error()}")
 
-    def moves_of(self, pieces: bytes, count: int, itemsize: int, look: bool, chunk_bytes: int, packed: int) -> bytes:
+    def moves_of(self, pieces: Sequence[bytes], itemsize: int, look: bool) -> bytes:
         """What launches have in common that move pieces (struct Piece of moves.hpp), for `move`: struct MoveLaunch of
-        host.cpp.
+        host.cpp. look: whether indices are checked, where this process can read them.
 
-        look: whether indices are checked. chunk_bytes: what a group of lanes moves, at most; on a CPU less where there
-        are cores to share the work. packed: groups of lanes in a work-group.
-        """
+        A group of lanes moves CHUNK_BYTES at most; on a CPU less where there are cores to share the work."""
         units = self.compute_units if self.is_cpu else 0
         kernels = [self._kernel(f"move_rows_{unit}") for unit in (16, 4, 2)]
-        values = self._flags, itemsize, look, self.lanes, chunk_bytes, units, packed, count
-        return numbers_of(12).pack(self._device.value, *kernels, *values) + pieces
+        values = itemsize, look and self.is_cpu, self.lanes, CHUNK_BYTES[self.is_cpu], units, self.packed, len(pieces)
+        return numbers_of(12).pack(self._device.value, *kernels, self._flags, *values) + b"".join(pieces)
 
     def move(self, op: str, launch: bytes, addresses: bytes, queue: int | None = None) -> None:
         """Moves pieces in one launch. addresses: of the tensors that they name. Raises ValueError for a mistake."""

@@ -75,17 +75,13 @@ def check_rows_exist(op: str, pieces: Iterable[Tensor | Rows]) -> None:
 
 
 class Pieces:
-    """Pieces of one launch, of one device and dtype. Adding checks them. Tensors are named by their places in it."""
+    """Pieces of one launch, of one device and dtype. Adding checks them. Tensors are named by their places in it.
+    found: a struct Piece each."""
 
     def __init__(self, op: str, device: torch.device, dtype: torch.dtype) -> None:
         check_like(op, device, dtype)
         self.op, self.device, self.dtype = op, device, dtype
-        self.count = 0
-        self._bytes: list[bytes] = []
-
-    def as_bytes(self) -> bytes:
-        """An array of struct Piece."""
-        return b"".join(self._bytes)
+        self.found: list[bytes] = []
 
     def add(self, piece: Tensor | Rows, place: int, target: Tensor | None, into: int, start: int = 0) -> int:
         """Notes that a piece, or chosen rows, go to a slice of their own shape or, without target, to a contiguous
@@ -131,8 +127,7 @@ class Pieces:
     def _note(self, places: tuple[int, ...], start: int, counts: tuple[int, int, int], *fours: Four) -> None:
         """struct Piece of moves.hpp."""
         numbers = [number for four in fours for number in four]
-        self._bytes.append(numbers_of(26).pack(*places, start, *counts, *numbers))
-        self.count += 1
+        self.found.append(numbers_of(26).pack(*places, start, *counts, *numbers))
 
     def _reference(self, rows: Rows, reference: Tensor) -> Four:
         """Strides of the place where chosen rows are written as well."""

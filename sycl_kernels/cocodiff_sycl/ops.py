@@ -6,7 +6,7 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from functools import cache, partial
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -15,8 +15,9 @@ from torch import Tensor
 
 from cocodiff_sycl.library import Layouts, Library, Tensors, numbers_of
 from cocodiff_sycl.movement import Pieces, check_rows_exist, packed, placed, scattered, tensors_of
-from cocodiff_sycl.plans import LAYOUTS, STREAM_STRIP, STREAM_TILE, TABLES, Cut, Plan, Plans, StreamsPlan
+from cocodiff_sycl.plans import LAYOUTS, STREAM_STRIP, TABLES, Plan, Plans
 from cocodiff_sycl.rows import Rows
+from cocodiff_sycl.streams import TILE, Cut
 
 CHECK_INDICES = "COCODIFF_CHECK_INDICES"
 ADDRESS = numbers_of(1)
@@ -27,7 +28,6 @@ Reconstructions = tuple[Tensor, Tensor | None]
 Prediction = tuple[float, bool, bool]
 Onward = tuple[float, Tensor]
 Known = tuple[Tensor, Tensor | None, Tensor | None, float]
-CHUNK_BYTES = {True: 64 * 1024, False: 4 * 1024}  # of a copy, for one group of LANES work-items; True: on a CPU
 
 
 def open_cpu(lanes: int | None = None, copy_tables: bool = False) -> SyclOps:
@@ -44,17 +44,11 @@ def _library_of_cpu(lanes: int | None, copy_tables: bool) -> Library:
 def open_xpu(device: torch.device) -> SyclOps:
     """The operations on torch's current stream of an XPU. Raises Unavailable."""
 
-    return SyclOps(_library_of_xpu(device), device, partial(_current_queue, device))
+    def current_queue() -> int:
+        return int(torch.xpu.current_stream(device).sycl_queue)
 
-
-@cache
-def _library_of_xpu(device: torch.device) -> Library:
-    """Of all streams of a device: torch's queues share a context, for which kernels are compiled."""
-    return Library(_current_queue(device))
-
-
-def _current_queue(device: torch.device) -> int:
-    return int(torch.xpu.current_stream(device).sycl_queue)
+    # Of all streams of the device: torch's queues share a context, for which kernels are compiled.
+    return SyclOps(Library(current_queue()), device, current_queue)
 
 
 class SyclOps:
@@ -110,16 +104,14 @@ class SyclOps:
         self.library.move(op, launch, addresses, self._queue())
 
     def _launch_of(self, op: str, pieces_of: Callable[..., Pieces], arguments: tuple[Any, ...]) -> bytes:
-        library, pieces = self.library, pieces_of(op, self.device, *arguments)
-        look, chunk_bytes = self.look and library.is_cpu, CHUNK_BYTES[library.is_cpu]
-        itemsize, packed = pieces.dtype.itemsize, self._plans.packed
-        return library.moves_of(pieces.as_bytes(), pieces.count, itemsize, look, chunk_bytes, packed)
+        pieces = pieces_of(op, self.device, *arguments)
+        return self.library.moves_of(pieces.found, pieces.dtype.itemsize, self.look)
 
     # Arithmetic -----------------------------------------------------------------------------------------------------
 
     def l1_score(self, v_BLHD: Tensor, reference_BLHD: Tensor, renew: bool = False) -> tuple[Tensor, Tensor]:
         plan, addresses = self._plans.of(self._plans.l1_score, (v_BLHD, reference_BLHD), renew)
-        make = torch.empty if plan.groups else torch.zeros
+        make = torch.empty if plan.launches else torch.zeros
         change_BL, norm_BL = (make(v_BLHD.shape[:2], dtype=torch.float32, device=self.device) for _ in range(2))
         self._launch(plan, addresses, change_BL, norm_BL)
         return change_BL, norm_BL
@@ -127,7 +119,7 @@ class SyclOps:
     def select(self, score_BN: Tensor, k: int) -> Tensor:
         plan, addresses = self._plans.of(self._plans.select, (score_BN,), k)
         chosen_BK = torch.empty(len(score_BN), k, dtype=torch.int64, device=self.device)
-        self._launch(plan, addresses, chosen_BK, self._scratch(258 * plan.groups))
+        self._launch(plan, addresses, chosen_BK, self._scratch(258 * len(score_BN)))
         return chosen_BK
 
     def _scratch(self, numbers: int) -> Tensor:
@@ -189,26 +181,27 @@ class SyclOps:
     ) -> None:
         """tensors: those that struct Residuals of kernels/coder.hpp begins with; factors follow there."""
         plan, addresses = self._plans.of(self._plans.residual, tensors, op, *words)
-        self._launch(plan, addresses + FACTOR.pack(factor) + FACTOR.pack(onward))
+        self._launch(plan, addresses, factors=(factor, onward))
 
     def encode_lossless(
         self, x_BLHD: Tensor, known: Known, cut: Cut, streams: Tensor, lengths_N: Tensor, needed_1: Tensor
     ) -> None:
         written_BLHD, last_BLHD, before_BLHD, factor = known
         tensors = x_BLHD, last_BLHD, before_BLHD, written_BLHD
-        plan, addresses = self._plans.of(self._plans.encode_lossless, tensors, tuple(cut))
+        plan, addresses = self._plans.of(self._plans.encode_lossless, tensors, cut)
         if plan.tiles:
             begins = self._begins(plan.tiles) if len(plan.launches) > 2 else None
-            strips = torch.empty(plan.tiles * STREAM_TILE * STREAM_STRIP, dtype=torch.int32, device=self.device)
+            strips = torch.empty(plan.tiles * TILE * STREAM_STRIP, dtype=torch.int32, device=self.device)
             given = streams, None, plan.table, begins, lengths_N, needed_1, strips
-            self._launch_all(plan, addresses, given, factor)
+            self._launch(plan, addresses, *given, factors=(factor,))
         else:
             lengths_N.zero_()
 
     def stream_lengths(self, code_BLHW: Tensor, cut: Cut, like_BLHD: Tensor, lengths_N: Tensor) -> Tensor:
-        plan, _ = self._plans.of(self._plans.stream_lengths, (code_BLHW,), tuple(cut), like_BLHD.shape[-1])
+        plan, _ = self._plans.of(self._plans.stream_lengths, (code_BLHW,), cut, like_BLHD.shape[-1])
         begins = self._begins(plan.tiles)
-        self._launch_all(plan, 4 * NOWHERE, (code_BLHW, None, plan.table, begins, lengths_N, None, None))
+        given = code_BLHW, None, plan.table, begins, lengths_N, None, None
+        self._launch(plan, 4 * NOWHERE, *given, factors=(0.0,))
         return begins
 
     def decode_lossless(
@@ -216,24 +209,17 @@ class SyclOps:
     ) -> None:
         written_BLHD, last_BLHD, before_BLHD, factor = known
         tensors = last_BLHD, before_BLHD, written_BLHD
-        plan, addresses = self._plans.of(self._plans.decode_lossless, tensors, tuple(cut), code_BLHW.shape[-1])
+        plan, addresses = self._plans.of(self._plans.decode_lossless, tensors, cut, code_BLHW.shape[-1])
         if plan.tiles:
             given = code_BLHW, rests, plan.table, found, lengths_N, None, None
-            self._launch_all(plan, NOWHERE + addresses, given, factor)
+            self._launch(plan, NOWHERE + addresses, *given, factors=(factor,))
 
     def _begins(self, tiles: int) -> Tensor:
         return torch.empty(tiles, dtype=torch.int64, device=self.device)
 
-    def _launch_all(
-        self, plan: StreamsPlan, addresses: bytes, given: Sequence[Tensor | None], factor: float = 0.0
-    ) -> None:
-        addresses += b"".join(NOWHERE if one is None else ADDRESS.pack(one.data_ptr()) for one in given)
-        addresses += FACTOR.pack(factor)
+    def _launch(self, plan: Plan, addresses: bytes, *more: Tensor | None, factors: Sequence[float] = ()) -> None:
+        """addresses: of what a kernel is given, in the order of its struct; what else it takes comes after."""
+        addresses += b"".join([NOWHERE if one is None else ADDRESS.pack(one.data_ptr()) for one in more])
+        addresses += b"".join(map(FACTOR.pack, factors))
         for launch in plan.launches:
             self.library.launch(launch, addresses, self._queue())
-
-    def _launch(self, plan: Plan, addresses: bytes, *written: Tensor) -> None:
-        """addresses: of what a kernel is given, in the order of its struct; what it fills beside comes after."""
-        if plan.groups:
-            addresses += b"".join(ADDRESS.pack(tensor.data_ptr()) for tensor in written)
-            self.library.launch(plan.launch, addresses, self._queue())

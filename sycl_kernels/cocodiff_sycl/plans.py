@@ -15,17 +15,15 @@ from torch import Tensor
 
 from cocodiff_sycl.checks import DTYPES, check_dims, check_last_stride, check_no_overlap, check_rows, check_shape
 from cocodiff_sycl.library import Layouts, Library, Tensors
+from cocodiff_sycl.streams import RUN, TOKENS, Cut, stream_places
 
 T = TypeVar("T")
-Cut = tuple[int, tuple[int, ...]]  # how a tensor is cut into blocks: the dimension, and how many of it each
 LAYOUTS = {"pairs": 0, "halves": 1, "complex": 2, "none": 3}
 TABLES = {"pairs": 2, "halves": 2, "complex": 1, "none": 0}  # of rotary angles
-GROUPS_OF_ROWS = 16  # GPU: groups of LANES work-items in a work-group
 GROUPS_OF_UNIT = 16  # GPU: groups of LANES work-items that a compute unit shall have at least: twice its threads
 CODE_BITS, CODE_GROUP = (2, 4, 8), 32  # of a residual's code, and channels of one of its scales
-STREAM_RUN, STREAM_TOKENS, STREAM_TILE = 8, 32, 16  # of the lossless codec's strips: numbers, tokens; strips of a tile
-STREAM_STRIP = 2 + STREAM_RUN * STREAM_TOKENS * 28 // 32  # 32 bits each, of a strip before it is joined
-STREAM_ADDRESSES = 12  # of its launches
+STREAM_STRIP = 2 + RUN * TOKENS * 28 // 32  # 32 bits each, of a strip before it is joined
+STREAM_ADDRESSES = 12  # of the lossless codec's launches
 FEW_TILES = 1024  # of a block: each finds where it begins by the sizes of all before it
 NOTES = 4  # of a tensor's codec
 SELECT_ITEMS = 256  # GPU: work-items that search one row of scores
@@ -34,30 +32,12 @@ GROUP_BYTES = 8 * 1024, 32 * 1024  # CPU: what one work-item takes of a tensor, 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A launch: how many work-groups (0: nothing is to be done), and what the C library takes beside addresses."""
-
-    groups: int
-    launch: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class StreamsPlan:
-    """The launches of a lossless operation, one after the other, on streams of some blocks. table: of the blocks, where
-    kernels find them. tiles: of all blocks."""
+    """Launches, one after the other, as the C library takes them beside addresses; none where nothing is to be done. Of
+    a lossless operation table tells kernels of the blocks, and tiles is how many all of these have."""
 
     launches: tuple[bytes, ...]
-    table: Tensor
-    tiles: int
-
-
-def stream_places(cells: Sequence[int], head_dim: int) -> list[int]:
-    """Where blocks of so many tokens times heads begin in a buffer with room for any streams of theirs, in bytes."""
-    places = [0]
-    for count in cells:
-        strips = count * -(-head_dim // STREAM_RUN)
-        most = 2 * STREAM_RUN * strips + strips + 4 * -(-strips // STREAM_TILE)
-        places.append(places[-1] + most // 2 * 2)
-    return places
+    table: Tensor | None = None
+    tiles: int = 0
 
 
 def _divisor(number: int) -> int:
@@ -76,7 +56,6 @@ class Plans:
 
     def __init__(self, library: Library, device: torch.device) -> None:
         self._library, self._device = library, device
-        self.packed = 1 if library.lanes == 1 else GROUPS_OF_ROWS
         self._layouts: Layouts[Any] = Layouts(library.look)
 
     def of(self, make: Callable[..., T], tensors: Tensors, *words: object) -> tuple[T, bytes]:
@@ -161,16 +140,6 @@ class Plans:
         if tensor.dtype != dtype or tensor.device != self._device:
             raise ValueError(f"{op}: {name} is {tensor.dtype} on {tensor.device}: give {dtype} on {self._device}")
 
-    def _check_noted(self, op: str, x_BLHD: Tensor, notes_N: Tensor) -> None:
-        check_dims(op, "x", x_BLHD, 4)
-        check_rows(op, self._device, x_BLHD.dtype, x_BLHD.shape, x=x_BLHD)
-        if notes_N.dtype != torch.int64 or notes_N.shape != (NOTES,) or notes_N.device != self._device:
-            raise ValueError(
-                f"{op}: notes are {notes_N.dtype} {list(notes_N.shape)} on {notes_N.device}: give torch.int64 "
-                f"[{NOTES}] on {self._device}"
-            )
-        check_last_stride(op, "notes", notes_N)
-
     def residual(
         self,
         x_BLHD: Tensor | None,
@@ -187,7 +156,14 @@ class Plans:
         """Of any of the residual codec's operations, as they have one struct; without a code, 8 bits stand for any."""
         like_BLHD = last_BLHD if x_BLHD is None else x_BLHD
         if notes_N is not None:
-            self._check_noted(op, like_BLHD, notes_N)
+            check_dims(op, "x", like_BLHD, 4)
+            check_rows(op, self._device, like_BLHD.dtype, like_BLHD.shape, x=like_BLHD)
+            if notes_N.dtype != torch.int64 or notes_N.shape != (NOTES,) or notes_N.device != self._device:
+                raise ValueError(
+                    f"{op}: notes are {notes_N.dtype} {list(notes_N.shape)} on {notes_N.device}: give torch.int64 "
+                    f"[{NOTES}] on {self._device}"
+                )
+            check_last_stride(op, "notes", notes_N)
             if code_BLHW is not None:
                 check_no_overlap(op, "code", code_BLHW)
         check_dims(op, "the last reconstruction", last_BLHD, 4)
@@ -213,14 +189,13 @@ class Plans:
 
     def encode_lossless(
         self, x_BLHD: Tensor, last_BLHD: Tensor | None, before_BLHD: Tensor | None, written_BLHD: Tensor, cut: Cut
-    ) -> StreamsPlan:
+    ) -> Plan:
         tensors = x_BLHD, last_BLHD, before_BLHD, written_BLHD
         self._check_known("encode_lossless", tensors)
-        B, T, H, D = x_BLHD.shape
-        places = stream_places([B * size * (H if cut[0] == 1 else T) for size in cut[1]], D)
+        places = stream_places(cut.cells(x_BLHD.shape), x_BLHD.shape[-1])
         return self._streams(("code_strips", "join_strips"), tensors, cut, places, 0)
 
-    def stream_lengths(self, code_BLHW: Tensor, cut: Cut, head_dim: int) -> StreamsPlan:
+    def stream_lengths(self, code_BLHW: Tensor, cut: Cut, head_dim: int) -> Plan:
         """code: whose blocks lie one after the other, whatever its strides say."""
         B, T, H, W = code_BLHW.shape
         like_BLHD = torch.empty(1, dtype=torch.bfloat16).expand(B, T, H, head_dim)
@@ -228,7 +203,7 @@ class Plans:
 
     def decode_lossless(
         self, last_BLHD: Tensor | None, before_BLHD: Tensor | None, written_BLHD: Tensor, cut: Cut, width: int
-    ) -> StreamsPlan:
+    ) -> Plan:
         tensors = None, last_BLHD, before_BLHD, written_BLHD
         self._check_known("decode_lossless", tensors)
         return self._streams(("read_streams",), tensors, cut, None, width)
@@ -240,8 +215,8 @@ class Plans:
         check_dims(op, "x", there.get("x", written_BLHD), 4)
         if written_BLHD.dtype not in (torch.bfloat16, torch.float16):
             raise TypeError(f"{op}: {written_BLHD.dtype} travels whole: give torch.bfloat16 or torch.float16")
-        if written_BLHD.shape[-1] % STREAM_RUN:
-            raise ValueError(f"{op}: heads of {written_BLHD.shape[-1]} numbers: give a multiple of {STREAM_RUN}")
+        if written_BLHD.shape[-1] % RUN:
+            raise ValueError(f"{op}: heads of {written_BLHD.shape[-1]} numbers: give a multiple of {RUN}")
         check_rows(op, self._device, written_BLHD.dtype, written_BLHD.shape, **there)
         check_no_overlap(op, "written", written_BLHD)
         for name, tensor in there.items():
@@ -251,39 +226,35 @@ class Plans:
 
     def _streams(
         self, kernels: Sequence[str], tensors: Tensors, cut: Cut, places: Sequence[int] | None, width: int
-    ) -> StreamsPlan:
+    ) -> Plan:
         """tensors: x and what is known. places: where streams begin; None: of first parts, so many bytes wide for a
         token and head, one after the other."""
         *_, before, written = tensors
         assert written is not None
-        B, T, H, D = written.shape
-        dim, sizes = cut
-        blocks, first_tile, start, place, most_tiles = [], 0, 0, 0, 0
-        for number, size in enumerate(sizes):
-            tokens, heads = (size, H) if dim == 1 else (T, size)
-            columns, chunks = heads * D // STREAM_RUN, -(-tokens // STREAM_TOKENS)
-            strips, cells = B * chunks * columns, B * tokens * heads
-            tiles = -(-strips // STREAM_TILE)
+        *_, H, D = shape = written.shape
+        blocks, first_tile, start, place, all_tiles = [], 0, 0, 0, cut.tiles(shape, D)
+        for number, (batch, tokens, heads) in enumerate(cut.shapes(shape)):
+            columns, chunks = heads * D // RUN, -(-tokens // TOKENS)
+            strips, cells, tiles = batch * chunks * columns, batch * tokens * heads, all_tiles[number]
             begins = place if places is None else places[number]
             of_strips = columns, chunks, _divisor(columns), _divisor(chunks)
             blocks.append((first_tile, tiles, strips, cells, start, tokens, begins, cells * width // 2 * 2, *of_strips))
-            first_tile, start, place = first_tile + tiles, start + size, place + cells * width
-            most_tiles = max(most_tiles, tiles)
-        if len(kernels) > 1 and most_tiles > FEW_TILES:
+            first_tile, start, place = first_tile + tiles, start + cut.sizes[number], place + cells * width
+        if len(kernels) > 1 and max(all_tiles, default=0) > FEW_TILES:
             kernels = kernels[0], "stream_begins", *kernels[1:]
         odd = int(any(begins % 2 for *_, begins, _, _, _, _, _ in blocks))
         table = torch.tensor(blocks, dtype=torch.int64).to(self._device)
-        how = int(dim == 1), int(before is not None), _divisor(D // STREAM_RUN), odd
+        how = int(cut.dim == 1), int(before is not None), _divisor(D // RUN), odd
         values = first_tile, len(blocks), H, D, *how, *_strides_of(*tensors)
-        lanes, launches = self._library.lanes, []
+        library, launches = self._library, []
         for kernel in kernels:
             typed = kernel in ("code_strips", "read_streams")
-            groups, items = -(-first_tile // self.packed), self.packed * lanes
+            groups, items = -(-first_tile // library.packed), library.packed * library.lanes
             if kernel == "stream_begins":
-                groups, items = len(blocks), 1 if lanes == 1 else SELECT_ITEMS
+                groups, items = len(blocks), 1 if library.lanes == 1 else SELECT_ITEMS
             kernel += f"_{DTYPES[written.dtype]}" if typed else ""
-            launches.append(self._library.launch_of(kernel, groups, items, STREAM_ADDRESSES, values))
-        return StreamsPlan(tuple(launches), table, first_tile)
+            launches.append(library.launch_of(kernel, groups, items, STREAM_ADDRESSES, values))
+        return Plan(tuple(launches), table, first_tile)
 
     def _rows_each(self, rows: int, row_bytes: int, alike: int) -> int:
         """Consecutive rows of one group of LANES work-items. alike: rows that share what a GPU then keeps."""
@@ -300,10 +271,10 @@ class Plans:
     ) -> Plan:
         """Work-groups as many as there is work for; kernels know where it ends. values: those that follow the number of
         rows and how many of them one group of LANES work-items takes. alike: as of `_rows_each`."""
-        each = self._rows_each(rows, row_bytes, alike)
-        groups = -(-rows // (each * self.packed))
-        return self._plan(kernel, addresses, groups, self.packed * self._library.lanes, (rows, each, *values))
+        library, each = self._library, self._rows_each(rows, row_bytes, alike)
+        groups = -(-rows // (each * library.packed))
+        return self._plan(kernel, addresses, groups, library.packed * library.lanes, (rows, each, *values))
 
     def _plan(self, kernel: str, addresses: int, groups: int, items: int, values: tuple[int, ...]) -> Plan:
         """addresses: how many the kernel's struct begins with; values: its other members."""
-        return Plan(groups, self._library.launch_of(kernel, groups, items, addresses, values))
+        return Plan((self._library.launch_of(kernel, groups, items, addresses, values),) if groups else ())

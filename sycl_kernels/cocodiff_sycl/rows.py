@@ -30,11 +30,6 @@ class Rows:
     def contained_tensors(self) -> tuple[Tensor | None, ...]:
         return self.source_RHD, self.index_K, self.reference_RHD, self.reference_index_K
 
-    def heads(self, heads: slice) -> Rows:
-        """The same rows of some heads."""
-        reference_RHD = None if self.reference_RHD is None else self.reference_RHD[:, heads]
-        return Rows(self.source_RHD[:, heads], self.index_K, reference_RHD, self.reference_index_K)
-
     def split_with_sizes(self, sizes: Sequence[int], dim: int) -> list[Rows]:
         """The same rows of consecutive heads, so many each; dim is 2, that of the heads."""
         assert dim == 2, "rows are split by heads"

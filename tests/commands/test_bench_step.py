@@ -13,7 +13,6 @@ from tiny_models import sd3_inpaint_pipeline
 
 from cocodiff.cli.main import main
 from cocodiff.comm import loopback
-from cocodiff.config.config import Config
 from cocodiff.jobs.options import parse, with_settings
 
 
@@ -93,12 +92,8 @@ def test_the_librarys_own_all_to_all_is_not_what_the_command_line_leaves_to_batc
     """Whatever `--messages` says of the others."""
     options = with_settings(benchmark.OPTIONS, of_benchmarks)
     values = parse("bench", "", options, words)
-    how = {name: config_of(benchmark, values, name).messages for name in ("flat", "library")}
+    how = {name: benchmark.config_of(name, values).messages for name in ("flat", "library")}
     assert how == {"flat": "batch", "library": "alltoall"}
-
-
-def config_of(benchmark: Any, values: dict[str, Any], name: str) -> Config:
-    return benchmark.config_of(name, values) if benchmark is alltoall else benchmark.config_of(values, name)
 
 
 def test_a_call_takes_as_long_as_on_the_slowest_rank() -> None:

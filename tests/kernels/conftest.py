@@ -11,8 +11,9 @@ import subprocess
 import sys
 
 import pytest
-from cocodiff_sycl import SyclOps, Unavailable, open_cpu
+from cocodiff_sycl.find import Unavailable
 from cocodiff_sycl.library import VECTORIZER
+from cocodiff_sycl.ops import SyclOps, open_cpu
 
 FORMS = {"cpu": {}, "gpu": {"lanes": 4, "copy_tables": True}}  # gpu: several work-items a row, tables on the device
 
@@ -33,7 +34,7 @@ def opened(form: str) -> SyclOps:
     try:
         if form == "gpu":  # compiled and kept by a process of its own: see VECTORIZER
             environment = {name: value for name, value in os.environ.items() if name != VECTORIZER}
-            words = [sys.executable, "-c", f"from cocodiff_sycl import open_cpu; open_cpu(**{FORMS[form]})"]
+            words = [sys.executable, "-c", f"from cocodiff_sycl.ops import open_cpu; open_cpu(**{FORMS[form]})"]
             subprocess.run(words, env=environment, check=False)
         return open_cpu(**FORMS[form])
     except Unavailable as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cocodiff_sycl import SyclOps
+from cocodiff_sycl.ops import SyclOps
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kernel_helpers import (

@@ -12,10 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cocodiff_sycl import SyclOps
 from cocodiff_sycl.build import cache_folder, host_library, kernel_source, runtime_and_folder
 from cocodiff_sycl.find import find_runtime
 from cocodiff_sycl.library import Library
+from cocodiff_sycl.ops import SyclOps
+from cocodiff_sycl.streams import Cut, most_bytes
 from kernel_helpers import random_BLHD
 from worlds import back, forward, topology_of
 
@@ -25,7 +26,7 @@ from cocodiff.config.errors import UserError
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.kernels import Kernels, Rows, TorchOps, dispatch
 from cocodiff.kernels.dispatch import CHOICES, NEVER, OPS
-from cocodiff.kernels.lossless import Cut, Known, least_room, most_bytes
+from cocodiff.kernels.lossless import Known, least_room
 from cocodiff.kernels.residual import Onward, Prediction, Reconstructions, coded_width
 from cocodiff.models.adapter import image_and_text
 from cocodiff.topology.layout import Layout

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 import torch
-from cocodiff_sycl import SyclOps
 from cocodiff_sycl.library import KEPT, Layouts, look, numbers_of
+from cocodiff_sycl.ops import SyclOps
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_helpers import random_BLHD, ulps

@@ -6,13 +6,14 @@ from itertools import pairwise
 
 import pytest
 import torch
+from cocodiff_sycl.streams import Cut, most_bytes, stream_places
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kernel_helpers import forms, random_BLHD, seeds
 from torch import Tensor
 
 from cocodiff.kernels import Kernels, TorchOps
-from cocodiff.kernels.lossless import CODED, PARTS, Cut, Known, least_room, most_bytes, room_of, stream_places
+from cocodiff.kernels.lossless import CODED, PARTS, Known, least_room, room_of
 
 TORCH = TorchOps()
 quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cocodiff_sycl import SyclOps
+from cocodiff_sycl.ops import SyclOps
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kernel_helpers import DTYPES, batches, dtypes, forms, head_dims, heads, random_BLHD, seeds, tokens
@@ -52,11 +52,11 @@ def test_gather_and_scatter(sycl: SyclOps, data, dtype, seed, D, rows):
     kept = torch.randperm(rows + 2, generator=torch.Generator().manual_seed(seed)).repeat(1 + len(index_K))
     kept = torch.where(torch.arange(len(index_K)) < rows, kept[: len(index_K)], -1)
     chosen = [Rows(source_RHD, index_K, reference, kept) for reference in references]
-    parts = [slice(0, H // 2), slice(H // 2, H)]
-    sizes = [len(index_K) * (part.stop - part.start) * D for part in parts]
+    parts = [H // 2, H - H // 2]
+    sizes = [len(index_K) * part * D for part in parts]
     found, expected = ([torch.zeros(size, dtype=dtype) for size in sizes] for _ in range(2))
-    sycl.gather_pack([[chosen[0].heads(part)] for part in parts], found)
-    TORCH.gather_pack([[chosen[1].heads(part)] for part in parts], expected)
+    sycl.gather_pack([[piece] for piece in chosen[0].split_with_sizes(parts, 2)], found)
+    TORCH.gather_pack([[piece] for piece in chosen[1].split_with_sizes(parts, 2)], expected)
     assert all(map(torch.equal, found, expected))
     assert torch.equal(*references)
 

@@ -14,11 +14,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from cocodiff_sycl import SyclOps, Unavailable, native
+from cocodiff_sycl import native
 from cocodiff_sycl.build import kernel_source, native_file
-from cocodiff_sycl.find import find_runtime
+from cocodiff_sycl.find import Unavailable, find_runtime
 from cocodiff_sycl.library import GPU_LANES, Library
 from cocodiff_sycl.native import OCLOC, Usage, build_native, compile_native, find_ocloc
+from cocodiff_sycl.ops import SyclOps
 from cost_report import Row, hot_loop
 
 from cocodiff.cli.main import main

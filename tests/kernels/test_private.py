@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
-from cocodiff_sycl import Unavailable, private
+from cocodiff_sycl import private
 from cocodiff_sycl.build import LEFT_S, lock, runtime_and_folder
-from cocodiff_sycl.find import find_runtime
+from cocodiff_sycl.find import Unavailable, find_runtime
 from cocodiff_sycl.private import private_folder
 
 ANOTHER = 12345

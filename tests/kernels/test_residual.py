@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from cocodiff_sycl import SyclOps
+from cocodiff_sycl.ops import SyclOps
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kernel_helpers import DTYPES, batches, dtypes, forms, heads, random_BLHD, seeds, tokens

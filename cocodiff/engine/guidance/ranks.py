@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,15 +22,6 @@ if TYPE_CHECKING:
     from cocodiff.engine.guidance.parts import GuidanceParts
 
 Form = tuple[Any, ...]  # what tells calls apart whose results look different
-
-
-@dataclass
-class SharedCall:
-    """A call of the model. own: whether this rank's part keeps the branch; where CALLS goes, whether it computes it."""
-
-    sharing: Sharing = Sharing.TOGETHER
-    own: bool = True
-    form: Form = ()
 
 
 class GuidanceRule:
@@ -104,14 +94,15 @@ class GuidanceRule:
             self._at, self._calls = at, 0
         self._calls += 1
 
-    def note(self, call: SharedCall, output: Any) -> None:
+    def note(self, form: Form, sharing: Sharing, output: Any) -> None:
         """Keeps what a call returned, without values. Every rank that computed any of it notes it."""
-        if self.possible and call.form not in self.outputs and (call.sharing is Sharing.ROWS or not self._batched):
-            self.outputs[call.form] = tree_map_only(Tensor, lambda x: torch.empty_like(x, device="meta"), output)
+        if self.possible and form not in self.outputs and (sharing is Sharing.ROWS or not self._batched):
+            self.outputs[form] = tree_map_only(Tensor, lambda x: torch.empty_like(x, device="meta"), output)
 
 
 class GuidedRanks:
-    """current: the ranks that share the current call's sequence. call: who computes it.
+    """Of the current call, sharing: who computes it; current: the ranks that share its sequence; own: whether this
+    rank's part keeps its branch and, of CALLS, computes it.
 
     Of the two ways to share a call, the one that the settings do not ask for is set up when a call needs it."""
 
@@ -125,48 +116,48 @@ class GuidedRanks:
         self._together = sequence_of(topology, transport, self._trace_together)
         self._parts: GuidanceParts | None = None
         self.current = self._split().sequence if rule.pinned else self._together
-        self.call = SharedCall()
+        self.sharing, self.own = Sharing.TOGETHER, True
+        self._form: Form = ()
         _ = self.current.strategy
 
     def begin_call(self, counter: StepCounter, sample: Tensor, return_dict: Any, guided: bool | None) -> None:
         """Decides who computes this call, alike on all ranks, and makes these the current ones. sample: what is
         denoised; return_dict: the call's; guided: see `GuidanceRule.sharing`."""
-        form = tuple(sample.shape), sample.dtype, return_dict
-        sharing = self._rule.sharing(counter, len(sample), form, guided)
-        if sharing is Sharing.TOGETHER and self._transport.rank == 0:
+        self._form = tuple(sample.shape), sample.dtype, return_dict
+        self.sharing = self._rule.sharing(counter, len(sample), self._form, guided)
+        together = self.sharing is Sharing.TOGETHER
+        if together and self._transport.rank == 0:
             self._rule.warn_together(counter.step)
-        parts = self._parts if sharing is Sharing.TOGETHER else self._split()
+        parts = self._parts if together else self._split()
         if parts is not None and counter.branch == 0:
             parts.begin_step(self._rule.expected)
-        if parts is None or sharing is Sharing.TOGETHER:
-            self.current, self.call = self._together, SharedCall(sharing, True, form)
+        if parts is None or together:
+            self.current, self.own = self._together, True
         else:
-            own = sharing is Sharing.ROWS or parts.keeps(counter.branch)
-            self.current, self.call = parts.sequence, SharedCall(sharing, own, form)
+            self.current, self.own = parts.sequence, self.sharing is Sharing.ROWS or parts.keeps(counter.branch)
 
     def own_rows(self, arguments: Mapping[str, Any], batch: int) -> dict[str, Any] | None:
         """A call's arguments with the rows of the batch that this rank's part computes; None where that is all."""
-        if self.call.sharing is not Sharing.ROWS:
+        if self.sharing is not Sharing.ROWS:
             return None
         return self._split().own_rows(arguments, batch)
 
     def compute(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The model's forward, or what stands in its place on ranks that do not compute this call."""
-        call = self.call
-        parts = self._split() if call.sharing in (Sharing.ROWS, Sharing.CALLS) else None
-        like = self._rule.outputs.get(call.form)
-        if parts is not None and not call.own:
+        parts = self._split() if self.sharing in (Sharing.ROWS, Sharing.CALLS) else None
+        like = self._rule.outputs.get(self._form)
+        if parts is not None and not self.own:
             return parts.awaited(like)
         try:
             output = forward(*args, **kwargs)
         except Exception as error:
             if parts is not None and not isinstance(error, PeerLost):
-                parts.fail(call.sharing, like)
+                parts.fail(self.sharing, like)
             raise
-        self._rule.note(call, output)
+        self._rule.note(self._form, self.sharing, output)
         if parts is None:
             return output
-        if call.sharing is Sharing.ROWS:
+        if self.sharing is Sharing.ROWS:
             return parts.all_rows(output)
         parts.send(output)
         return output
@@ -174,13 +165,13 @@ class GuidedRanks:
     def comparing(self, branch: int) -> Transport | None:
         """The ranks that compare what they call with; None where this one does not. A part that does not compute a call
         does not wait for the one that does: each compares its own."""
-        if self.call.sharing is not Sharing.CALLS or branch == 0:
+        if self.sharing is not Sharing.CALLS or branch == 0:
             return self._transport
-        return self.current.transport if self.call.own else None
+        return self.current.transport if self.own else None
 
     def branches_kept(self, branches: int) -> int:
         """Of a step's branches so far, those that this rank keeps something for."""
-        each_its_own = self.call.sharing in (Sharing.ALIKE, Sharing.CALLS)
+        each_its_own = self.sharing in (Sharing.ALIKE, Sharing.CALLS)
         return (branches + 1) // 2 if each_its_own else branches
 
     @property
