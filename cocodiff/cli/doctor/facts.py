@@ -7,7 +7,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partialmethod
 from importlib import metadata
@@ -62,6 +62,11 @@ class Findings(list[Finding]):
 
     def add(self, severity: str, text: str, remedy: str = "") -> None:
         self.append(Finding(self._check, severity, text, remedy))
+
+    def otherwise(self, severity: str, text: str, remedy: str = "") -> None:
+        """Where the check has found nothing before."""
+        if not self:
+            self.add(severity, text, remedy)
 
     fault = partialmethod(add, FAULT)
     warning = partialmethod(add, WARNING)
@@ -205,6 +210,11 @@ class Facts:
 
     def hosts(self) -> dict[str, list[RankFacts]]:
         return grouped((rank.host, rank) for rank in self.ranks)
+
+    def firsts(self, tells: Callable[[RankFacts], Any]) -> list[tuple[str, RankFacts]]:
+        """Every host with the first of its ranks that tells something, where there is one."""
+        found = {rank.host: rank for rank in reversed(self.ranks) if tells(rank)}
+        return [(host, found[host]) for host in self.hosts() if host in found]
 
 
 def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
