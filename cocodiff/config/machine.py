@@ -64,6 +64,11 @@ class Device:
     instructions_g_s: float = 0.0
     sums_kernel: bool = True
 
+    @property
+    def memory(self) -> int | None:
+        """Bytes; None where the file does not say."""
+        return int(self.memory_gib * 2**30) or None
+
 
 @dataclass(frozen=True)
 class Machine:

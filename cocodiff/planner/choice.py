@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from math import ceil
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -37,7 +37,7 @@ from cocodiff.planner.memory import (
     size_run,
 )
 from cocodiff.planner.partitions import Partition, partitions_of
-from cocodiff.planner.traffic import Latencies, Traffic, Wires
+from cocodiff.planner.traffic import Latencies, Traffic, Wires, total
 from cocodiff.topology.axes import Axes, Mesh
 from cocodiff.topology.layout import Segments
 
@@ -123,9 +123,8 @@ class Part:
         """Of a step, in which one call of the model follows another."""
         latencies = Latencies.of(self.topology.machine)
         plans = [plan_step(self.case(load), latencies) for load in self.work.calls]
-        sent = {link: sum(plan.bytes[link] for plan in plans) for link in LINK_CLASSES}
         step_s, compute_s, waits = (sum(getattr(p, name) for p in plans) for name in ("step_s", "compute_s", "waits"))
-        return StepPlan(step_s, compute_s, sent, self.work.steps, waits)
+        return StepPlan(step_s, compute_s, total(plan.bytes for plan in plans), self.work.steps, waits)
 
     def case(self, load: Load) -> Case:
         """load: one of the work's calls."""
@@ -138,14 +137,6 @@ class Part:
         """The same for parts that take alike: of the same work, whose ranks sit alike, and share NICs alike where they
         are on several nodes."""
         return self.work, self.topology.relative_places, self.topology.nics if self.topology.nodes > 1 else ()
-
-
-class PartitionStep(NamedTuple):
-    """A mean step of one replica, the slowest where they differ. plan.bytes: of attention, all ranks of the replica;
-    outputs: bytes of the exchange of outputs between two guidance branches, likewise."""
-
-    plan: StepPlan
-    outputs: dict[str, float]
 
 
 def untimed(machine: Machine) -> str | None:
@@ -179,7 +170,7 @@ def with_weights_chosen(topology: Topology, work: Workload, partition: Partition
     """The work with `weights: auto` decided: whole where everything fits a tile, else by as few shared blocks as
     does it. Where that is not enough, or slower, codecs keep one value of a tensor (predictor last), and of as many
     layers as fit. What is predicted to take least is chosen; where tensors arrive changed, what changes them least."""
-    memory, blocks = int(topology.machine.device.memory_gib * 2**30) - MARGIN, len(block_parameters(work.shape))
+    memory, blocks = (topology.machine.device.memory or 0) - MARGIN, len(block_parameters(work.shape))
     keeps, coded = codec_class(work.config).keeps_state, work.config.codec != "none"
     last = {"predictor": "last"} if coded else {}
 
@@ -212,7 +203,7 @@ def with_weights_chosen(topology: Topology, work: Workload, partition: Partition
     if untimed(topology.machine) or not work.config.exact_attention:
         return fitting[0]
     pricer = Pricer(topology)
-    steps_s = [pricer.step(one, partition).plan.step_s for one in fitting]
+    steps_s = [pricer.step(one, partition).step_s for one in fitting]
     return next(one for one, step_s in zip(fitting, steps_s, strict=True) if step_s <= NEAR * min(steps_s))
 
 
@@ -258,14 +249,15 @@ class Pricer:
                 f"it: choose another number"
             )
 
-    def step(self, work: Workload, partition: Partition) -> PartitionStep:
-        """Raises UserError as `need`, and where a part's ranks are not joined by links."""
+    def step(self, work: Workload, partition: Partition) -> StepPlan:
+        """A mean step of one replica, the slowest where they differ. bytes: of attention, of all ranks of the replica.
+        Raises UserError as `need`, and where a part's ranks are not joined by links."""
         of_replicas = [[part.plan for part in parts] for parts in self._parts(work, partition)]
         slowest = max(of_replicas, key=lambda plans: max(plan.step_s for plan in plans))
         longer = max(slowest, key=lambda plan: plan.step_s)
         outputs_s, outputs = self._outputs(work, partition)
-        sent = {link: sum(plan.bytes[link] for plan in slowest) for link in LINK_CLASSES}
-        return PartitionStep(replace(longer, step_s=longer.step_s + outputs_s, bytes=sent), outputs)
+        sent = total(plan.bytes for plan in slowest)
+        return replace(longer, step_s=longer.step_s + outputs_s, bytes=sent, outputs=outputs)
 
     def _divide(self, work: Workload, partition: Partition) -> list[list[Part]]:
         """As `parts_of`; in the place of all that are alike stands the first of them."""
@@ -444,7 +436,7 @@ def size_partition(
     for work in works:
         pricer.check_same_bits(work, partition)
     mesh = pricer.mesh(works[0], partition)
-    tile = int(pricer.topology.machine.device.memory_gib * 2**30) or None
+    tile = pricer.topology.machine.device.memory
     return PricedPartition(partition, mesh.ulysses, mesh.ring, need, tile, images, batches)
 
 
@@ -459,8 +451,8 @@ def time_partition(pricer: Pricer, works: Sequence[Workload], one: PricedPartiti
     apart = one.partition.guidance > 1
     return replace(
         one,
-        batch_s=sum(step.plan.image_s for _, step in steps),
-        sent={link: sum(work.steps * step.plan.bytes[link] for work, step in steps) for link in LINK_CLASSES},
+        batch_s=sum(step.image_s for _, step in steps),
+        sent={link: sum(work.steps * step.bytes[link] for work, step in steps) for link in LINK_CLASSES},
         outputs={link: sum(work.steps * step.outputs[link] for work, step in steps) for link in LINK_CLASSES},
-        first_s=sum(step.plan.step_s for work, step in steps if apart and work.load.branches > 1),
+        first_s=sum(step.step_s for work, step in steps if apart and work.load.branches > 1),
     )

@@ -12,7 +12,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ from cocodiff.planner.decisions import Decisions, decisions_of, without_seldom
 from cocodiff.planner.memory import Load, ModelShape, coded_layers, weights_waited_s
 from cocodiff.planner.placement import InStages, in_chunks, ring_of
 from cocodiff.planner.roofline import Layer, coded_s, copied_s, merged_s, roofline, scored_s
-from cocodiff.planner.traffic import Hop, Latencies, Wires, of_ranks, stages_of
+from cocodiff.planner.traffic import Hop, Latencies, Wires, of_ranks, stages_of, total
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.layout import Layout, Segments
 from cocodiff.topology.routes.chunks import megabytes_per_rank
@@ -165,7 +165,7 @@ class Sent:
         self.rows = float(sum(rows_P[list(mesh.groups[0])]))
         work = AttentionWork(case.shape.heads, case.shape.head_dim, kind.segments, case.load.batch, case.load.itemsize)
         self.ring = ring_of(mesh, layouts, work, Wires(mesh.topology), latencies.latency_s + latencies.message_s)
-        self.bytes = {link: sum(one.bytes[link] for one in self.ring.messages) for link in LINK_CLASSES}
+        self.bytes = total(one.bytes for one in self.ring.messages)
         if mesh.ulysses == 1:
             return
         cell, table = case.load.batch * self.width, exchange_table(config, case.topology)
@@ -356,13 +356,14 @@ class PlannedCall:
 @dataclass(frozen=True)
 class StepPlan:
     """Seconds of a mean step. compute_s: of the rank that computes longest; bytes: of all ranks, by link class; waits:
-    of the host for numbers that the device computes."""
+    of the host for numbers that the device computes; outputs: bytes of what two guidance branches exchange."""
 
     step_s: float
     compute_s: float
     bytes: dict[str, float]
     steps: int
     waits: float = 0.0
+    outputs: dict[str, float] = field(default_factory=dict)
 
     @property
     def image_s(self) -> float:

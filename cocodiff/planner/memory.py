@@ -367,6 +367,6 @@ def check_fits(need: RankMemory, memory: int, where: str) -> None:
         raise UserError(f"memory of {where}: {reason}")
 
 
-def mib(count: int) -> str:
+def mib(count: float) -> str:
     """Bytes as MiB: whole ones, of less than ten with two decimals."""
     return f"{count / MIB:.0f}" if count >= 10 * MIB else f"{count / MIB:.2f}"

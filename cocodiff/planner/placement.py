@@ -24,7 +24,7 @@ from cocodiff.config.machine import Topology
 from cocodiff.config.registry import RINGS
 from cocodiff.config.text_table import aligned
 from cocodiff.engine.assemble import AttentionWork
-from cocodiff.planner.traffic import Stage, Traffic, Wires, of_ranks, stages_of
+from cocodiff.planner.traffic import Stage, Traffic, Wires, of_ranks, stages_of, total
 from cocodiff.topology.axes import Mesh, mesh_without_ring, meshes
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.routes.chunks import chunk_ranks, megabytes_per_rank
@@ -109,9 +109,9 @@ def price(mesh: Mesh, work: AttentionWork) -> Priced:
 
     (stage,), ring = stages_of(mesh, "flat"), ring_of(mesh, layouts, work, wires)
     messages, chunking = [*both_ways(stage), *ring.messages], work.chunking(mesh.parts[0])
-    total = sum(sum(layout.rows) for layout in layouts)
+    tokens = sum(sum(layout.rows) for layout in layouts)
     fullest = max(sum(layout.rows) * max(layout.heads) for layout in layouts)
-    scores, device = work.batch * fullest * total, mesh.topology.machine.device
+    scores, device = work.batch * fullest * tokens, mesh.topology.machine.device
     rate = EFFICIENCY * 1e12 * (device.bf16_tflop_s or UNKNOWN_TFLOP_S)
     score_s = 0.0  # where a part of attention passes through memory, as no kernel tells its sums
     if mesh.ring > 1 and not device.sums_kernel and device.memory_gb_s:
@@ -121,7 +121,7 @@ def price(mesh: Mesh, work: AttentionWork) -> Priced:
         stages = in_chunks(mesh, chunking.chunks, rows_P, lambda chosen: seconds(stage.only(chosen)) + MESSAGE_S)
     return Priced(
         mesh,
-        {kind: sum(one.bytes[kind] for one in messages) for kind in LINK_CLASSES},
+        total(one.bytes for one in messages),
         int(np.sum([one.out_of for one in messages], axis=0).max()),
         layouts[0].heads,
         seconds(stage) + 2 * MESSAGE_S * (mesh.ulysses > 1),

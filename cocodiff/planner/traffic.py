@@ -3,7 +3,7 @@ needs. Pure arithmetic on arrays: a mesh of 1,536 ranks has millions of messages
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -168,6 +168,12 @@ class Hop(NamedTuple):
     packed: float
     sent: dict[str, float]
     phases: int
+
+
+def total(sent: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The sums of bytes by link class."""
+    every = list(sent)
+    return {link: sum(one[link] for one in every) for link in LINK_CLASSES}
 
 
 def of_ranks(mesh: Mesh, of_groups: Iterable[Sequence[float]]) -> Floats:
