@@ -404,19 +404,11 @@ def choose(
             sized.append(size_partition(pricer, works, partition, images, batches))
         except UserError as error:
             refused[partition] = error
-    reason, listed = untimed(topology.machine), sized
+    reason = untimed(topology.machine)
     # without times: more ranks than so few images can use
     if not sized or (reason and refused and min(one.partition.replicas for one in sized) > max(batches, replicas or 1)):
         raise next(iter(refused.values()))
-    if not reason:
-        listed = []
-        for one in sized:
-            try:
-                listed.append(time_partition(pricer, works, one))
-            except UserError as error:
-                refused[one.partition] = error
-        if not listed:
-            raise next(iter(refused.values()))
+    listed = sized if reason else [time_partition(pricer, works, one) for one in sized]
     able = [one for one in listed if one.fits is not False]
     if reason or not able:
         taken = by_rule(able) if able else min(listed, key=lambda one: one.need.total)

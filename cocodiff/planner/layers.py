@@ -186,8 +186,7 @@ class Sent:
             return sum(4 * hop.link_s + hop.wait_s for hop in hops)
 
         if size_mb >= chunks.from_mb:
-            in_stages = in_chunks(mesh, chunks.chunks, all_P, seconds)
-            self.stages = in_stages and in_stages._replace(moves_s=self.ring.moves_s)
+            self.stages = in_chunks(mesh, chunks.chunks, all_P, self.ring, seconds)
 
 
 class PlannedLayer:
@@ -263,7 +262,7 @@ class PlannedCall:
         load(ORDERS, self._case.config.order)(qkv, self, self)
         self._wait("q", "k", "v")
         with self.span("attention"):
-            blocks, behind = self._case.mesh.ring, in_stages or self._sent.ring
+            blocks, behind = self._case.mesh.ring, in_stages or self._sent.ring.moves
             parts = blocks if in_stages is None else blocks + 2  # of each query, which are merged
             block_s, launches = (times.attention, 1) if parts == 1 else self._part(times.attention)
             self._compute(blocks * block_s, parts * launches)
