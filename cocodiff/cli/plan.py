@@ -164,8 +164,8 @@ def run_calibration(values: dict[str, Any], plan: dict[str, Any], folder: Path |
     names = [name for name in NAMES if name != "nic" or topology.nodes > 1]
     start = Constants(machine.links.latency_us, machine.links.message_us)
     fit = calibrate.fit(replace(topology, machine=machine), measured, start, names)
-    say("\n".join(calibrate.told(fit, measured, names, scale)))
-    plan["calibration"] = calibrate.as_json(fit, measured, names) | {"from": str(path), "scale": scale}
+    say("\n".join(calibrate.told(fit, scale)))
+    plan["calibration"] = calibrate.as_json(fit) | {"from": str(path), "scale": scale}
     machines = {"machine.yaml": fit.constants.machine(machine)}
     if scale != 1:  # at the machine file's rates, beside what bench step says
         machines["machine-unscaled.yaml"] = fit.constants.faster(scale).machine(topology.machine)

@@ -61,15 +61,14 @@ class Workload:
 
     @property
     def guides(self) -> bool:
-        """Whether there are two branches: two calls in a step, or two halves of one call's rows."""
+        """Two calls in a step, or two halves of one call's rows."""
         return self.load.branches == 2 or self.shape.rows_per_image == 2
 
     def with_config(self, config: Config) -> Workload:
-        """The same work by other settings."""
         return replace(self, config=config, load=replace(self.load, state=state_sizes(config)))
 
     def with_codec_chosen(self, topology: Topology) -> Workload:
-        """With the codec that `codec: auto` is on the ranks of a branch."""
+        """topology: of the ranks of a branch."""
         work = AttentionWork(self.shape.heads, self.shape.head_dim)
         return self.with_config(with_codec_chosen(self.config, topology, work)[0])
 
@@ -229,8 +228,7 @@ class Pricer:
         self._parts = cache(self._divide)
 
     def need(self, work: Workload, partition: Partition) -> RankMemory:
-        """Memory of the fullest rank. Raises UserError where ranks, heads, tokens or settings do not allow the
-        partition."""
+        """Of the fullest rank. Raises UserError where ranks, heads, tokens or settings do not allow the partition."""
         return max((part.need for part in self._unlike(work, partition)), key=lambda need: need.total)
 
     def mesh(self, work: Workload, partition: Partition) -> Mesh:

@@ -92,7 +92,7 @@ def kinds_of(shape: ModelShape, load: Load) -> list[Kind]:
 
 
 def kinds_of_steps(case: Case) -> list[dict[CallKind, float]]:
-    """Of every step the parts of its calls by their kind."""
+    """As of `Costs`; one rank's are all whole."""
     if case.topology.size == 1:
         return [{WHOLE: 1.0}] * case.steps
     decisions = decisions_of(case.config, case.steps, case.decisions)
@@ -190,7 +190,7 @@ class Sent:
 
 
 class PlannedLayer:
-    """One rank's layer: q, k and v of the right size, which take as long as the roofline says, attention, the rest."""
+    """One rank's layer, whose parts take as long as the roofline says."""
 
     def __init__(
         self, case: Case, kind: Kind, layout: Layout, slot: int, compute: Callable[[float, int], None], x_BLHD: Tensor

@@ -40,7 +40,7 @@ class Latencies(NamedTuple):
 
 
 class Wires:
-    """Where every rank sits, as arrays over the ranks, and numbers for the links between them."""
+    """Where every rank sits."""
 
     def __init__(self, topology: Topology) -> None:
         places = topology.places
