@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def memory_of(
     not say. video: as of `case_of`."""
     of_ranks, of_sites, largest = dict[int, RankMemory](), dict[int, RankMemory](), list[int]()
     tile, places = topology.machine.device.memory, topology.places
-    for part in (part for of_replica in parts_of(topology, work, partition) for part in of_replica):
+    for part in chain(*parts_of(topology, work, partition)):
         shape, load, mesh = part.work.shape, part.work.load, part.mesh
         one_site = replace(shape, joint_layers=1, parallel_layers=0, image_layers=0)
         of_ranks |= zip(part.ranks, size_run(shape, part.topology, load, mesh), strict=True)

@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
+from itertools import chain
 from math import ceil
 from typing import Any
 
@@ -177,8 +178,7 @@ def with_weights_chosen(topology: Topology, work: Workload, partition: Partition
         return work.with_config(work.config.with_(**settings))
 
     def fits(one: Workload) -> bool:
-        parts = parts_of(topology, one, partition)
-        return max(part.need.total for of_replica in parts for part in of_replica) <= memory
+        return max(part.need.total for part in chain(*parts_of(topology, one, partition))) <= memory
 
     def first(count: int, work_of: Callable[[int], Workload]) -> list[Workload]:
         """Of so many settings, each of which needs less than the one before, the first that fits."""
@@ -225,11 +225,11 @@ class Pricer:
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
         self._known: dict[Hashable, Part] = {}
-        self._parts = cache(self._divide)
+        self._parts = cache(self._divide)  # of every replica its guidance branches
 
     def need(self, work: Workload, partition: Partition) -> RankMemory:
         """Of the fullest rank. Raises UserError where ranks, heads, tokens or settings do not allow the partition."""
-        return max((part.need for part in self._unlike(work, partition)), key=lambda need: need.total)
+        return max((part.need for part in chain(*self._parts(work, partition))), key=lambda need: need.total)
 
     def mesh(self, work: Workload, partition: Partition) -> Mesh:
         """Of the first part. Raises UserError as `need`."""
@@ -237,8 +237,9 @@ class Pricer:
 
     def check_same_bits(self, work: Workload, partition: Partition) -> None:
         """Raises UserError where an image would depend, in its last bits, on the replica that makes it."""
-        seats = {tuple(part.topology.relative_places for part in parts) for parts in self._parts(work, partition)}
-        config, ring = work.config, any(part.mesh.ring > 1 for part in self._unlike(work, partition))
+        of_replicas, config = self._parts(work, partition), work.config
+        seats = {tuple(part.topology.relative_places for part in parts) for parts in of_replicas}
+        ring = any(part.mesh.ring > 1 for part in chain(*of_replicas))
         by_card = config.selection == "v_major" and config.scoring == "card"
         if len(seats) > 1 and (ring or by_card or config.chunks != 1 or config.codec == "auto"):
             raise UserError(
@@ -262,10 +263,6 @@ class Pricer:
         of_replicas = parts_of(self.topology, work, partition)
         return [[self._known.setdefault(part.alike, part) for part in of_replica] for of_replica in of_replicas]
 
-    def _unlike(self, work: Workload, partition: Partition) -> list[Part]:
-        """One of all parts that are alike."""
-        return list(dict.fromkeys(part for of_replica in self._parts(work, partition) for part in of_replica))
-
     def _outputs(self, work: Workload, partition: Partition) -> tuple[float, dict[str, float]]:
         """Seconds of a step and bytes of a replica: each rank sends its partner in the other branch its own branch's
         whole output [B, image tokens, OUTPUT_CHANNELS]."""
@@ -274,10 +271,9 @@ class Pricer:
         axes = Axes.build(self.topology, replica=partition.replicas, guidance=partition.guidance)
         load = work.of_branch(partition.guidance, 0).load
         size = load.batch * load.tokens(IMAGE) * OUTPUT_CHANNELS * load.itemsize
-        pairs = [axes.partners(rank) for rank in range(self.topology.size)]
-        partners_P = np.array([sum(pair) - rank for rank, pair in enumerate(pairs)])
-        traffic = Traffic(Wires(self.topology))
-        traffic.send(np.arange(self.topology.size), partners_P, np.full(self.topology.size, size))
+        ranks, traffic = range(self.topology.size), Traffic(Wires(self.topology))
+        partners_P = np.array([sum(axes.partners(rank)) - rank for rank in ranks])
+        traffic.send(np.array(ranks), partners_P, np.full(len(ranks), size))
         outputs = {link: count / partition.replicas for link, count in traffic.bytes.items()}
         return traffic.seconds() + Latencies.of(self.topology.machine).latency_s, outputs
 

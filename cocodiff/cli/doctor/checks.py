@@ -5,26 +5,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partialmethod
 from pathlib import Path
 
-from cocodiff.cli.doctor.facts import (
-    FAULT,
-    GOOD,
-    NOTE,
-    WARNING,
-    Facts,
-    Finding,
-    Findings,
-    Issue,
-    RankFacts,
-    by_value,
-    grouped,
-    name_ranks,
-)
+from cocodiff.cli.doctor.facts import Facts, Issue, RankFacts, by_value, grouped, name_ranks
 from cocodiff.comm.connect import overlap_killers
 from cocodiff.comm.host import THROUGH_HOST
 from cocodiff.kernels.trial import KernelTrial
 
+FAULT, WARNING, NOTE, GOOD = "fault", "warning", "note", "ok"
 SAFE_REMEDY = "leave SAFE empty (docs/aurora.md) once jobs of this size end"
 LEAST = {"torch": (2, 8), "diffusers": (0, 42), "transformers": (5,)}  # as pyproject.toml asks for: a test compares
 BIND = "bind ranks to cores: mpiexec --cpu-bind list:..., as launch/aurora.pbs does"
@@ -37,6 +27,37 @@ HIDDEN_LEAST = 0.5  # of the shorter of the two; an overlap that works hides nea
 GIB = 2**30
 LEAST_FREE = {"cpu": GIB // 4, "accelerator": 4 * GIB}  # the embedded model's run; a small one of a large model
 TAKEN = 0.1  # of a tile's memory that somebody else holds
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One result of a check. remedy: what to do, "" where nothing is to be done."""
+
+    check: str
+    severity: str
+    text: str
+    remedy: str = ""
+
+
+class Findings(list[Finding]):
+    """The findings of one check."""
+
+    def __init__(self, check: str) -> None:
+        super().__init__()
+        self._check = check
+
+    def add(self, severity: str, text: str, remedy: str = "") -> None:
+        self.append(Finding(self._check, severity, text, remedy))
+
+    def otherwise(self, severity: str, text: str, remedy: str = "") -> None:
+        """Where the check has found nothing before."""
+        if not self:
+            self.add(severity, text, remedy)
+
+    fault = partialmethod(add, FAULT)
+    warning = partialmethod(add, WARNING)
+    note = partialmethod(add, NOTE)
+    good = partialmethod(add, GOOD)
 
 
 def numbers(version: str) -> tuple[int, ...]:
