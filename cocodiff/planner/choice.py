@@ -68,11 +68,6 @@ class Workload:
     def with_config(self, config: Config) -> Workload:
         return replace(self, config=config, load=replace(self.load, state=state_sizes(config)))
 
-    def with_codec_chosen(self, topology: Topology) -> Workload:
-        """topology: of the ranks of a branch."""
-        work = AttentionWork(self.shape.heads, self.shape.head_dim)
-        return self.with_config(with_codec_chosen(self.config, topology, work)[0])
-
     def of_branch(self, guidance: int, branch: int) -> Workload:
         """The work of the ranks of one branch."""
         if guidance == 1:
@@ -153,9 +148,10 @@ def parts_of(topology: Topology, work: Workload, partition: Partition) -> list[l
     axes = Axes.build(topology, replica=partition.replicas, guidance=partition.guidance)
 
     def part_of(branch: int, ranks: tuple[int, ...]) -> Part:
-        own = topology.part(ranks)
-        of_branch = work.of_branch(partition.guidance, branch).with_codec_chosen(own)
-        load = replace(of_branch.load, split=Split.of(work.config.split, own))
+        own, of_branch = topology.part(ranks), work.of_branch(partition.guidance, branch)
+        config, _ = with_codec_chosen(work.config, own, AttentionWork(work.shape.heads, work.shape.head_dim))
+        of_branch = of_branch.with_config(config)
+        load = replace(of_branch.load, split=Split.of(config.split, own))
         return Part(ranks, own, replace(of_branch, load=load))
 
     return [[part_of(*one) for one in enumerate(of_replica)] for of_replica in axes.branches]
@@ -281,13 +277,10 @@ class Pricer:
 @dataclass(frozen=True)
 class PricedPartition:
     """A partition of a job's ranks. ulysses, ring: the mesh of the ranks that share a sequence. need: of the fullest
-    rank.
-
-    tile: bytes of memory that a rank has, None where the machine does not say. batches: calls of the pipeline that make
-    the job's images. batch_s: seconds of one, denoising alone; sent, outputs: bytes of one by link class, of attention
-    and of the exchange of outputs between guidance branches. All three None where nothing is timed. first_s: what a
-    replica's first batch takes longer: in its first step both branches of calls in turn are computed by all.
-    """
+    rank. tile: bytes of memory that a rank has, None where the machine does not say. batches: calls of the pipeline
+    that make the job's images. batch_s: seconds of one, denoising alone; sent, outputs: bytes of one by link class, of
+    attention and of the exchange of outputs between guidance branches; all None where nothing is timed. first_s: what a
+    replica's first batch takes longer: in its first step both branches of calls in turn are computed by all."""
 
     partition: Partition
     ulysses: int
@@ -384,10 +377,9 @@ def choose(
     least: int = 1,
 ) -> Choice:
     """The partition of a job that makes so many images, in so many calls of the pipeline, in each of several presets.
+    Where the machine tells no rates, replicas come first, up to one for each batch, then guidance.
 
     works: of one model, one for each preset; their times add up. replicas, guidance, least: as in `partitions_of`.
-    Where the machine tells no rates, replicas come first, up to one for each batch, then guidance; the ranks of a part
-    share a sequence as the settings say.
     Raises UserError where no partition is possible.
     """
     topology, guides = pricer.topology, any(work.guides for work in works)

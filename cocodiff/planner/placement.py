@@ -285,9 +285,8 @@ def ring_of(
 
 
 def best_of_degree(priced: Sequence[Priced], rates_known: bool) -> Priced:
-    """Of meshes of one Ring degree the default: the fewest bytes out of the busiest node, which sets the pace, then out
-    of all nodes, then the least time; where rates are known, another that is predicted to beat it, as a ring through
-    slow links does that long attention hides."""
+    """Of one Ring degree: the fewest bytes out of the busiest node, which sets the pace, then out of all nodes, then
+    the least time; where rates are known, another that is predicted to beat it, as a ring through slow links may."""
     fewest = min(priced, key=lambda one: (one.busiest_node, one.bytes["node"], one.seconds))
     fastest = min(priced, key=lambda one: one.seconds)
     return fastest if rates_known and fastest.seconds <= PLACED * fewest.seconds else fewest
