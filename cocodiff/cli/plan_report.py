@@ -21,7 +21,7 @@ from cocodiff.jobs.options import engine_record
 from cocodiff.jobs.terminal import say
 from cocodiff.models.adapter import IMAGE, TEXT
 from cocodiff.models.family import Video
-from cocodiff.planner.choice import Choice, Part, PricedPartition, Pricer, Workload, parts_of
+from cocodiff.planner.choice import Choice, Part, Pricer, Workload, parts_of
 from cocodiff.planner.costs import CallKind, costs_of
 from cocodiff.planner.decisions import as_file, decisions_of
 from cocodiff.planner.layers import SITES, Case, StepPlan, plan_layers
@@ -187,25 +187,25 @@ def one_replica(topology: Topology, work: Workload) -> Partition:
 
 def partitions_of_job(choice: Choice) -> Document:
     """`deals`: all partitions; bytes of one image, or of one batch of images."""
-    rows = [partition_as_json(one) | {"taken": one is choice.taken} for one in choice.listed]
-    refused = [{**partition._asdict(), "error": str(why), "taken": False} for partition, why in choice.refused.items()]
-    return {"images": choice.taken.images, "deals": rows + refused}
-
-
-def partition_as_json(one: PricedPartition) -> dict[str, Any]:
     times = ("images_per_hour", "job_s", "first_s")
-    return {
-        **one.partition._asdict(),
-        "ranks": one.ulysses * one.ring,
-        "ulysses": one.ulysses,
-        "ring": one.ring,
-        "rank_mib": one.need.total / MIB,
-        "fits": one.fits,
-        "image_s": one.batch_s,
-        **{name: None if one.batch_s is None else getattr(one, name) for name in times},
-        "bytes_per_image": one.sent,
-        "output_bytes_per_image": one.outputs,
-    }
+    rows = [
+        {
+            **one.partition._asdict(),
+            "ranks": one.ulysses * one.ring,
+            "ulysses": one.ulysses,
+            "ring": one.ring,
+            "rank_mib": one.need.total / MIB,
+            "fits": one.fits,
+            "image_s": one.batch_s,
+            **{name: None if one.batch_s is None else getattr(one, name) for name in times},
+            "bytes_per_image": one.sent,
+            "output_bytes_per_image": one.outputs,
+            "taken": one is choice.taken,
+        }
+        for one in choice.listed
+    ]
+    rows += [{**partition._asdict(), "error": str(why), "taken": False} for partition, why in choice.refused.items()]
+    return {"images": choice.taken.images, "deals": rows}
 
 
 def partitions_table(deals: Sequence[Document]) -> list[str]:

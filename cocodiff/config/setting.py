@@ -96,9 +96,13 @@ def setting(default: T, help: str, **about: Any) -> T:
     return field(default=default, metadata={"option": Option("", help, default, **about)})
 
 
-@cache
-def settings_of(record: type[Any]) -> dict[str, Option]:
+def settings_of(record: Any) -> dict[str, Option]:
     """The settings of a dataclass by their names."""
+    return _read_fields(record)
+
+
+@cache
+def _read_fields(record: type[Any]) -> dict[str, Option]:
     hints, found = get_type_hints(record), {}
     for one in fields(record):
         hint = hints[one.name]
