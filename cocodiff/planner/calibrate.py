@@ -73,7 +73,7 @@ class AllToAll:
 
     def __init__(self, topology: Topology, variant: str, size_mb: float) -> None:
         """variant: an exchange, or "flat_serial": to one peer at a time."""
-        P, one_peer = topology.size, variant == "flat_serial"
+        P, one_peer, self._variant = topology.size, variant == "flat_serial", variant
         rows = max(1, round(size_mb * 1e6 / P / ROW_BYTES))
         self.block_bytes = rows * ROW_BYTES
         stages = stages_of(Mesh.build(topology), variant.removesuffix("_serial"), one_peer=one_peer)
@@ -84,7 +84,11 @@ class AllToAll:
         """part: as of `Measured`."""
         latencies, rates = Latencies.of(machine), rates_of(machine)
         of_stages = [stage.wait_s(latencies) + float((loads / rates).max()) for stage, loads in self._stages]
-        return sum(of_stages) if part == "whole" else of_stages[PHASES.index(part)]
+        if part == "whole":
+            return sum(of_stages)
+        if self._variant != "tapa":
+            raise UserError(f"{self._variant} has no {part}: only tapa has phases")
+        return of_stages[PHASES.index(part)]
 
 
 @dataclass(frozen=True)
