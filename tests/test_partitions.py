@@ -57,9 +57,9 @@ def test_two_branches_take_as_long_as_one_on_its_plane_and_the_exchange_of_outpu
     plane = AURORA.part(Axes.build(AURORA, guidance=2).branch(0))
     alone = plan_step(Case(TOY, plane, work.config, one, 10), Latencies.of(AURORA.machine))
     output = 1008 * OUTPUT_CHANNELS * 2
-    assert step.plan.step_s == pytest.approx(alone.step_s + output / 134e9 + latency_s)
+    assert step.step_s == pytest.approx(alone.step_s + output / 134e9 + latency_s)
     attention = 2 * 2 * 4 * (1008 + 24) * 24 * 64 * 2 * 5 // 6  # layers, branches, q k v o, rows, heads, D, bf16
-    assert step.plan.bytes == {"sibling": 0, "plane": attention, "cross_plane": 0, "node": 0}
+    assert step.bytes == {"sibling": 0, "plane": attention, "cross_plane": 0, "node": 0}
     assert step.outputs == {"sibling": 12 * output, "plane": 0, "cross_plane": 0, "node": 0}
 
 
@@ -78,17 +78,17 @@ def test_of_unequal_texts_the_longer_branch_decides():
     pricer = Pricer(AURORA)
     long, short = (work_of(replace(TOY, text_tokens=tokens)) for tokens in (480, 24))
     unequal = replace(long, negative=short.load.segments)
-    times = [pricer.step(work, Partition(1, 2)).plan.step_s for work in (long, short, unequal)]
+    times = [pricer.step(work, Partition(1, 2)).step_s for work in (long, short, unequal)]
     assert times[1] < times[0] == times[2]
-    in_turn = [pricer.step(work, Partition(1, 1)).plan.step_s for work in (long, short, unequal)]
+    in_turn = [pricer.step(work, Partition(1, 1)).step_s for work in (long, short, unequal)]
     assert in_turn[2] == pytest.approx((in_turn[0] + in_turn[1]) / 2)
 
 
 def test_two_nodes_with_a_branch_each_send_nothing_but_outputs_between_them():
     two = topology_of("aurora", 24)
     step = Pricer(two).step(work_of(preset="split"), Partition(1, 2))
-    assert step.plan.bytes["node"] == 0 < step.outputs["node"]
-    assert Pricer(two).step(work_of(preset="split"), Partition(1, 1)).plan.bytes["node"] > 0
+    assert step.bytes["node"] == 0 < step.outputs["node"]
+    assert Pricer(two).step(work_of(preset="split"), Partition(1, 1)).bytes["node"] > 0
 
 
 @pytest.mark.parametrize("model", ["sd3.5", "qwen-image"])

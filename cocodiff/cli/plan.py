@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from cocodiff.cli import plan_report as report
 from cocodiff.comm.launch import Launch
 from cocodiff.config.config import Config, load_machine
 from cocodiff.config.errors import UserError
@@ -22,7 +23,8 @@ from cocodiff.jobs.record import write_document
 from cocodiff.jobs.terminal import quiet_libraries, say
 from cocodiff.models.adapter import image_and_text
 from cocodiff.models.family import Video
-from cocodiff.planner.choice import Workload
+from cocodiff.planner.choice import Pricer, Workload, choose, shared_weights, untimed, with_weights_chosen
+from cocodiff.planner.costs import state_sizes
 from cocodiff.planner.decisions import read_decisions
 from cocodiff.planner.memory import Load, ModelShape
 
@@ -116,9 +118,6 @@ def check(values: dict[str, Any]) -> None:
 
 
 def run_plan(values: dict[str, Any], plan: dict[str, Any], folder: Path | None) -> None:
-    from cocodiff.cli import plan_report as report
-    from cocodiff.planner.choice import Pricer, choose, shared_weights, untimed, with_weights_chosen
-
     shape, topology = load_shape(values["model"]), topology_of(values)
     config = engine_record().preset(values["preset"], **engine_settings(values))
     video = video_of(values, shape)
@@ -132,13 +131,13 @@ def run_plan(values: dict[str, Any], plan: dict[str, Any], folder: Path | None) 
         work = with_weights_chosen(topology, work, partition)
         for line in shared_weights(work.config):
             say(line)
-    sizes = report.size(topology, work, partition, video)
-    plan |= report.memory_json(values, topology, work, sizes, video)
-    plan["case"] |= {"replicas": partition.replicas, "guidance_parallel": partition.guidance}
-    say("\n".join(report.table(values, topology, work, sizes, video)))
+    memory, why = report.memory_of(topology, work, partition, video)
+    plan |= {"case": report.case_of(values, topology, work, partition, video)} | memory
+    say("\n".join(report.memory_table(plan, topology, why)))
     if choice is not None:
-        plan |= report.partitions_as_json(choice)
-        say("\n".join(report.partitions_table(choice) if values["compare"] else [choice.line()]))
+        plan |= report.partitions_of_job(choice)
+        table = report.partitions_table(plan["deals"]) if values["compare"] else []
+        say("\n".join([*table, choice.line()]))
     elif config.guidance_parallel == 2 and not work.guides:
         say(f"guidance_parallel 2: {shape.name} computes one branch, on all ranks")
     elif partition.guidance > 1:
@@ -165,8 +164,8 @@ def run_calibration(values: dict[str, Any], plan: dict[str, Any], folder: Path |
     names = [name for name in NAMES if name != "nic" or topology.nodes > 1]
     start = Constants(machine.links.latency_us, machine.links.message_us)
     fit = calibrate.fit(replace(topology, machine=machine), measured, start, names)
-    say("\n".join(calibrate.told(fit, measured, names, scale)))
-    plan["calibration"] = calibrate.as_json(fit, measured, names) | {"from": str(path), "scale": scale}
+    say("\n".join(calibrate.told(fit, scale)))
+    plan["calibration"] = calibrate.as_json(fit) | {"from": str(path), "scale": scale}
     machines = {"machine.yaml": fit.constants.machine(machine)}
     if scale != 1:  # at the machine file's rates, beside what bench step says
         machines["machine-unscaled.yaml"] = fit.constants.faster(scale).machine(topology.machine)
@@ -214,8 +213,6 @@ def video_of(values: dict[str, Any], shape: ModelShape) -> Video:
 
 
 def workload_of(values: dict[str, Any], shape: ModelShape, config: Config, video: Video) -> Workload:
-    from cocodiff.planner.costs import state_sizes
-
     text = shape.text_tokens if values["text_tokens"] is None else values["text_tokens"]
     image = shape.image_tokens(video.height) if shape.video is None else shape.video_tokens(video)
     negative = values["negative_tokens"]

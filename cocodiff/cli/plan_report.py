@@ -3,8 +3,10 @@ side, and one layer in detail."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,10 @@ from cocodiff.jobs.options import engine_record
 from cocodiff.jobs.terminal import say
 from cocodiff.models.adapter import IMAGE, TEXT
 from cocodiff.models.family import Video
-from cocodiff.planner.choice import Choice, Part, PartitionStep, PricedPartition, Pricer, Workload, parts_of
+from cocodiff.planner.choice import Choice, Part, Pricer, Workload, parts_of
 from cocodiff.planner.costs import CallKind, costs_of
 from cocodiff.planner.decisions import as_file, decisions_of
-from cocodiff.planner.layers import SITES, Case, plan_layers
+from cocodiff.planner.layers import SITES, Case, StepPlan, plan_layers
 from cocodiff.planner.memory import KEPT, MIB, RankMemory, add, largest_batch, mib, misfit, size_run
 from cocodiff.planner.partitions import Partition
 from cocodiff.planner.peaks import Peaks, size_peaks
@@ -32,7 +34,10 @@ from cocodiff.planner.traffic import Latencies, plan_of
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.routes.plans import Phase
 
+Document = dict[str, Any]  # part of plan.json, from which what is said is made
 PEERS_SHOWN = 6  # of one phase's messages
+GIGABYTES = [f"{link} GB" for link in LINK_CLASSES]
+FITS = {True: "yes", False: "no", None: "unknown"}
 ROWS = {  # of the table of memory: fields of `RankMemory`
     "cache: q, k, v of the image": "image_cache",
     "cache: scoring reference": "reference_cache",
@@ -47,95 +52,71 @@ ROWS = {  # of the table of memory: fields of `RankMemory`
 }
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """A plan's memory, in bytes. layer: one joint attention of one branch on the fullest rank; node: the fullest.
-    tile: the machine's memory of one rank, None where its file does not say; then `largest`, in images, is None too.
-    peaks: of text encoders and VAE; None where the model's VAE is not known."""
+def case_of(values: dict[str, Any], topology: Topology, work: Workload, partition: Partition, video: Video) -> Document:
+    """What is planned. video: what is made, or an image."""
+    shape, load = work.shape, work.load
+    return {
+        "model": shape.name,
+        "size": values["size"],
+        **({} if shape.video is None else {name: getattr(video, name) for name in ("frames", "height", "width")}),
+        "batch": values["batch"],
+        "image_tokens": load.tokens(IMAGE),
+        "text_tokens": load.tokens(TEXT),
+        "branches": load.branches,
+        "dtype": values["dtype"],
+        "preset": values["preset"],
+        "machine": topology.machine.name,
+        "nodes": topology.nodes,
+        "ranks": topology.size,
+        "replicas": partition.replicas,
+        "guidance_parallel": partition.guidance,
+    }
 
-    layer: RankMemory
-    rank: RankMemory
-    node: RankMemory
-    tile: int | None
-    largest: int | None
-    peaks: Peaks | None = None
 
-
-def size(topology: Topology, work: Workload, partition: Partition, video: Video) -> Sizes:
-    """video: what is made, or an image."""
-    found, layers, largest_of_parts = dict[int, RankMemory](), dict[int, RankMemory](), []
-    tile = int(topology.machine.device.memory_gib * 2**30) or None
-    for part in (part for of_replica in parts_of(topology, work, partition) for part in of_replica):
+def memory_of(
+    topology: Topology, work: Workload, partition: Partition, video: Video
+) -> tuple[dict[str, Any], str | None]:
+    """Memory in MiB of the fullest rank, of one joint attention of one branch there ("site"), and of the fullest node;
+    what text encoders and VAE take. And why the rank does not fit a tile; None where it does, or where the machine does
+    not say. video: as of `case_of`."""
+    of_ranks, of_sites, largest = dict[int, RankMemory](), dict[int, RankMemory](), list[int]()
+    tile, places = topology.machine.device.memory, topology.places
+    for part in chain(*parts_of(topology, work, partition)):
         shape, load, mesh = part.work.shape, part.work.load, part.mesh
         one_site = replace(shape, joint_layers=1, parallel_layers=0, image_layers=0)
-        found |= zip(part.ranks, size_run(shape, part.topology, load, mesh), strict=True)
-        layers |= zip(part.ranks, size_run(one_site, part.topology, replace(load, branches=1), mesh), strict=True)
+        of_ranks |= zip(part.ranks, size_run(shape, part.topology, load, mesh), strict=True)
+        of_sites |= zip(part.ranks, size_run(one_site, part.topology, replace(load, branches=1), mesh), strict=True)
         if tile is not None:
-            largest_of_parts.append(largest_batch(shape, part.topology, load, tile, mesh))
-    of_ranks = [found[rank] for rank in range(topology.size)]
+            largest.append(largest_batch(shape, part.topology, load, tile, mesh))
     fullest = max(range(topology.size), key=lambda rank: of_ranks[rank].total)
-    nodes = [add([of_ranks[p.rank] for p in topology.places if p.node == node]) for node in range(topology.nodes)]
-    node = max(nodes, key=lambda node: node.total)
+    on_nodes = [[of_ranks[place.rank] for place in places if place.node == node] for node in range(topology.nodes)]
+    rank, node = of_ranks[fullest], max(map(add, on_nodes), key=lambda node: node.total)
+    why = None if tile is None else misfit(rank, tile)
     batch = max(1, work.load.batch // work.shape.rows_per_image)
     peaks = size_peaks(work.shape, topology, video, batch, work.load.itemsize, partition.replicas)
-    return Sizes(layers[fullest], of_ranks[fullest], node, tile, min(largest_of_parts, default=None), peaks)
+    told = {
+        "memory_mib": {
+            "site": in_mib(of_sites[fullest], (*KEPT, "cache")),
+            "rank": in_mib(rank, ROWS.values()),
+            "node": in_mib(node, ROWS.values()),
+            "tile": None if tile is None else tile / MIB,
+        },
+        "fits": None if tile is None else why is None,
+        "largest_batch": min(largest, default=None),
+        "peaks_mib": None if peaks is None else peaks_in_mib(peaks, rank, tile, ranks_of_node(topology)),
+    }
+    return told, why
 
 
-def table(values: dict[str, Any], topology: Topology, work: Workload, sizes: Sizes, video: Video) -> list[str]:
-    shape, load, rank = work.shape, work.load, sizes.rank
-    frames = "" if video.frames == 1 else f"{video.frames} frames of "
-    lines = [
-        f"{shape.name} {frames}{video.height}x{video.width} batch {values['batch']}, {load.branches} branch(es), "
-        f"{values['dtype']}, preset {values['preset']}: {topology.size} rank(s) on {topology.nodes} node(s) of "
-        f"{topology.machine.name}",
-        f"{'MiB':<28}{'a layer':>12}{'a rank':>12}{'a node':>12}",
-    ]
-    for name, field in ROWS.items():
-        layer = mib(getattr(sizes.layer, field)) if "cache" in name else ""
-        lines.append(f"{name:<28}{layer:>12}{mib(getattr(rank, field)):>12}{mib(getattr(sizes.node, field)):>12}")
-    lines += peak_lines(sizes, ranks_of_node(topology))
-    if sizes.tile is None:
-        return [*lines, f"machine {topology.machine.name} does not say how much memory a rank has"]
-    reason = misfit(rank, sizes.tile)
-    left = f"fits: {mib(sizes.tile - rank.total)} of {mib(sizes.tile)} MiB of a tile are left"
-    lines += [left if reason is None else f"does not fit: {reason}", f"largest batch that fits: {sizes.largest}"]
-    return lines + verdicts(sizes, sizes.tile)
+def in_mib(of: RankMemory, names: Iterable[str]) -> dict[str, float]:
+    return {name: getattr(of, name) / MIB for name in names}
 
 
-def ranks_of_node(topology: Topology) -> int:
-    """Of the node that has most."""
-    return max(sum(place.node == node for place in topology.places) for node in range(topology.nodes))
-
-
-def peak_lines(sizes: Sizes, ranks: int) -> list[str]:
-    """Rows of text encoders and VAE. ranks: of a node."""
-    if sizes.peaks is None:
-        return ["text encoders and VAE: not known of this model"]
-    peaks = sizes.peaks
-    rows = [("text encoders, at the start", peaks.encoders, 1), ("VAE: weights", peaks.vae, ranks)]
-    rows += [(f"VAE: encoding, {how}", peak.encoding, ranks) for how, peak in peaks.of_vae.items() if how != "all"]
-    rows += [(f"VAE: decoding, {how}", peak.decoding, peak.decoders) for how, peak in peaks.of_vae.items()]
-    return [f"{name:<28}{'':>12}{mib(one):>12}{mib(one * times):>12}" for name, one, times in rows]
-
-
-def verdicts(sizes: Sizes, tile: int) -> list[str]:
-    """What a rank takes at its fullest with text encoders and VAE, for each setting of `vae` that differs."""
-    found: dict[str, list[str]] = {}
-    if sizes.peaks is None:
-        return []
-    for how in sizes.peaks.of_vae:
-        when, need = sizes.peaks.fullest(sizes.rank, how)
-        told = f"{mib(need)} MiB at the fullest, {when}: {'fits' if need <= tile else 'does not fit'}"
-        found.setdefault(told, []).append(how)
-    return [f"with text encoders and VAE, vae {' or '.join(settings)}: {told}" for told, settings in found.items()]
-
-
-def peaks_json(sizes: Sizes, ranks: int) -> dict[str, Any] | None:
-    if sizes.peaks is None:
-        return None
-    peaks, of_vae = sizes.peaks, {}
+def peaks_in_mib(peaks: Peaks, rank: RankMemory, tile: int | None, ranks: int) -> dict[str, Any]:
+    """rank: the fullest one. ranks: of the node that has most."""
+    of_vae = {}
     for how, peak in peaks.of_vae.items():
-        when, need = peaks.fullest(sizes.rank, how)
+        when, need = peaks.fullest(rank, how)
         of_vae[how] = {
             "encoding_rank": peak.encoding / MIB,
             "encoding_node": peak.encoding * ranks / MIB,
@@ -144,43 +125,50 @@ def peaks_json(sizes: Sizes, ranks: int) -> dict[str, Any] | None:
             "decoders_node": peak.decoders,
             "fullest_rank": need / MIB,
             "fullest_when": when,
-            "fits": None if sizes.tile is None else need <= sizes.tile,
+            "fits": None if tile is None else need <= tile,
         }
     return {"text_encoders": peaks.encoders / MIB, "vae_weights": peaks.vae / MIB, "vae": of_vae}
 
 
-def memory_json(
-    values: dict[str, Any], topology: Topology, work: Workload, sizes: Sizes, video: Video
-) -> dict[str, Any]:
-    def part(of: RankMemory, names: Iterable[str] = ROWS.values()) -> dict[str, float]:
-        return {name: getattr(of, name) / MIB for name in names}
+def memory_table(plan: Document, topology: Topology, why: str | None) -> list[str]:
+    """why: a rank does not fit a tile."""
+    case, of, peaks = plan["case"], plan["memory_mib"], plan["peaks_mib"]
+    frames = "" if case.get("frames", 1) == 1 else f"{case['frames']} frames of "
+    height, width = (case.get(name, case["size"]) for name in ("height", "width"))
+    lines = [
+        f"{case['model']} {frames}{height}x{width} batch {case['batch']}, {case['branches']} branch(es), "
+        f"{case['dtype']}, preset {case['preset']}: {case['ranks']} rank(s) on {case['nodes']} node(s) of "
+        f"{case['machine']}",
+        f"{'MiB':<28}{'a layer':>12}{'a rank':>12}{'a node':>12}",
+    ]
+    rows = [(name, of["site"].get(field), of["rank"][field], of["node"][field]) for name, field in ROWS.items()]
+    if peaks is not None:
+        rows.append(("text encoders, at the start", None, peaks["text_encoders"], peaks["text_encoders"]))
+        rows.append(("VAE: weights", None, peaks["vae_weights"], peaks["vae_weights"] * ranks_of_node(topology)))
+        for what in ("encoding", "decoding"):
+            for how, peak in peaks["vae"].items():
+                if (what, how) != ("encoding", "all"):  # as with one
+                    rows.append((f"VAE: {what}, {how}", None, peak[f"{what}_rank"], peak[f"{what}_node"]))
+    for name, *cells in rows:
+        lines.append(f"{name:<28}" + "".join(f"{'' if x is None else mib(x * MIB):>12}" for x in cells))
+    if peaks is None:
+        lines.append("text encoders and VAE: not known of this model")
+    tile = of["tile"]
+    if tile is None:
+        return [*lines, f"machine {case['machine']} does not say how much memory a rank has"]
+    left = f"fits: {mib((tile - of['rank']['total']) * MIB)} of {mib(tile * MIB)} MiB of a tile are left"
+    lines += [f"does not fit: {why}" if why else left, f"largest batch that fits: {plan['largest_batch']}"]
+    told: dict[str, list[str]] = {}
+    for how, peak in (peaks or {"vae": {}})["vae"].items():
+        fits = "fits" if peak["fits"] else "does not fit"
+        at_most = f"{mib(peak['fullest_rank'] * MIB)} MiB at the fullest, {peak['fullest_when']}: {fits}"
+        told.setdefault(at_most, []).append(how)
+    return lines + [f"with text encoders and VAE, vae {' or '.join(hows)}: {at_most}" for at_most, hows in told.items()]
 
-    shape, load = work.shape, work.load
-    return {
-        "case": {
-            "model": shape.name,
-            "size": values["size"],
-            **({} if shape.video is None else {name: getattr(video, name) for name in ("frames", "height", "width")}),
-            "batch": values["batch"],
-            "image_tokens": load.tokens(IMAGE),
-            "text_tokens": load.tokens(TEXT),
-            "branches": load.branches,
-            "dtype": values["dtype"],
-            "preset": values["preset"],
-            "machine": topology.machine.name,
-            "nodes": topology.nodes,
-            "ranks": topology.size,
-        },
-        "memory_mib": {
-            "site": part(sizes.layer, (*KEPT, "cache")),
-            "rank": part(sizes.rank),
-            "node": part(sizes.node),
-            "tile": None if sizes.tile is None else sizes.tile / MIB,
-        },
-        "fits": None if sizes.tile is None else sizes.rank.total <= sizes.tile,
-        "largest_batch": sizes.largest,
-        "peaks_mib": peaks_json(sizes, ranks_of_node(topology)),
-    }
+
+def ranks_of_node(topology: Topology) -> int:
+    """Of the node that has most."""
+    return max(Counter(place.node for place in topology.places).values())
 
 
 # Partitions of a job's ranks -----------------------------------------------------------------------------------------
@@ -197,115 +185,129 @@ def one_replica(topology: Topology, work: Workload) -> Partition:
     return Partition(1, wanted if work.guides else 1)
 
 
-def partitions_table(choice: Choice) -> list[str]:
-    """All partitions; the one that is taken is marked, and said in a last line."""
-    heading = ["replicas", "guidance", "ranks", "ulysses", "ring", "MiB a rank", "fits"]
-    rows = [[*heading, "s an image", "images/h", "s in all", *(f"{link} GB" for link in LINK_CLASSES), ""]]
-    for one in choice.listed:
-        fits = {True: "yes", False: "no", None: "unknown"}[one.fits]
-        row = [*one.partition, one.ulysses * one.ring, one.ulysses, one.ring, f"{one.need.total / MIB:.0f}", fits]
-        times = ["-"] * (3 + len(LINK_CLASSES))
-        if one.batch_s is not None and one.sent is not None:
-            times = [f"{one.batch_s:.3f}", f"{one.images_per_hour:.0f}", f"{one.job_s:.1f}"]
-            times += [f"{one.sent[link] / 1e9:.2f}" for link in LINK_CLASSES]
-        rows.append([str(x) for x in (*row, *times, "<- taken" if one is choice.taken else "")])
-    refused = [f"{one.replicas} replica(s), guidance {one.guidance}: {why}" for one, why in choice.refused.items()]
-    return [*aligned(rows, ">" * 14 + "<"), *refused, choice.line()]
-
-
-def partitions_as_json(choice: Choice) -> dict[str, Any]:
+def partitions_of_job(choice: Choice) -> Document:
     """`deals`: all partitions; bytes of one image, or of one batch of images."""
-    rows = [partition_as_json(one) | {"taken": one is choice.taken} for one in choice.listed]
-    refused = [{**partition._asdict(), "error": str(why), "taken": False} for partition, why in choice.refused.items()]
-    return {"images": choice.taken.images, "deals": rows + refused}
-
-
-def partition_as_json(one: PricedPartition) -> dict[str, Any]:
     times = ("images_per_hour", "job_s", "first_s")
-    return {
-        **one.partition._asdict(),
-        "ranks": one.ulysses * one.ring,
-        "ulysses": one.ulysses,
-        "ring": one.ring,
-        "rank_mib": one.need.total / MIB,
-        "fits": one.fits,
-        "image_s": one.batch_s,
-        **{name: None if one.batch_s is None else getattr(one, name) for name in times},
-        "bytes_per_image": one.sent,
-        "output_bytes_per_image": one.outputs,
-    }
+    rows = [
+        {
+            **one.partition._asdict(),
+            "ranks": one.ulysses * one.ring,
+            "ulysses": one.ulysses,
+            "ring": one.ring,
+            "rank_mib": one.need.total / MIB,
+            "fits": one.fits,
+            "image_s": one.batch_s,
+            **{name: None if one.batch_s is None else getattr(one, name) for name in times},
+            "bytes_per_image": one.sent,
+            "output_bytes_per_image": one.outputs,
+            "taken": one is choice.taken,
+        }
+        for one in choice.listed
+    ]
+    rows += [{**partition._asdict(), "error": str(why), "taken": False} for partition, why in choice.refused.items()]
+    return {"images": choice.taken.images, "deals": rows}
+
+
+def partitions_table(deals: Sequence[Document]) -> list[str]:
+    """All partitions; the one that is taken is marked."""
+    heading = ["replicas", "guidance", "ranks", "ulysses", "ring"]
+    rows = [[*heading, "MiB a rank", "fits", "s an image", "images/h", "s in all", *GIGABYTES, ""]]
+    refused = []
+    for one in deals:
+        if "error" in one:
+            refused.append(f"{one['replicas']} replica(s), guidance {one['guidance']}: {one['error']}")
+            continue
+        row = [*(str(one[name]) for name in heading), f"{one['rank_mib']:.0f}", FITS[one["fits"]]]
+        times = ["-"] * (3 + len(LINK_CLASSES))
+        if one["image_s"] is not None:
+            times = [f"{one['image_s']:.3f}", f"{one['images_per_hour']:.0f}", f"{one['job_s']:.1f}"]
+            times += gigabytes(one["bytes_per_image"])
+        rows.append([*row, *times, "<- taken" if one["taken"] else ""])
+    return [*aligned(rows, ">" * 14 + "<"), *refused]
+
+
+def gigabytes(sent: Mapping[str, float]) -> list[str]:
+    return [f"{sent[link] / 1e9:.2f}" for link in LINK_CLASSES]
 
 
 # Times ----------------------------------------------------------------------------------------------------------------
 
 
 def add_times(
-    values: dict[str, Any],
-    pricer: Pricer,
-    work: Workload,
-    partition: Partition,
-    plan: dict[str, Any],
-    folder: Path | None,
+    values: dict[str, Any], pricer: Pricer, work: Workload, partition: Partition, plan: Document, folder: Path | None
 ) -> None:
     """Says the times of one replica and adds them to the plan; with --compare those of all presets, with plan.png in
     the folder that there is."""
     topology, latencies = pricer.topology, Latencies.of(pricer.topology.machine)
     first = parts_of(topology, work, partition)[0][0]
-    chosen, config = pricer.step(work, partition), first.work.config
+    config, step = first.work.config, step_json(pricer.step(work, partition))
+    plan["time"] = step
     codec = with_codec_chosen(work.config, first.topology, AttentionWork(work.shape.heads, work.shape.head_dim))[1]
     if codec is not None:
         say(codec)
-    say("\n".join(summary(chosen)))
-    plan["time"] = step_json(chosen)
+    say("\n".join(summary(step)))
     if config.selection == "full" and not config.exact_attention:
-        exact = pricer.step(work.with_config(work.config.with_(codec="none", arrival="now")), partition)
+        exact = work.with_config(work.config.with_(codec="none", arrival="now"))
+        plan["without_codec"] = step_json(pricer.step(exact, partition))
         what = [name for name, plain in ((config.codec, "none"), (config.arrival, "now")) if name != plain]
-        say(beside(chosen, exact, " and ".join(what)))
-        plan["without_codec"] = step_json(exact)
+        say(beside(step, plan["without_codec"], " and ".join(what)))
     replayed = decisions_of(config, work.steps, work.decisions) if topology.size > 1 else None
     if replayed is not None:
         say(f"displaced as in a recorded run, {replayed.title()}")
         if folder is not None:
             (folder / "decisions.yaml").write_text(as_file(*(work.decisions or [replayed])))
-    stable = values["stable"] if config.schedule == "threshold" else None
-    decided = None if replayed is None else replayed.title()
-    plan["assumed"] = {**latencies._asdict(), "stable": stable, "decisions": decided}
+    plan["assumed"] = {
+        **latencies._asdict(),
+        "stable": values["stable"] if config.schedule == "threshold" else None,
+        "decisions": None if replayed is None else replayed.title(),
+    }
     if values["explain"]:
         told = explain(first, latencies)
         say("\n".join(told))
         if folder is not None:
             (folder / "explain.txt").write_text("\n".join(told) + "\n")
     if values["compare"] and values["images"] is None:
-        rows = compare(values, pricer, work, partition, {values["preset"]: chosen})
+        rows = compare(values, pricer, work, partition, {values["preset"]: step})
         plan["compare"] = rows
         say("\n".join(compared(rows)))
-        if folder is None:
-            return
-        side = values["size"]
-        sides = "" if side is None else f" {side}x{side}"
-        where = f"{work.shape.name}{sides} batch {values['batch']}, {topology.size} ranks on "
-        plot_presets(rows, where + f"{topology.nodes} node(s) of {topology.machine.name}", folder / "plan.png")
+        if folder is not None:
+            sides = "" if values["size"] is None else f" {values['size']}x{values['size']}"
+            ranks = f"{topology.size} ranks on {topology.nodes} node(s) of {topology.machine.name}"
+            where = f"{work.shape.name}{sides} batch {values['batch']}, {ranks}"
+            plot_presets(rows, where, folder / "plan.png")
 
 
-def summary(step: PartitionStep) -> list[str]:
-    plan = step.plan
-    sent = ", ".join(f"{link} {plan.bytes[link] / 1e9:.2f}" for link in LINK_CLASSES)
-    outputs = ", ".join(f"{link} {count / 1e6:.1f}" for link, count in step.outputs.items() if count)
+def step_json(step: StepPlan) -> Document:
+    times = ("step_s", "image_s", "steps", "compute_s", "communication_share")
+    return {
+        **{name: getattr(step, name) for name in times},
+        "host_waits": step.waits,
+        "bytes_per_step": step.bytes,
+        "bytes_per_image": {link: count * step.steps for link, count in step.bytes.items()},
+        "output_bytes_per_step": step.outputs,
+    }
+
+
+def summary(step: Document) -> list[str]:
+    sent = ", ".join(f"{link} {count / 1e9:.2f}" for link, count in step["bytes_per_step"].items())
+    outputs = [f"{link} {count / 1e6:.1f}" for link, count in step["output_bytes_per_step"].items() if count]
     lines = [
-        f"a step: {plan.step_s * 1e3:.1f} ms, of them {plan.compute_s * 1e3:.1f} ms compute and "
-        f"{plan.communication_share:.0%} communication that nothing hides",
-        f"an image ({plan.steps} steps, denoising alone): {plan.image_s:.2f} s",
+        f"a step: {step['step_s'] * 1e3:.1f} ms, of them {step['compute_s'] * 1e3:.1f} ms compute and "
+        f"{step['communication_share']:.0%} communication that nothing hides",
+        f"an image ({step['steps']} steps, denoising alone): {step['image_s']:.2f} s",
         f"GB sent in a step by all ranks: {sent}",
     ]
-    if plan.waits:
-        lines.append(f"the host waits for the device {plan.waits:.0f} times a step, to know how many tokens travel")
-    return [*lines, f"MB of outputs that guidance branches exchange in a step: {outputs}"] if outputs else lines
+    if waits := step["host_waits"]:
+        lines.append(f"the host waits for the device {waits:.0f} times a step, to know how many tokens travel")
+    if outputs:
+        lines.append(f"MB of outputs that guidance branches exchange in a step: {', '.join(outputs)}")
+    return lines
 
 
-def beside(coded: PartitionStep, uncoded: PartitionStep, codec: str) -> str:
+def beside(coded: Document, uncoded: Document, codec: str) -> str:
     """What a codec or displacement gains, in words: the step and the bytes of both. codec: their names."""
-    step_s, whole_s = coded.plan.step_s, uncoded.plan.step_s
-    sent, whole = (sum(step.plan.bytes.values()) for step in (coded, uncoded))
+    step_s, whole_s = coded["step_s"], uncoded["step_s"]
+    sent, whole = (sum(step["bytes_per_step"].values()) for step in (coded, uncoded))
     told = f"without {codec}: {whole_s * 1e3:.1f} ms a step, exact"
     if not whole:
         return f"{told}; nothing is sent, so there is nothing to code"
@@ -313,53 +315,41 @@ def beside(coded: PartitionStep, uncoded: PartitionStep, codec: str) -> str:
     return f"{told}; {gain}" + ("" if step_s < whole_s else ": it does not pay here, choose codec none, arrival now")
 
 
-def step_json(step: PartitionStep) -> dict[str, Any]:
-    plan, times = step.plan, ("step_s", "image_s", "steps", "compute_s", "communication_share")
-    return {
-        **{name: getattr(plan, name) for name in times},
-        "host_waits": plan.waits,
-        "bytes_per_step": plan.bytes,
-        "bytes_per_image": {link: count * plan.steps for link, count in plan.bytes.items()},
-        "output_bytes_per_step": step.outputs,
-    }
-
-
 # All presets ----------------------------------------------------------------------------------------------------------
 
 
 def compare(
-    values: dict[str, Any], pricer: Pricer, work: Workload, partition: Partition, known: Mapping[str, PartitionStep]
-) -> list[dict[str, Any]]:
+    values: dict[str, Any], pricer: Pricer, work: Workload, partition: Partition, known: Mapping[str, Document]
+) -> list[Document]:
     """One row for each preset, flat first. A preset that this machine cannot run says why instead of times."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Document] = []
     for name in sorted(preset_names(), key=lambda name: name != "flat"):
         config = engine_record().preset(name, machine=values["machine"])
         of_preset = work.with_config(config)
-        row: dict[str, Any] = {"preset": name, "exact": config.exact}
+        row: Document = {"preset": name, "exact": config.exact}
+        rows.append(row)
         try:
-            step = known.get(name) or pricer.step(of_preset, partition)
+            step = known.get(name) or step_json(pricer.step(of_preset, partition))
             need = pricer.need(of_preset, partition)
         except UserError as error:
-            rows.append(row | {"error": str(error)})
+            row["error"] = str(error)
             continue
-        tile = int(pricer.topology.machine.device.memory_gib * 2**30)
-        row |= step_json(step) | {"rank_mib": need.total / 2**20, "fits": misfit(need, tile) is None if tile else None}
-        row["over_flat"] = rows[0]["step_s"] / step.plan.step_s if rows and "step_s" in rows[0] else 1.0
-        rows.append(row)
+        tile = pricer.topology.machine.device.memory
+        row |= step | {"rank_mib": need.total / MIB, "fits": None if tile is None else misfit(need, tile) is None}
+        row["over_flat"] = rows[0].get("step_s", step["step_s"]) / step["step_s"]
     return rows
 
 
-def compared(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    heading = ["preset", "ms a step", "s an image", "over flat", "comm.", *(f"{link} GB" for link in LINK_CLASSES)]
-    table = [[*heading, "memory"]]
+def compared(rows: Sequence[Document]) -> list[str]:
+    table = [["preset", "ms a step", "s an image", "over flat", "comm.", *GIGABYTES, "memory"]]
     for row in rows:
         if "error" in row:
             table.append([row["preset"], row["error"]])
             continue
         times = [f"{row['step_s'] * 1e3:.1f}", f"{row['image_s']:.2f}", f"{row['over_flat']:.2f}x"]
-        sent = [f"{row['bytes_per_step'][link] / 1e9:.2f}" for link in LINK_CLASSES]
         fits = {True: "fits", False: "does not fit", None: "unknown"}[row["fits"]] + ("" if row["exact"] else "; lossy")
         memory = f"{row['rank_mib']:.0f} MiB a rank: {fits}"
+        sent = gigabytes(row["bytes_per_step"])
         table.append([row["preset"], *times, f"{row['communication_share']:.0%}", *sent, memory])
     return aligned(table, "<" + ">" * 8 + "<")
 

@@ -308,10 +308,8 @@ def preset_names() -> list[str]:
 
 
 def load_machine(name: str) -> Machine:
-    """A machine by its name in configs/machines or by the path of a YAML file.
-
-    Raises UserError with the names that exist, or for a file with unknown or missing keys.
-    """
+    """A machine by its name in configs/machines or by the path of a YAML file. Raises UserError with the names that
+    exist, or for a file with unknown or missing keys."""
     path = find_shipped("machine", "machines", name)
     data = dict(read_yaml(path))
     try:
@@ -341,10 +339,8 @@ def find_shipped(what: str, folder: str, name: str) -> Path:
 
 def load_exchange_table(machine: str, nodes: int, path: str | None = None) -> list[tuple[float, str]]:
     """For `exchange: auto`: rows (up to so many MB per rank, exchange) of a machine's measured table for so many nodes,
-    the last without limit.
-
-    The file maps machine -> nodes -> rows. Raises UserError where it has no such entry, or something else in it.
-    """
+    the last without limit. The file maps machine -> nodes -> rows. Raises UserError where it has no such entry, or
+    something else in it."""
     file = Path(path) if path is not None else shipped_folder("exchange") / "auto.yaml"
     known = read_yaml(file)
     remedy = "measure one with cocodiff bench alltoall --tune and name it as exchange_table, or choose another exchange"
@@ -404,7 +400,7 @@ _Loader.yaml_implicit_resolvers = {
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """A YAML file's mapping. Raises UserError when it is missing, malformed or something else than a mapping."""
+    """A YAML file's mapping. Raises UserError as `read_mapping` does."""
     return read_mapping(path, "YAML", partial(yaml.load, Loader=_Loader), "key: value pairs")
 
 

@@ -19,13 +19,11 @@ class PeerLost(RuntimeError):
     """Another rank died, failed or fell silent. The message names it; every survivor raises this and exits with 1."""
 
     def __init__(self, rank: int, reason: str) -> None:
-        super().__init__(f"rank {rank} {reason}")
-        self.rank = rank
-        self.reason = reason
+        super().__init__(rank, reason)  # with which exceptions are pickled
+        self.rank, self.reason = rank, reason
 
-    def __reduce__(self) -> tuple[type[PeerLost], tuple[int, str]]:
-        """Exceptions are pickled with their `args`, which is the whole line."""
-        return type(self), (self.rank, self.reason)
+    def __str__(self) -> str:
+        return f"rank {self.rank} {self.reason}"
 
 
 def check_keys(values: Iterable[str], known: Iterable[str], where: str) -> None:

@@ -24,10 +24,8 @@ KINDS = {
 
 
 def irregular(path: str | Path) -> str:
-    """The kind of a path that is no regular file, such as "a named pipe"; "" for a regular file. Opens nothing.
-
-    Raises OSError where there is nothing of that name, ValueError for a name that no file can have.
-    """
+    """The kind of a path that is no regular file, such as "a named pipe"; "" for a regular file. Opens nothing. Raises
+    OSError where there is nothing of that name, ValueError for a name that no file can have."""
     mode = stat.S_IFMT(Path(path).stat().st_mode)
     return "" if mode == stat.S_IFREG else KINDS.get(mode, "no regular file")
 
@@ -40,11 +38,7 @@ def is_there(path: str | Path) -> bool:
         return False
 
 
-def read_text(path: str | Path, form: str) -> str:
-    """A settings file's text. form: what it should be, for errors ("YAML").
-
-    Raises UserError where it cannot be read, is no regular file, is larger than SETTINGS_BYTES or no UTF-8.
-    """
+def _read_text(path: str | Path, form: str) -> str:
     data = b""
     try:
         kind = irregular(path)
@@ -71,8 +65,9 @@ def read_json(path: str | Path) -> dict[str, Any]:
 
 
 def read_mapping(path: str | Path, form: str, parse: Callable[[str], Any], wanted: str) -> dict[str, Any]:
-    """A settings file's mapping. Raises UserError where it cannot be read, is malformed or something else."""
-    text = read_text(path, form)
+    """A settings file's mapping. form: what it should be, for errors ("YAML"). Raises UserError where it cannot be
+    read, is no regular file, larger than SETTINGS_BYTES, malformed or something else than a mapping."""
+    text = _read_text(path, form)
     try:
         data = parse(text)
     except RecursionError as error:

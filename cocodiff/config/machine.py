@@ -21,12 +21,10 @@ MOST_RANKS = 2**17  # more than the largest machine has tiles; to place them tak
 
 @dataclass(frozen=True)
 class Links:
-    """Unidirectional rates in GB/s: between tiles of a card, per plane link, per NIC; and the NICs of a node.
-
-    nic_of: the NIC of every tile of a node; default: in turns.
-    latency_us: of a message, before its first byte; message_us: between two messages that a rank starts; blocked_us:
-    for which a rank's host is blocked by each message that it sends or receives. Plans count them.
-    """
+    """Unidirectional rates in GB/s: between tiles of a card, per plane link, per NIC; and the NICs of a node. nic_of:
+    the NIC of every tile of a node; default: in turns. latency_us: of a message, before its first byte; message_us:
+    between two messages that a rank starts; blocked_us: for which a rank's host is blocked by each message that it
+    sends or receives."""
 
     sibling_gb_s: float = 10.0
     plane_gb_s: float = 10.0
@@ -64,16 +62,17 @@ class Device:
     instructions_g_s: float = 0.0
     sums_kernel: bool = True
 
+    @property
+    def memory(self) -> int | None:
+        """Bytes; None where the file does not say."""
+        return int(self.memory_gib * 2**30) or None
+
 
 @dataclass(frozen=True)
 class Machine:
-    """One kind of node.
-
-    cards: cards of a node, None for as many as the ranks need.
-    tiles: tiles of a card. Ranks of a node are numbered card by card.
-    planes: the plane of every tile of a node, in rank order; or of every tile of one card, repeated for each card.
-    nodes: nodes of the machine, None for any number.
-    """
+    """One kind of node, of so many cards (None: as many as the ranks need) of so many tiles. Ranks of a node are
+    numbered card by card. planes: the plane of every tile of a node, in rank order; or of every tile of one card,
+    repeated for each card. nodes: of the machine, None for any number."""
 
     name: str
     tiles: int
@@ -129,22 +128,18 @@ class Place:
 
 @dataclass(frozen=True)
 class Topology:
-    """The ranks of one run on a machine.
-
-    Ragged machines are ordinary: with 5 ranks on two-tile cards the last card has one tile. Where a card lacks a tile
-    of plane k, its lowest rank stands in: it forwards that plane's data and owns none of its heads.
-    """
+    """The ranks of one run on a machine. Ragged ones are ordinary: with 5 ranks on two-tile cards the last card has one
+    tile. Where a card lacks a tile of plane k, its lowest rank stands in: it forwards that plane's data and owns none
+    of its heads."""
 
     machine: Machine
     places: tuple[Place, ...]
 
     @classmethod
     def build(cls, machine: Machine, size: int, ranks_per_node: int | None = None) -> Topology:
-        """Places `size` ranks, node by node and card by card.
-
-        ranks_per_node: what the launcher says, for machines of no fixed size; default: all ranks on one node.
-        Raises UserError when a machine of fixed size is not filled exactly, and for more than MOST_RANKS.
-        """
+        """Places `size` ranks, node by node and card by card. ranks_per_node: what the launcher says, for machines of
+        no fixed size; default: all ranks on one node. Raises UserError when a machine of fixed size is not filled
+        exactly, and for more than MOST_RANKS."""
         if size < 1:
             raise UserError(f"{size} ranks: at least 1 is needed")
         if size > MOST_RANKS:

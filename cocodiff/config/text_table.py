@@ -17,11 +17,8 @@ def spans(numbers: Iterable[int], to: str = "-") -> list[str]:
 
 
 def aligned(rows: Iterable[Sequence[str]], align: str, indent: str = "") -> list[str]:
-    """The rows of a table as lines: columns two blanks apart, each as wide as its widest cell.
-
-    align: for each column "<" (to the left) or ">" (to the right). A row may have fewer cells than there are columns;
-    its last cell then takes the place of the rest of the line.
-    """
+    """The rows of a table as lines: columns two blanks apart, each as wide as its widest cell. align: for each column
+    "<" (to the left) or ">" (to the right). Of a row with fewer cells the last one takes the rest of the line."""
     table = [(row, len(row) - 1 if len(row) < len(align) else len(align)) for row in rows]
     widths = [max((len(row[n]) for row, end in table if n < end), default=0) for n in range(len(align))]
     lines = []

@@ -41,8 +41,7 @@ AWAITED = {"now": 1.0, "displaced": 0.06, "adaptive": 0.3}
 
 
 def mesh_of(config: Config, topology: Topology, work: AttentionWork) -> Mesh:
-    """The mesh that the settings `ring` and `placement` leave to be chosen. Raises UserError for a ring that ranks and
-    heads do not allow."""
+    """Raises UserError for a ring that ranks and heads do not allow."""
     head_bytes = costs_of(config).sent_bytes(work.head_dim, work.itemsize)
     work = replace(work, chunking=predicted_chunking(config), head_bytes=head_bytes)
     prefer_ulysses = codec_class(config).prefers_ulysses
@@ -87,8 +86,7 @@ def check_room(
 
 
 def check_room_for_layers(layers: int, qkv: LazyQKV, ranks: SequenceRanks, on_node: int) -> None:
-    """Raises UserError where this rank does not have the memory for what so many layers keep for one branch of
-    guidance. qkv: of one of them. on_node: ranks that share the node's memory."""
+    """As `check_room`, for what so many layers keep for one branch of guidance. qkv: of one of them."""
     q_BLHD = qkv.q()
     free = free_memory(q_BLHD.device, on_node)
     if free is None:
@@ -101,8 +99,7 @@ def check_room_for_layers(layers: int, qkv: LazyQKV, ranks: SequenceRanks, on_no
 
 
 def codec_of(config: Config, topology: Topology, work: AttentionWork) -> tuple[Config, str]:
-    """The settings of ranks that share a sequence with `codec: auto` decided, the finest one that is as fast as any,
-    and what was decided in words."""
+    """The settings with the finest codec that is as fast as any, and what was decided in words."""
     if topology.size == 1 or topology.machine.missing_rates:
         codec = FROM_THE_FINEST[0]
         told = f"codec auto: {codec}, as the machine file does not tell rates, or one rank sends nothing"

@@ -73,16 +73,12 @@ class AllToAll:
 
     def __init__(self, topology: Topology, variant: str, size_mb: float) -> None:
         """variant: an exchange, or "flat_serial": to one peer at a time."""
-        P, self._variant = topology.size, variant
-        self._rows = max(1, round(size_mb * 1e6 / P / ROW_BYTES))
-        one_peer = variant == "flat_serial"
+        P, one_peer, self._variant = topology.size, variant == "flat_serial", variant
+        rows = max(1, round(size_mb * 1e6 / P / ROW_BYTES))
+        self.block_bytes = rows * ROW_BYTES
         stages = stages_of(Mesh.build(topology), variant.removesuffix("_serial"), one_peer=one_peer)
-        rows_P, heads_P = np.full(P, float(self._rows)), np.ones(P)
+        rows_P, heads_P = np.full(P, float(rows)), np.ones(P)
         self._stages = [(stage, ROW_BYTES * stage.traffic(rows_P, heads_P).fullest()) for stage in stages]
-
-    @property
-    def block_bytes(self) -> int:
-        return self._rows * ROW_BYTES
 
     def seconds(self, machine: Machine, part: str = "whole") -> float:
         """part: as of `Measured`."""
@@ -97,15 +93,19 @@ class AllToAll:
 
 @dataclass(frozen=True)
 class Fit:
-    """constants: fitted ones, others as they were. fitted: their names. predicted: of every measurement."""
+    """constants: fitted ones, others as they were. fitted: their names; left: names of constants that no measurement
+    depends on. predicted: of every measurement."""
 
     constants: Constants
     fitted: tuple[str, ...]
+    left: tuple[str, ...]
+    measured: tuple[Measured, ...]
     predicted: tuple[float, ...]
 
-    def rms(self, measured: Sequence[Measured]) -> float:
+    @property
+    def rms(self) -> float:
         """The root of the mean squared relative error, by logarithms."""
-        errors = [math.log(p / m.value) for p, m in zip(self.predicted, measured, strict=True)]
+        errors = [math.log(p / m.value) for p, m in zip(self.predicted, self.measured, strict=True)]
         return math.sqrt(sum(error**2 for error in errors) / len(errors))
 
 
@@ -148,7 +148,8 @@ def fit(
             start = put(found.x)
             break
         chosen[:] = seen
-    return Fit(start, tuple(chosen), tuple(predict(start)))
+    left = tuple(name for name in names if name not in chosen)
+    return Fit(start, tuple(chosen), left, tuple(measured), tuple(predict(start)))
 
 
 def blurred(slope: np.ndarray) -> bool:
@@ -164,7 +165,7 @@ def blurred(slope: np.ndarray) -> bool:
 
 
 def measured_of(rows: Sequence[Mapping[str, Any]], path: Path) -> list[Measured]:
-    """The measurements of the file that the plan can predict: our exchanges, one peer at a time, and TAPA's phases."""
+    """Those that the plan can predict: our exchanges, one peer at a time, and TAPA's phases."""
     found = []
     for row in rows:
         variant, size = row["variant"], str(row["case"]).removesuffix("MB")
@@ -194,30 +195,30 @@ def slowed(machine: Machine, scale: float) -> Machine:
     return Constants(links.latency_us, links.message_us, part, part, part).machine(machine)
 
 
-def told(fit: Fit, measured: Sequence[Measured], names: Sequence[str], scale: float) -> list[str]:
+def told(fit: Fit, scale: float) -> list[str]:
     lines = [f"links {scale:g} times slower than the machine file's, as on an emulated machine"] if scale != 1 else []
     constants = []
-    for name in names:
+    for name in (name for name in NAMES if name in fit.fitted + fit.left):
         value = getattr(fit.constants, name)
         shown = f"{value:.4g} us" if name.endswith("_us") else f"{value:.3f} of the nominal rate"
         constants.append([name, shown, "fitted" if name in fit.fitted else "left: nothing measured depends on it"])
     table = [["exchange", "MB", "part", "measured ms", "plan ms", "off by"]]
-    for one, seconds in zip(measured, fit.predicted, strict=True):
+    for one, seconds in zip(fit.measured, fit.predicted, strict=True):
         times = [f"{one.value * 1e3:.3f}", f"{seconds * 1e3:.3f}", f"{seconds / one.value - 1:.1%}"]
         table.append([one.variant, f"{one.size_mb:g}", one.part, *times])
     lines += aligned(constants, "<<<") + aligned(table, "<>>>>>")
-    return [*lines, f"root mean square error {fit.rms(measured):.1%}"]
+    return [*lines, f"root mean square error {fit.rms:.1%}"]
 
 
-def as_json(fit: Fit, measured: Sequence[Measured], names: Sequence[str]) -> dict[str, Any]:
+def as_json(fit: Fit) -> dict[str, Any]:
     return {
         "constants": asdict(fit.constants),
         "fitted": list(fit.fitted),
-        "left": [name for name in names if name not in fit.fitted],
-        "rms": fit.rms(measured),
+        "left": list(fit.left),
+        "rms": fit.rms,
         "measurements": [
             {"variant": m.variant, "size_mb": m.size_mb, "part": m.part, "measured_s": m.value, "plan_s": p}
-            for m, p in zip(measured, fit.predicted, strict=True)
+            for m, p in zip(fit.measured, fit.predicted, strict=True)
         ],
     }
 

@@ -11,8 +11,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
+from itertools import chain
 from math import ceil
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -37,7 +38,7 @@ from cocodiff.planner.memory import (
     size_run,
 )
 from cocodiff.planner.partitions import Partition, partitions_of
-from cocodiff.planner.traffic import Latencies, Traffic, Wires
+from cocodiff.planner.traffic import Latencies, Traffic, Wires, total
 from cocodiff.topology.axes import Axes, Mesh
 from cocodiff.topology.layout import Segments
 
@@ -61,17 +62,11 @@ class Workload:
 
     @property
     def guides(self) -> bool:
-        """Whether there are two branches: two calls in a step, or two halves of one call's rows."""
+        """Two calls in a step, or two halves of one call's rows."""
         return self.load.branches == 2 or self.shape.rows_per_image == 2
 
     def with_config(self, config: Config) -> Workload:
-        """The same work by other settings."""
         return replace(self, config=config, load=replace(self.load, state=state_sizes(config)))
-
-    def with_codec_chosen(self, topology: Topology) -> Workload:
-        """With the codec that `codec: auto` is on the ranks of a branch."""
-        work = AttentionWork(self.shape.heads, self.shape.head_dim)
-        return self.with_config(with_codec_chosen(self.config, topology, work)[0])
 
     def of_branch(self, guidance: int, branch: int) -> Workload:
         """The work of the ranks of one branch."""
@@ -123,9 +118,8 @@ class Part:
         """Of a step, in which one call of the model follows another."""
         latencies = Latencies.of(self.topology.machine)
         plans = [plan_step(self.case(load), latencies) for load in self.work.calls]
-        sent = {link: sum(plan.bytes[link] for plan in plans) for link in LINK_CLASSES}
         step_s, compute_s, waits = (sum(getattr(p, name) for p in plans) for name in ("step_s", "compute_s", "waits"))
-        return StepPlan(step_s, compute_s, sent, self.work.steps, waits)
+        return StepPlan(step_s, compute_s, total(plan.bytes for plan in plans), self.work.steps, waits)
 
     def case(self, load: Load) -> Case:
         """load: one of the work's calls."""
@@ -138,14 +132,6 @@ class Part:
         """The same for parts that take alike: of the same work, whose ranks sit alike, and share NICs alike where they
         are on several nodes."""
         return self.work, self.topology.relative_places, self.topology.nics if self.topology.nodes > 1 else ()
-
-
-class PartitionStep(NamedTuple):
-    """A mean step of one replica, the slowest where they differ. plan.bytes: of attention, all ranks of the replica;
-    outputs: bytes of the exchange of outputs between two guidance branches, likewise."""
-
-    plan: StepPlan
-    outputs: dict[str, float]
 
 
 def untimed(machine: Machine) -> str | None:
@@ -162,9 +148,10 @@ def parts_of(topology: Topology, work: Workload, partition: Partition) -> list[l
     axes = Axes.build(topology, replica=partition.replicas, guidance=partition.guidance)
 
     def part_of(branch: int, ranks: tuple[int, ...]) -> Part:
-        own = topology.part(ranks)
-        of_branch = work.of_branch(partition.guidance, branch).with_codec_chosen(own)
-        load = replace(of_branch.load, split=Split.of(work.config.split, own))
+        own, of_branch = topology.part(ranks), work.of_branch(partition.guidance, branch)
+        config, _ = with_codec_chosen(work.config, own, AttentionWork(work.shape.heads, work.shape.head_dim))
+        of_branch = of_branch.with_config(config)
+        load = replace(of_branch.load, split=Split.of(config.split, own))
         return Part(ranks, own, replace(of_branch, load=load))
 
     return [[part_of(*one) for one in enumerate(of_replica)] for of_replica in axes.branches]
@@ -179,7 +166,7 @@ def with_weights_chosen(topology: Topology, work: Workload, partition: Partition
     """The work with `weights: auto` decided: whole where everything fits a tile, else by as few shared blocks as
     does it. Where that is not enough, or slower, codecs keep one value of a tensor (predictor last), and of as many
     layers as fit. What is predicted to take least is chosen; where tensors arrive changed, what changes them least."""
-    memory, blocks = int(topology.machine.device.memory_gib * 2**30) - MARGIN, len(block_parameters(work.shape))
+    memory, blocks = (topology.machine.device.memory or 0) - MARGIN, len(block_parameters(work.shape))
     keeps, coded = codec_class(work.config).keeps_state, work.config.codec != "none"
     last = {"predictor": "last"} if coded else {}
 
@@ -187,8 +174,7 @@ def with_weights_chosen(topology: Topology, work: Workload, partition: Partition
         return work.with_config(work.config.with_(**settings))
 
     def fits(one: Workload) -> bool:
-        parts = parts_of(topology, one, partition)
-        return max(part.need.total for of_replica in parts for part in of_replica) <= memory
+        return max(part.need.total for part in chain(*parts_of(topology, one, partition))) <= memory
 
     def first(count: int, work_of: Callable[[int], Workload]) -> list[Workload]:
         """Of so many settings, each of which needs less than the one before, the first that fits."""
@@ -212,7 +198,7 @@ def with_weights_chosen(topology: Topology, work: Workload, partition: Partition
     if untimed(topology.machine) or not work.config.exact_attention:
         return fitting[0]
     pricer = Pricer(topology)
-    steps_s = [pricer.step(one, partition).plan.step_s for one in fitting]
+    steps_s = [pricer.step(one, partition).step_s for one in fitting]
     return next(one for one, step_s in zip(fitting, steps_s, strict=True) if step_s <= NEAR * min(steps_s))
 
 
@@ -235,12 +221,11 @@ class Pricer:
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
         self._known: dict[Hashable, Part] = {}
-        self._parts = cache(self._divide)
+        self._parts = cache(self._divide)  # of every replica its guidance branches
 
     def need(self, work: Workload, partition: Partition) -> RankMemory:
-        """Memory of the fullest rank. Raises UserError where ranks, heads, tokens or settings do not allow the
-        partition."""
-        return max((part.need for part in self._unlike(work, partition)), key=lambda need: need.total)
+        """Of the fullest rank. Raises UserError where ranks, heads, tokens or settings do not allow the partition."""
+        return max((part.need for part in chain(*self._parts(work, partition))), key=lambda need: need.total)
 
     def mesh(self, work: Workload, partition: Partition) -> Mesh:
         """Of the first part. Raises UserError as `need`."""
@@ -248,8 +233,9 @@ class Pricer:
 
     def check_same_bits(self, work: Workload, partition: Partition) -> None:
         """Raises UserError where an image would depend, in its last bits, on the replica that makes it."""
-        seats = {tuple(part.topology.relative_places for part in parts) for parts in self._parts(work, partition)}
-        config, ring = work.config, any(part.mesh.ring > 1 for part in self._unlike(work, partition))
+        of_replicas, config = self._parts(work, partition), work.config
+        seats = {tuple(part.topology.relative_places for part in parts) for parts in of_replicas}
+        ring = any(part.mesh.ring > 1 for part in chain(*of_replicas))
         by_card = config.selection == "v_major" and config.scoring == "card"
         if len(seats) > 1 and (ring or by_card or config.chunks != 1 or config.codec == "auto"):
             raise UserError(
@@ -258,23 +244,20 @@ class Pricer:
                 f"it: choose another number"
             )
 
-    def step(self, work: Workload, partition: Partition) -> PartitionStep:
-        """Raises UserError as `need`, and where a part's ranks are not joined by links."""
+    def step(self, work: Workload, partition: Partition) -> StepPlan:
+        """A mean step of one replica, the slowest where they differ. bytes: of attention, of all ranks of the replica.
+        Raises UserError as `need`, and where a part's ranks are not joined by links."""
         of_replicas = [[part.plan for part in parts] for parts in self._parts(work, partition)]
         slowest = max(of_replicas, key=lambda plans: max(plan.step_s for plan in plans))
         longer = max(slowest, key=lambda plan: plan.step_s)
         outputs_s, outputs = self._outputs(work, partition)
-        sent = {link: sum(plan.bytes[link] for plan in slowest) for link in LINK_CLASSES}
-        return PartitionStep(replace(longer, step_s=longer.step_s + outputs_s, bytes=sent), outputs)
+        sent = total(plan.bytes for plan in slowest)
+        return replace(longer, step_s=longer.step_s + outputs_s, bytes=sent, outputs=outputs)
 
     def _divide(self, work: Workload, partition: Partition) -> list[list[Part]]:
         """As `parts_of`; in the place of all that are alike stands the first of them."""
         of_replicas = parts_of(self.topology, work, partition)
         return [[self._known.setdefault(part.alike, part) for part in of_replica] for of_replica in of_replicas]
-
-    def _unlike(self, work: Workload, partition: Partition) -> list[Part]:
-        """One of all parts that are alike."""
-        return list(dict.fromkeys(part for of_replica in self._parts(work, partition) for part in of_replica))
 
     def _outputs(self, work: Workload, partition: Partition) -> tuple[float, dict[str, float]]:
         """Seconds of a step and bytes of a replica: each rank sends its partner in the other branch its own branch's
@@ -284,10 +267,9 @@ class Pricer:
         axes = Axes.build(self.topology, replica=partition.replicas, guidance=partition.guidance)
         load = work.of_branch(partition.guidance, 0).load
         size = load.batch * load.tokens(IMAGE) * OUTPUT_CHANNELS * load.itemsize
-        pairs = [axes.partners(rank) for rank in range(self.topology.size)]
-        partners_P = np.array([sum(pair) - rank for rank, pair in enumerate(pairs)])
-        traffic = Traffic(Wires(self.topology))
-        traffic.send(np.arange(self.topology.size), partners_P, np.full(self.topology.size, size))
+        ranks, traffic = range(self.topology.size), Traffic(Wires(self.topology))
+        partners_P = np.array([sum(axes.partners(rank)) - rank for rank in ranks])
+        traffic.send(np.array(ranks), partners_P, np.full(len(ranks), size))
         outputs = {link: count / partition.replicas for link, count in traffic.bytes.items()}
         return traffic.seconds() + Latencies.of(self.topology.machine).latency_s, outputs
 
@@ -295,13 +277,10 @@ class Pricer:
 @dataclass(frozen=True)
 class PricedPartition:
     """A partition of a job's ranks. ulysses, ring: the mesh of the ranks that share a sequence. need: of the fullest
-    rank.
-
-    tile: bytes of memory that a rank has, None where the machine does not say. batches: calls of the pipeline that make
-    the job's images. batch_s: seconds of one, denoising alone; sent, outputs: bytes of one by link class, of attention
-    and of the exchange of outputs between guidance branches. All three None where nothing is timed. first_s: what a
-    replica's first batch takes longer: in its first step both branches of calls in turn are computed by all.
-    """
+    rank. tile: bytes of memory that a rank has, None where the machine does not say. batches: calls of the pipeline
+    that make the job's images. batch_s: seconds of one, denoising alone; sent, outputs: bytes of one by link class, of
+    attention and of the exchange of outputs between guidance branches; all None where nothing is timed. first_s: what a
+    replica's first batch takes longer: in its first step both branches of calls in turn are computed by all."""
 
     partition: Partition
     ulysses: int
@@ -398,10 +377,9 @@ def choose(
     least: int = 1,
 ) -> Choice:
     """The partition of a job that makes so many images, in so many calls of the pipeline, in each of several presets.
+    Where the machine tells no rates, replicas come first, up to one for each batch, then guidance.
 
     works: of one model, one for each preset; their times add up. replicas, guidance, least: as in `partitions_of`.
-    Where the machine tells no rates, replicas come first, up to one for each batch, then guidance; the ranks of a part
-    share a sequence as the settings say.
     Raises UserError where no partition is possible.
     """
     topology, guides = pricer.topology, any(work.guides for work in works)
@@ -412,19 +390,11 @@ def choose(
             sized.append(size_partition(pricer, works, partition, images, batches))
         except UserError as error:
             refused[partition] = error
-    reason, listed = untimed(topology.machine), sized
+    reason = untimed(topology.machine)
     # without times: more ranks than so few images can use
     if not sized or (reason and refused and min(one.partition.replicas for one in sized) > max(batches, replicas or 1)):
         raise next(iter(refused.values()))
-    if not reason:
-        listed = []
-        for one in sized:
-            try:
-                listed.append(time_partition(pricer, works, one))
-            except UserError as error:
-                refused[one.partition] = error
-        if not listed:
-            raise next(iter(refused.values()))
+    listed = sized if reason else [time_partition(pricer, works, one) for one in sized]
     able = [one for one in listed if one.fits is not False]
     if reason or not able:
         taken = by_rule(able) if able else min(listed, key=lambda one: one.need.total)
@@ -444,7 +414,7 @@ def size_partition(
     for work in works:
         pricer.check_same_bits(work, partition)
     mesh = pricer.mesh(works[0], partition)
-    tile = int(pricer.topology.machine.device.memory_gib * 2**30) or None
+    tile = pricer.topology.machine.device.memory
     return PricedPartition(partition, mesh.ulysses, mesh.ring, need, tile, images, batches)
 
 
@@ -459,8 +429,8 @@ def time_partition(pricer: Pricer, works: Sequence[Workload], one: PricedPartiti
     apart = one.partition.guidance > 1
     return replace(
         one,
-        batch_s=sum(step.plan.image_s for _, step in steps),
-        sent={link: sum(work.steps * step.plan.bytes[link] for work, step in steps) for link in LINK_CLASSES},
+        batch_s=sum(step.image_s for _, step in steps),
+        sent={link: sum(work.steps * step.bytes[link] for work, step in steps) for link in LINK_CLASSES},
         outputs={link: sum(work.steps * step.outputs[link] for work, step in steps) for link in LINK_CLASSES},
-        first_s=sum(step.plan.step_s for work, step in steps if apart and work.load.branches > 1),
+        first_s=sum(step.step_s for work, step in steps if apart and work.load.branches > 1),
     )

@@ -12,7 +12,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ from cocodiff.planner.decisions import Decisions, decisions_of, without_seldom
 from cocodiff.planner.memory import Load, ModelShape, coded_layers, weights_waited_s
 from cocodiff.planner.placement import InStages, in_chunks, ring_of
 from cocodiff.planner.roofline import Layer, coded_s, copied_s, merged_s, roofline, scored_s
-from cocodiff.planner.traffic import Hop, Latencies, Wires, of_ranks, stages_of
+from cocodiff.planner.traffic import Hop, Latencies, Wires, of_ranks, stages_of, total
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.layout import Layout, Segments
 from cocodiff.topology.routes.chunks import megabytes_per_rank
@@ -92,7 +92,7 @@ def kinds_of(shape: ModelShape, load: Load) -> list[Kind]:
 
 
 def kinds_of_steps(case: Case) -> list[dict[CallKind, float]]:
-    """Of every step the parts of its calls by their kind."""
+    """As of `Costs`; one rank's are all whole."""
     if case.topology.size == 1:
         return [{WHOLE: 1.0}] * case.steps
     decisions = decisions_of(case.config, case.steps, case.decisions)
@@ -165,7 +165,7 @@ class Sent:
         self.rows = float(sum(rows_P[list(mesh.groups[0])]))
         work = AttentionWork(case.shape.heads, case.shape.head_dim, kind.segments, case.load.batch, case.load.itemsize)
         self.ring = ring_of(mesh, layouts, work, Wires(mesh.topology), latencies.latency_s + latencies.message_s)
-        self.bytes = {link: sum(one.bytes[link] for one in self.ring.messages) for link in LINK_CLASSES}
+        self.bytes = total(one.bytes for one in self.ring.messages)
         if mesh.ulysses == 1:
             return
         cell, table = case.load.batch * self.width, exchange_table(config, case.topology)
@@ -186,12 +186,11 @@ class Sent:
             return sum(4 * hop.link_s + hop.wait_s for hop in hops)
 
         if size_mb >= chunks.from_mb:
-            in_stages = in_chunks(mesh, chunks.chunks, all_P, seconds)
-            self.stages = in_stages and in_stages._replace(moves_s=self.ring.moves_s)
+            self.stages = in_chunks(mesh, chunks.chunks, all_P, self.ring, seconds)
 
 
 class PlannedLayer:
-    """One rank's layer: q, k and v of the right size, which take as long as the roofline says, attention, the rest."""
+    """One rank's layer, whose parts take as long as the roofline says."""
 
     def __init__(
         self, case: Case, kind: Kind, layout: Layout, slot: int, compute: Callable[[float, int], None], x_BLHD: Tensor
@@ -263,7 +262,7 @@ class PlannedCall:
         load(ORDERS, self._case.config.order)(qkv, self, self)
         self._wait("q", "k", "v")
         with self.span("attention"):
-            blocks, behind = self._case.mesh.ring, in_stages or self._sent.ring
+            blocks, behind = self._case.mesh.ring, in_stages or self._sent.ring.moves
             parts = blocks if in_stages is None else blocks + 2  # of each query, which are merged
             block_s, launches = (times.attention, 1) if parts == 1 else self._part(times.attention)
             self._compute(blocks * block_s, parts * launches)
@@ -356,13 +355,14 @@ class PlannedCall:
 @dataclass(frozen=True)
 class StepPlan:
     """Seconds of a mean step. compute_s: of the rank that computes longest; bytes: of all ranks, by link class; waits:
-    of the host for numbers that the device computes."""
+    of the host for numbers that the device computes; outputs: bytes of what two guidance branches exchange."""
 
     step_s: float
     compute_s: float
     bytes: dict[str, float]
     steps: int
     waits: float = 0.0
+    outputs: dict[str, float] = field(default_factory=dict)
 
     @property
     def image_s(self) -> float:

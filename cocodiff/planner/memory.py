@@ -14,9 +14,10 @@ after.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from cocodiff.attention.streaming import head_runs
 from cocodiff.config.errors import UserError
@@ -27,11 +28,10 @@ from cocodiff.models.family import VAE_FACTOR, Family, VaeSize, Video
 from cocodiff.planner.costs import Cell, Costs
 from cocodiff.planner.traffic import Latencies
 from cocodiff.topology.axes import Mesh
-from cocodiff.topology.layout import Layout, Segments
+from cocodiff.topology.layout import Segments
 from cocodiff.topology.links import alltoall_bound
 from cocodiff.topology.routes.rounds import rounds_of
 
-T = TypeVar("T")
 MIB = 2**20
 
 # What the estimate of activations counts, in tensors of one rank's share: [B, L, H, D], or as large [B, S, G, D].
@@ -197,28 +197,22 @@ def add(parts: list[RankMemory]) -> RankMemory:
 def run_cache(shape: ModelShape, topology: Topology, load: Load, mesh: Mesh | None = None) -> list[RankMemory]:
     """Every rank's caches of all layers, layers times branches, and its step cache. Nothing where nothing is kept.
     mesh: of Ulysses and Ring; None is Ulysses alone."""
-    state, total = load.state, [RankMemory()] * topology.size
-    if state is None:
-        return total
+    state, kept_P = load.state, [Counter[str]() for _ in range(topology.size)]
     mesh, cell = mesh or Mesh.build(topology), Cell(load.batch, shape.head_dim, load.itemsize)
-
-    def of_site(part: Topology, layout: Layout) -> list[RankMemory]:
-        """One rank alone keeps nothing."""
-        kept = state.state_bytes(part, layout, cell) if part.size > 1 else [{}]
-        return [RankMemory(**sizes) for sizes in kept]
-
+    if state is None:
+        return [RankMemory()] * topology.size
     alone = tuple(segment for segment in load.segments if segment.name == IMAGE)
     *of_all, image_layers = coded_layers(shape, state.settings.state_layers)
     for layers, segments in ((sum(of_all), load.segments), (image_layers, alone)):
         if not segments:  # by a plan no token is known to be an image's
             continue
-        call, times = (segments, shape.heads), layers * load.branches
-        total = [add([sofar, *[one] * times]) for sofar, one in zip(total, by_rank(mesh, call, of_site), strict=True)]
-        if state.settings.step_cache != "none":
-            rows = by_rank(mesh, call, lambda _, layout: layout.rows)
-            steps = [RankMemory(step_cache=load.branches * L * shape.heads * cell.bytes) for L in rows]
-            total = [add([*both]) for both in zip(total, steps, strict=True)]
-    return total
+        for group, part, layout in zip(mesh.groups, mesh.parts, mesh.layouts(segments, shape.heads), strict=True):
+            of_layer = state.state_bytes(part, layout, cell) if part.size > 1 else [{}]  # one alone keeps nothing
+            for rank, sizes, L in zip(group, of_layer, layout.rows, strict=True):
+                kept_P[rank].update({name: size * layers * load.branches for name, size in sizes.items()})
+                if state.settings.step_cache != "none":
+                    kept_P[rank]["step_cache"] += load.branches * L * shape.heads * cell.bytes
+    return [RankMemory(**kept) for kept in kept_P]
 
 
 def coded_layers(shape: ModelShape, state_layers: int | None) -> tuple[int, int, int]:
@@ -228,15 +222,6 @@ def coded_layers(shape: ModelShape, state_layers: int | None) -> tuple[int, int,
     image = min(shape.image_layers, left // 2)
     joint = min(shape.joint_layers, left - image)
     return joint, min(shape.parallel_layers, left - image - joint), image
-
-
-def by_rank(mesh: Mesh, call: tuple[Segments, int], of_part: Callable[[Topology, Layout], Sequence[T]]) -> list[T]:
-    """What `of_part` tells of the ranks of a Ulysses group, for all groups, in rank order. call: its segments and
-    heads."""
-    found: dict[int, T] = {}
-    for group, part, layout in zip(mesh.groups, mesh.parts, mesh.layouts(*call), strict=True):
-        found |= dict(zip(group, of_part(part, layout), strict=True))
-    return [found[rank] for rank in range(mesh.topology.size)]
 
 
 def activations(shape: ModelShape, mesh: Mesh, load: Load) -> list[int]:
@@ -257,17 +242,14 @@ def activations(shape: ModelShape, mesh: Mesh, load: Load) -> list[int]:
     if shape.parallel_layers:
         fused = 3 if shape.gated_mlp else 1
         stages += [attention + gates * hidden, fused + gates * hidden + 1 + hidden + 1]
-    copies = STREAMS + max(stages)
-
-    def of_part(_part: Topology, layout: Layout) -> list[int]:
-        whole, shares = sum(layout.rows), zip(layout.rows, layout.heads, strict=True)
-        return [max(L * shape.width, whole * G * shape.head_dim) for L, G in shares]
-
-    shares = by_rank(mesh, (load.segments, shape.heads), of_part)
-    whole = load.tokens(IMAGE) * shape.width
+    copies, whole, found = STREAMS + max(stages), load.tokens(IMAGE) * shape.width, dict[int, int]()
     kept = whole if shape.unsharded_copies and mesh.topology.size > 1 else 0
-    numbers = [max(shape.unsharded_copies * whole, kept + copies * share) for share in shares]
-    return [int(count * load.batch * load.itemsize) for count in numbers]
+    for group, layout in zip(mesh.groups, mesh.layouts(load.segments, shape.heads), strict=True):
+        for rank, L, G in zip(group, layout.rows, layout.heads, strict=True):
+            share = max(L * shape.width, sum(layout.rows) * G * shape.head_dim)
+            count = max(shape.unsharded_copies * whole, kept + copies * share)
+            found[rank] = int(count * load.batch * load.itemsize)
+    return [found[rank] for rank in range(mesh.topology.size)]
 
 
 def streamed(mesh: Mesh, heads: int) -> int:
@@ -367,6 +349,6 @@ def check_fits(need: RankMemory, memory: int, where: str) -> None:
         raise UserError(f"memory of {where}: {reason}")
 
 
-def mib(count: int) -> str:
+def mib(count: float) -> str:
     """Bytes as MiB: whole ones, of less than ten with two decimals."""
     return f"{count / MIB:.0f}" if count >= 10 * MIB else f"{count / MIB:.2f}"

@@ -24,7 +24,7 @@ from cocodiff.config.machine import Topology
 from cocodiff.config.registry import RINGS
 from cocodiff.config.text_table import aligned
 from cocodiff.engine.assemble import AttentionWork
-from cocodiff.planner.traffic import Stage, Traffic, Wires, of_ranks, stages_of
+from cocodiff.planner.traffic import Stage, Traffic, Wires, of_ranks, stages_of, total
 from cocodiff.topology.axes import Mesh, mesh_without_ring, meshes
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.routes.chunks import chunk_ranks, megabytes_per_rank
@@ -92,7 +92,7 @@ class Priced:
         a_block = self.compute_s / self.mesh.ring
         if self.stages is not None:
             return self.stages.seconds(a_block)
-        return self.ulysses_s + self.ring.seconds(a_block)
+        return self.ulysses_s + self.ring.moves.seconds(a_block)
 
 
 def price(mesh: Mesh, work: AttentionWork) -> Priced:
@@ -109,29 +109,31 @@ def price(mesh: Mesh, work: AttentionWork) -> Priced:
 
     (stage,), ring = stages_of(mesh, "flat"), ring_of(mesh, layouts, work, wires)
     messages, chunking = [*both_ways(stage), *ring.messages], work.chunking(mesh.parts[0])
-    total = sum(sum(layout.rows) for layout in layouts)
+    tokens = sum(sum(layout.rows) for layout in layouts)
     fullest = max(sum(layout.rows) * max(layout.heads) for layout in layouts)
-    scores, device = work.batch * fullest * total, mesh.topology.machine.device
+    scores, device = work.batch * fullest * tokens, mesh.topology.machine.device
     rate = EFFICIENCY * 1e12 * (device.bf16_tflop_s or UNKNOWN_TFLOP_S)
     score_s = 0.0  # where a part of attention passes through memory, as no kernel tells its sums
     if mesh.ring > 1 and not device.sums_kernel and device.memory_gb_s:
         score_s = SCORE_BYTES / (device.memory_gb_s * 1e9)
     stages = None
     if megabytes_per_rank(layouts[0], 3 * work.wire_cell) >= chunking.from_mb:
-        stages = in_chunks(mesh, chunking.chunks, rows_P, lambda chosen: seconds(stage.only(chosen)) + MESSAGE_S)
+        stages = in_chunks(mesh, chunking.chunks, rows_P, ring, lambda near: seconds(stage.only(near)) + MESSAGE_S)
     return Priced(
         mesh,
-        {kind: sum(one.bytes[kind] for one in messages) for kind in LINK_CLASSES},
+        total(one.bytes for one in messages),
         int(np.sum([one.out_of for one in messages], axis=0).max()),
         layouts[0].heads,
         seconds(stage) + 2 * MESSAGE_S * (mesh.ulysses > 1),
         ring,
         max(4 * work.head_dim * scores / rate, scores * score_s),
-        stages and stages._replace(moves_s=ring.moves_s),
+        stages,
     )
 
 
-def in_chunks(mesh: Mesh, chunks: int, rows_P: np.ndarray, seconds: Callable[[np.ndarray], float]) -> InStages | None:
+def in_chunks(
+    mesh: Mesh, chunks: int, rows_P: np.ndarray, ring: Ring, seconds: Callable[[np.ndarray], float]
+) -> InStages | None:
     """Of a call in so many chunks; None where there is one. seconds: of its messages, q, k, v and the output, of blocks
     whose (rows, heads) are chosen."""
     if chunks == 1:
@@ -145,31 +147,44 @@ def in_chunks(mesh: Mesh, chunks: int, rows_P: np.ndarray, seconds: Callable[[np
             near_PP[[group[one] for one in own], group[slot]] = True
     first = mesh.groups[0]
     share = float(rows_P[near_PP[:, first[0]]].sum() / rows_P[list(first)].sum())
-    return InStages(seconds(near_PP), seconds(~near_PP), share)
+    assert isinstance(ring.moves, KeyMoves), "queries travel whole"
+    return InStages(seconds(near_PP), seconds(~near_PP), share, ring.moves.each_s)
 
 
-class Around:
-    """What goes round a ring: `all` of a call, and the seconds of every move. Moves along one level (tile, card or
-    node) take the same links; each is given the time of the level's largest blocks."""
+def around(
+    mesh: Mesh, layouts: Sequence[Layout], cell: int, wires: Wires, message_s: float, along: Levels = LEVELS
+) -> tuple[Traffic, tuple[float, ...]]:
+    """What goes round a ring in a call, and the seconds of every move. Moves along one level (tile, card or node) take
+    the same links; each is given the time of the level's largest blocks. cell: bytes of a block for one token and head.
+    along: the levels along which blocks go."""
+    messages, of_level = Traffic(wires), [Traffic(wires) for _ in LEVELS]
+    rows_G, ranks_GU = np.array([sum(layout.rows) for layout in layouts]), np.array(mesh.groups)
+    every, grids = range(mesh.ring), rounds_of(mesh, along)
+    for slot, grid in enumerate(grids):
+        sizes_MG = layouts[0].heads[slot] * cell * rows_G[grid.blocks_at_hand(every)[:-1]]
+        for level in LEVELS:
+            chosen_MG = sizes_MG[grid.levels_M == level]
+            if len(chosen_MG):
+                pair = ranks_GU[:, slot], ranks_GU[grid.neighbours(every, level, 1), slot]
+                messages.send(*pair, grid.rounds * chosen_MG.sum(0))
+                of_level[level].send(*pair, chosen_MG.max(0))
+    seconds = [traffic.seconds() + message_s for traffic in of_level]
+    return messages, tuple(seconds[level] for level in grids[0].levels_M)
 
-    def __init__(
-        self, mesh: Mesh, layouts: Sequence[Layout], cell: int, wires: Wires, message_s: float, along: Levels = LEVELS
-    ) -> None:
-        """cell: bytes of a block for one token and head. along: the levels along which blocks go."""
-        self.all, of_level = Traffic(wires), [Traffic(wires) for _ in LEVELS]
-        rows_G = np.array([sum(layout.rows) for layout in layouts])
-        ranks_GU = np.array(mesh.groups)
-        every, grids = range(mesh.ring), rounds_of(mesh, along)
-        for slot, grid in enumerate(grids):
-            sizes_MG = layouts[0].heads[slot] * cell * rows_G[grid.blocks_at_hand(every)[:-1]]
-            for level in LEVELS:
-                chosen_MG = sizes_MG[grid.levels_M == level]
-                if len(chosen_MG):
-                    pair = ranks_GU[:, slot], ranks_GU[grid.neighbours(every, level, 1), slot]
-                    self.all.send(*pair, grid.rounds * chosen_MG.sum(0))
-                    of_level[level].send(*pair, chosen_MG.max(0))
-        seconds = [traffic.seconds() + message_s for traffic in of_level]
-        self.moves_s = tuple(seconds[level] for level in grids[0].levels_M)
+
+class KeyMoves(NamedTuple):
+    """Seconds of every move of keys and values."""
+
+    each_s: tuple[float, ...]
+
+    def seconds(self, a_block: float) -> float:
+        """Of attention to all blocks, each of which travels behind the one before. a_block: to one."""
+        return sum(max(a_block, move_s) for move_s in self.each_s) + a_block
+
+
+def key_ring(mesh: Mesh, layouts: Sequence[Layout], work: AttentionWork, wires: Wires, message_s: float) -> Ring:
+    messages, each_s = around(mesh, layouts, 2 * work.cell, wires, message_s)
+    return Ring([messages], KeyMoves(each_s))
 
 
 class TokenMoves(NamedTuple):
@@ -194,12 +209,9 @@ class TokenMoves(NamedTuple):
         return max(at + part_s, *arrivals)
 
 
-def token_ring(
-    mesh: Mesh, layouts: Sequence[Layout], work: AttentionWork, wires: Wires, message_s: float
-) -> tuple[list[Traffic], TokenMoves]:
-    """All messages of a call in a token ring, and their seconds."""
-    queries = Around(mesh, layouts, work.cell, wires, message_s, (CARD, TILE))
-    keys = Around(mesh, layouts, 2 * work.cell, wires, message_s, (NODE,))
+def token_ring(mesh: Mesh, layouts: Sequence[Layout], work: AttentionWork, wires: Wires, message_s: float) -> Ring:
+    queries, queries_s = around(mesh, layouts, work.cell, wires, message_s, (CARD, TILE))
+    keys, keys_s = around(mesh, layouts, 2 * work.cell, wires, message_s, (NODE,))
     rows_G, ranks_GU = np.array([sum(layout.rows) for layout in layouts]), np.array(mesh.groups)
     cell, every, grids = work.cell + SUM_BYTES * work.batch, range(mesh.ring), rounds_of(mesh, (CARD, TILE))
     parts, steps = Traffic(wires), [Traffic(wires) for _ in range(mesh.ring)]
@@ -209,7 +221,7 @@ def token_ring(
             step.send(*pair, sizes_G[owners_G])
             parts.send(*pair, grid.rounds * sizes_G[owners_G])
     parts_s = [0.0, *(step.seconds() + message_s for step in steps[1:])]
-    return [queries.all, parts, keys.all], TokenMoves((*queries.moves_s, 0.0), tuple(parts_s), keys.moves_s)
+    return Ring([queries, parts, keys], TokenMoves((*queries_s, 0.0), tuple(parts_s), keys_s))
 
 
 class StreamMoves(NamedTuple):
@@ -232,10 +244,7 @@ class StreamMoves(NamedTuple):
         return at + self.reduce_s + self.cross_s
 
 
-def streaming(
-    mesh: Mesh, layouts: Sequence[Layout], work: AttentionWork, wires: Wires, message_s: float
-) -> tuple[list[Traffic], StreamMoves]:
-    """All messages of a call in streaming attention, and the seconds of a piece's."""
+def streaming(mesh: Mesh, layouts: Sequence[Layout], work: AttentionWork, wires: Wires, message_s: float) -> Ring:
     rows_G, ranks_GU = np.array([sum(layout.rows) for layout in layouts]), np.array(mesh.groups)
     gather, reduce, cross = (Traffic(wires) for _ in range(3))
     part_cell = work.cell + SUM_BYTES * work.batch
@@ -255,47 +264,29 @@ def streaming(
     pieces = nodes * head_runs(nodes, min(layouts[0].heads))
     gather_s, reduce_s = ((one.seconds() / pieces + message_s) * (within > 1) for one in (gather, reduce))
     cross_s = (cross.seconds() / 2 / pieces + message_s) * (nodes > 1)
-    moves = StreamMoves(mesh.ring / pieces, pieces, gather_s, reduce_s, cross_s)
-    return [gather, reduce, cross], moves
+    return Ring([gather, reduce, cross], StreamMoves(mesh.ring / pieces, pieces, gather_s, reduce_s, cross_s))
 
 
-# Messages of a call and their seconds in rings of the registry's `RINGS` where queries travel.
-OF_QUERIES: dict[str, Callable[..., tuple[list[Traffic], TokenMoves | StreamMoves]]] = {
-    "token": token_ring,
-    "streaming": streaming,
-}
-
-
-@dataclass(frozen=True)
-class Ring:
-    """What goes round the rings of a mesh in a call, and seconds of every move. queries: of rings where these do."""
+class Ring(NamedTuple):
+    """All messages of a call in the rings of a mesh, and their seconds."""
 
     messages: Sequence[Traffic]
-    moves_s: tuple[float, ...]
-    queries: TokenMoves | StreamMoves | None
+    moves: KeyMoves | TokenMoves | StreamMoves
 
-    def seconds(self, a_block: float) -> float:
-        """Of attention to all blocks. a_block: to one."""
-        if self.queries is not None:
-            return self.queries.seconds(a_block)
-        return sum(max(a_block, move_s) for move_s in self.moves_s) + a_block
+
+OF_KINDS = {"keys": key_ring, "token": token_ring, "streaming": streaming}  # as the registry's `RINGS`
 
 
 def ring_of(
     mesh: Mesh, layouts: Sequence[Layout], work: AttentionWork, wires: Wires, message_s: float = MESSAGE_S
 ) -> Ring:
     """Without messages where there is one group. message_s: what a step of messages takes at least."""
-    around = Around(mesh, layouts, 2 * work.cell, wires, message_s)
-    if mesh.ring > 1 and mesh.kind in OF_QUERIES:
-        messages, queries = OF_QUERIES[mesh.kind](mesh, layouts, work, wires, message_s)
-        return Ring(messages, around.moves_s, queries)
-    return Ring([around.all], around.moves_s, None)
+    return OF_KINDS[mesh.kind](mesh, layouts, work, wires, message_s)
 
 
 def best_of_degree(priced: Sequence[Priced], rates_known: bool) -> Priced:
-    """Of meshes of one Ring degree the default: the fewest bytes out of the busiest node, which sets the pace, then out
-    of all nodes, then the least time; where rates are known, another that is predicted to beat it, as a ring through
-    slow links does that long attention hides."""
+    """Of one Ring degree: the fewest bytes out of the busiest node, which sets the pace, then out of all nodes, then
+    the least time; where rates are known, another that is predicted to beat it, as a ring through slow links may."""
     fewest = min(priced, key=lambda one: (one.busiest_node, one.bytes["node"], one.seconds))
     fastest = min(priced, key=lambda one: one.seconds)
     return fastest if rates_known and fastest.seconds <= PLACED * fewest.seconds else fewest

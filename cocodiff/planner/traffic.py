@@ -3,7 +3,7 @@ needs. Pure arithmetic on arrays: a mesh of 1,536 ranks has millions of messages
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -40,7 +40,7 @@ class Latencies(NamedTuple):
 
 
 class Wires:
-    """Where every rank sits, as arrays over the ranks, and numbers for the links between them."""
+    """Where every rank sits."""
 
     def __init__(self, topology: Topology) -> None:
         places = topology.places
@@ -168,6 +168,12 @@ class Hop(NamedTuple):
     packed: float
     sent: dict[str, float]
     phases: int
+
+
+def total(sent: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The sums of bytes by link class."""
+    every = list(sent)
+    return {link: sum(one[link] for one in every) for link in LINK_CLASSES}
 
 
 def of_ranks(mesh: Mesh, of_groups: Iterable[Sequence[float]]) -> Floats:

@@ -14,6 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import combinations
 from typing import NamedTuple
 
 from cocodiff.config.machine import Topology
@@ -155,11 +156,10 @@ def measure_rates(network: Network) -> list[Rate]:
 def representative_pairs(topology: Topology) -> dict[str, tuple[int, int]]:
     """Class of link -> two ranks that it joins: the last such pair for siblings, the first one for all others."""
     pairs: dict[str, tuple[int, int]] = {}
-    for a in range(topology.size):
-        for b in range(topology.size):
-            kind = topology.link_class(a, b)
-            if kind is not None and (kind not in pairs or (kind == "sibling" and a < b)):
-                pairs[kind] = (a, b)
+    for a, b in combinations(range(topology.size), 2):
+        kind = topology.link_class(a, b) or ""
+        if kind == "sibling" or kind not in pairs:
+            pairs[kind] = (a, b)
     return pairs
 
 

@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 from cocodiff.config.config import Config, load_machine
 from cocodiff.config.machine import Machine, Topology
 from cocodiff.config.text_table import aligned
-from cocodiff.engine.assemble import AttentionWork, mesh_of
 from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.jobs.terminal import say
 from cocodiff.planner.calibrate import Constants, Fit, Measured, fit
 from cocodiff.planner.costs import state_sizes
-from cocodiff.planner.layers import Case, StepPlan, plan_step
+from cocodiff.planner.layers import Case, plan_step
 from cocodiff.planner.memory import Load, ModelShape, largest_batch, size_run
 from cocodiff.planner.traffic import Latencies
 
@@ -77,42 +76,31 @@ class Planned:
 
     def rows(self, where: str, run: Run) -> Iterator[dict[str, Any]]:
         """One a variant; none where CoCoDiff's caches do not fit a tile beside the rest."""
-        shape, topology, config = self._shape_of(run.model), self._topology(run), self._config(run, "cocodiff")
-        mesh = mesh_of(config, topology, AttentionWork(shape.heads, shape.head_dim))
-        memory = int(self.machine.device.memory_gib * 2**30)
+        memory, case = self.machine.device.memory or 0, self._case(run, "cocodiff")
         if run.batch is None:
-            most = largest_batch(shape, topology, self._load(run, config), memory, mesh)
+            most = largest_batch(case.shape, case.topology, case.load, memory, case.mesh)
             run = run._replace(batch=min(LARGEST_BATCH, most))
-        sizes = size_run(shape, topology, self._load(run, config), mesh)
+            case = self._case(run, "cocodiff")
+        sizes = size_run(case.shape, case.topology, case.load, case.mesh)
         if not run.batch or max(rank.total for rank in sizes) > memory:
             return
         for variant in VARIANTS:
-            plan = self.plan(run, variant)
+            plan = plan_step(self._case(run, variant), Latencies.of(self.machine))
             times = {"step_s": plan.step_s, "communication_share": plan.communication_share}
             yield {"cases": where} | run._asdict() | {"variant": variant} | times
 
-    def plan(self, run: Run, variant: str) -> StepPlan:
-        """variant: a preset, or "flat_serial"."""
+    def _case(self, run: Run, variant: str) -> Case:
+        """Ranks beyond the paper's degree of Ulysses, or the heads, are in rings. variant: a preset, or
+        "flat_serial"."""
         shape = self._shape_of(run.model)
-        config = self._config(run, variant)
-        case = Case(shape, self._topology(run), config, self._load(run, config), one_peer=variant == "flat_serial")
-        return plan_step(case, Latencies.of(self.machine))
-
-    def _config(self, run: Run, variant: str) -> Config:
-        """Ranks beyond the paper's degree of Ulysses, or the heads, are in rings."""
-        shape, ranks = self._shape_of(run.model), self._topology(run).size
+        topology = Topology.build(self.machine, run.nodes * (self.machine.tiles_per_node or 12))
         most = min(shape.heads, DEGREES.get(run.nodes, 48))
-        degree = max(n for n in range(1, most + 1) if ranks % n == 0)
-        settings = {"ring": ranks // degree, "image_tokens": shape.image_tokens(run.size)}
-        return Config.preset(variant.removesuffix("_serial"), machine=self.machine.name, **settings)
-
-    def _load(self, run: Run, config: Config) -> Load:
-        shape = self._shape_of(run.model)
+        degree = max(n for n in range(1, most + 1) if topology.size % n == 0)
+        settings = {"ring": topology.size // degree, "image_tokens": shape.image_tokens(run.size)}
+        config = Config.preset(variant.removesuffix("_serial"), machine=self.machine.name, **settings)
         rows = (run.batch or 1) * shape.rows_per_image
-        return Load(shape.segments(run.size), rows, 2, shape.branches, state_sizes(config))
-
-    def _topology(self, run: Run) -> Topology:
-        return Topology.build(self.machine, run.nodes * (self.machine.tiles_per_node or 12))
+        load = Load(shape.segments(run.size), rows, 2, shape.branches, state_sizes(config))
+        return Case(shape, topology, config, load, one_peer=variant == "flat_serial")
 
 
 def run_paper(values: dict[str, Any]) -> dict[str, Any]:
@@ -132,12 +120,8 @@ def run_paper(values: dict[str, Any]) -> dict[str, Any]:
         times = [f"{row['step_s'] * 1e3:.1f} {row['communication_share']:4.0%}" for row in of_case]
         table.append([str(of_case[0][key]) for key in ("model", "size", "nodes", "batch")] + times)
     say("\n".join(aligned(table, "<" + ">" * (len(table[0]) - 1))))
-    readings = [{"baseline": name, "rms": rms_of(one, name), **asdict(one.constants)} for name, one in fits.items()]
+    readings = [{"baseline": name, "rms": one.rms, **asdict(one.constants)} for name, one in fits.items()]
     return {"constants": asdict(constants), "rows": rows, "readings": readings}
-
-
-def rms_of(found: Fit, baseline: str) -> float:
-    return found.rms([*figure_11(baseline).values()])
 
 
 def lines_of(fits: dict[str, Fit]) -> list[str]:
@@ -146,11 +130,10 @@ def lines_of(fits: dict[str, Fit]) -> list[str]:
     lines.append(f"{'baseline':<26}{'latency us':>11}{'sibling':>9}{'slower':>9}{'rms':>8}")
     for name, one in fits.items():
         c = one.constants
-        lines.append(f"{name:<26}{c.latency_us:>11.0f}{c.sibling:>9.3f}{c.plane:>9.3f}{rms_of(one, name):>8.0%}")
+        lines.append(f"{name:<26}{c.latency_us:>11.0f}{c.sibling:>9.3f}{c.plane:>9.3f}{one.rms:>8.0%}")
     lines.append("taken: flat_serial")
     lines.append(f"{'':<26}{'paper':>10}{'plan':>10}{'off by':>9}")
-    measured = figure_11("flat_serial")
-    for (name, said), seconds in zip(measured.items(), fits["flat_serial"].predicted, strict=True):
+    for (name, said), seconds in zip(figure_11("flat_serial").items(), fits["flat_serial"].predicted, strict=True):
         unit = 1.0 if said.over is not None else 1e3
         lines.append(f"{name:<26}{said.value * unit:>10.2f}{seconds * unit:>10.2f}{seconds / said.value - 1:>9.0%}")
     return lines

@@ -78,10 +78,7 @@ def smooth_step(depth_HW: Array, width: float) -> Array:
 
 def wobbly_depth(view: View, generator: np.random.Generator, centre: Array, radii: Array, wobble: float) -> Array:
     """Depth below a closed wobbly outline, in specimen units (negative outside)."""
-    angle = generator.uniform(0, np.pi)
-    dx, dy = view.x_HW - centre[0], view.y_HW - centre[1]
-    u = (np.cos(angle) * dx + np.sin(angle) * dy) / radii[0]
-    v = (np.cos(angle) * dy - np.sin(angle) * dx) / radii[1]
+    u, v = along_axes(view, centre, radii, generator.uniform(0, np.pi))
     radius, theta = np.hypot(u, v), np.arctan2(v, u)
     outline = np.ones_like(radius)
     for order in range(2, 7):
@@ -91,10 +88,14 @@ def wobbly_depth(view: View, generator: np.random.Generator, centre: Array, radi
 
 def ellipse_depth(view: View, centre: Array, radii: Array, angle: float) -> Array:
     """Depth below an ellipse's rim, in specimen units (negative outside)."""
+    return (1 - np.hypot(*along_axes(view, centre, radii, angle))) * radii.min()
+
+
+def along_axes(view: View, centre: Array, radii: Array, angle: float) -> tuple[Array, Array]:
+    """Coordinates of every pixel along the axes of a turned ellipse, in its radii."""
     dx, dy = view.x_HW - centre[0], view.y_HW - centre[1]
     u = (np.cos(angle) * dx + np.sin(angle) * dy) / radii[0]
-    v = (np.cos(angle) * dy - np.sin(angle) * dx) / radii[1]
-    return (1 - np.hypot(u, v)) * radii.min()
+    return u, (np.cos(angle) * dy - np.sin(angle) * dx) / radii[1]
 
 
 def bezier(view: View, generator: np.random.Generator, reach: float, width: float) -> Array:

@@ -207,7 +207,7 @@ def test_a_move_takes_as_long_as_its_messages_on_the_fullest_link(size, ring, pl
     mesh = Mesh.build(topology, ring, placement)
     layouts, wires = mesh.layouts(work.segments, 24), Wires(topology)
     of_ranks = [visits_of(mesh, rank) for rank in range(size)]
-    found = price(mesh, work).ring.moves_s
+    found = price(mesh, work).ring.moves.each_s
     assert len(found) == ring - 1
     for number, seconds in enumerate(found):
         sent = []

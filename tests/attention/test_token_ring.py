@@ -164,7 +164,7 @@ def test_within_a_node_both_directions_of_a_link_carry_something():
     keys, tokens = (price(Mesh.build(topology, 6, kind=kind), work) for kind in ("keys", "token"))
     sums = 6 * 5 * 4 * B * 6 * 6
     assert tokens.bytes["plane"] == keys.bytes["plane"] + sums
-    assert isinstance(tokens.ring.queries, TokenMoves) and len(tokens.ring.queries.queries_s) == 6
+    assert isinstance(tokens.ring.moves, TokenMoves) and len(tokens.ring.moves.queries_s) == 6
 
 
 def test_token_moves_by_hand():

@@ -15,22 +15,21 @@ from hypothesis import strategies as st
 from worlds import topology_of
 
 from cocodiff.cli.doctor import facts
-from cocodiff.cli.doctor.checks import CHECKS, LEAST, examine, is_healthy, numbers, planes_of, spelled
-from cocodiff.cli.doctor.facts import (
+from cocodiff.cli.doctor.checks import (
+    CHECKS,
     FAULT,
     GOOD,
+    LEAST,
     NOTE,
     WARNING,
-    AllToAll,
-    Card,
-    Facts,
     Finding,
-    Issue,
-    Nic,
-    Overlap,
-    RankFacts,
-    name_ranks,
+    examine,
+    is_healthy,
+    numbers,
+    planes_of,
+    spelled,
 )
+from cocodiff.cli.doctor.facts import AllToAll, Card, Facts, Issue, Nic, Overlap, RankFacts, name_ranks
 from cocodiff.cli.doctor.trials import READ_EARLY
 from cocodiff.kernels.trial import KernelTrial
 

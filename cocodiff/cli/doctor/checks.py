@@ -1,29 +1,20 @@
-"""The checks: functions of facts, which never touch a machine, so that a test can hand them any faulty one."""
+"""The checks: functions of facts, which never touch a machine, so that a test can hand them any faulty one. Each adds
+to the findings, which are empty at first, what it finds."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partialmethod
 from pathlib import Path
 
-from cocodiff.cli.doctor.facts import (
-    FAULT,
-    GOOD,
-    NOTE,
-    WARNING,
-    Facts,
-    Finding,
-    Findings,
-    Issue,
-    RankFacts,
-    by_value,
-    grouped,
-    name_ranks,
-)
+from cocodiff.cli.doctor.facts import Facts, Issue, RankFacts, by_value, grouped, name_ranks
 from cocodiff.comm.connect import overlap_killers
 from cocodiff.comm.host import THROUGH_HOST
 from cocodiff.kernels.trial import KernelTrial
 
+FAULT, WARNING, NOTE, GOOD = "fault", "warning", "note", "ok"
 SAFE_REMEDY = "leave SAFE empty (docs/aurora.md) once jobs of this size end"
 LEAST = {"torch": (2, 8), "diffusers": (0, 42), "transformers": (5,)}  # as pyproject.toml asks for: a test compares
 BIND = "bind ranks to cores: mpiexec --cpu-bind list:..., as launch/aurora.pbs does"
@@ -38,15 +29,46 @@ LEAST_FREE = {"cpu": GIB // 4, "accelerator": 4 * GIB}  # the embedded model's r
 TAKEN = 0.1  # of a tile's memory that somebody else holds
 
 
+@dataclass(frozen=True)
+class Finding:
+    """One result of a check. remedy: what to do, "" where nothing is to be done."""
+
+    check: str
+    severity: str
+    text: str
+    remedy: str = ""
+
+
+class Findings(list[Finding]):
+    """The findings of one check."""
+
+    def __init__(self, check: str) -> None:
+        super().__init__()
+        self._check = check
+
+    def add(self, severity: str, text: str, remedy: str = "") -> None:
+        self.append(Finding(self._check, severity, text, remedy))
+
+    def otherwise(self, severity: str, text: str, remedy: str = "") -> None:
+        """Where the check has found nothing before."""
+        if not self:
+            self.add(severity, text, remedy)
+
+    fault = partialmethod(add, FAULT)
+    warning = partialmethod(add, WARNING)
+    note = partialmethod(add, NOTE)
+    good = partialmethod(add, GOOD)
+
+
 def numbers(version: str) -> tuple[int, ...]:
     """2.10.0a0+git1 -> (2, 10, 0)."""
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(part) for part in found[0].split(".")) if found else ()
 
 
-def check_versions(facts: Facts) -> Findings:
+def check_versions(facts: Facts, found: Findings) -> None:
     """Old or missing packages, and ranks whose versions differ."""
-    found, first = Findings("versions"), facts.ranks[0].versions
+    first = facts.ranks[0].versions
     for package, least in LEAST.items():
         remedy = f"pip install '{package}>={'.'.join(map(str, least))}' into this environment"
         for version in sorted({str(rank.versions.get(package) or "") for rank in facts.ranks}):
@@ -63,16 +85,13 @@ def check_versions(facts: Facts) -> Findings:
     if ipex is not None and numbers(ipex)[:2] != numbers(torch)[:2]:
         remedy = "uninstall it, or install the one of the same major and minor version"
         found.warning(f"IPEX {ipex} is not for torch {torch}: it is not imported", remedy)
-    if not found:
-        shown = ("cocodiff", "python", "torch", "diffusers", "transformers", "mpi", "xpu runtime")
-        found.good(", ".join(f"{name} {first[name]}" for name in shown if first.get(name)))
-    return found
+    shown = ("cocodiff", "python", "torch", "diffusers", "transformers", "mpi", "xpu runtime")
+    found.otherwise(GOOD, ", ".join(f"{name} {first[name]}" for name in shown if first.get(name)))
 
 
-def check_launch(facts: Facts) -> Findings:
+def check_launch(facts: Facts, found: Findings) -> None:
     """Did launcher, MPI and transport find the same ranks?"""
-    found, first, hosts = Findings("launch"), facts.ranks[0], facts.hosts()
-    size, nodes = len(facts.ranks), facts.topology.nodes
+    first, hosts, size, nodes = facts.ranks[0], facts.hosts(), len(facts.ranks), facts.topology.nodes
     if first.world is not None and first.world != size:
         text = f"the launcher started {first.world} rank(s), but they found {size} of them together"
         found.fault(text, "use the mpiexec that belongs to the loaded MPI library, and mpi4py built on that library")
@@ -81,25 +100,23 @@ def check_launch(facts: Facts) -> Findings:
         if told and told != {len(ranks)}:
             text = f"{host} has {len(ranks)} ranks, the launcher says {'/'.join(map(str, sorted(told)))}"
             found.fault(text, "start the same number of ranks on every node (--ppn)")
-    if not found and len(hosts) not in (1, nodes):
+    if len(hosts) not in (1, nodes):
         text = f"{len(hosts)} hosts, but the machine file puts {size} ranks on {nodes} node(s)"
-        found.fault(text, f"start {size // nodes} ranks a node, or choose another --machine")
+        found.otherwise(FAULT, text, f"start {size // nodes} ranks a node, or choose another --machine")
     for host, ranks in hosts.items():
         spread = len({facts.topology.places[rank.rank].node for rank in ranks})
-        if not found and len(hosts) > 1 and spread > 1:
+        if len(hosts) > 1 and spread > 1:
             named = name_ranks([rank.rank for rank in ranks])
             text = f"{named} are on {host}, but belong to {spread} nodes of the machine file"
-            found.fault(text, "place ranks node by node, not round-robin")
-    if not found:
-        how = {"alone": "alone", "forked": "by --ranks", "torchrun": "by torchrun", "mpi": "by MPI"}[first.launcher]
-        found.good(f"{size} rank(s) on {len(hosts)} host(s), started {how}, messages by {first.library}")
-    return found
+            found.otherwise(FAULT, text, "place ranks node by node, not round-robin")
+    how = {"alone": "alone", "forked": "by --ranks", "torchrun": "by torchrun", "mpi": "by MPI"}[first.launcher]
+    found.otherwise(GOOD, f"{size} rank(s) on {len(hosts)} host(s), started {how}, messages by {first.library}")
 
 
-def check_mpi(facts: Facts) -> Findings:
+def check_mpi(facts: Facts, found: Findings) -> None:
     """PyPI's impi-rt beside an MPI of the system: mpi4py takes the first one it finds, which is not the launcher's. And
     windows that MPI does not have, or that gain nothing."""
-    found, first = Findings("mpi"), facts.ranks[0]
+    first = facts.ranks[0]
     rank = next((rank for rank in facts.ranks if rank.versions.get("impi-rt") and rank.system_mpi), None)
     if rank is not None:
         ours = rank.mpi_library and Path(rank.mpi_library).is_relative_to(Path(rank.python_prefix).resolve())
@@ -118,19 +135,18 @@ def check_mpi(facts: Facts) -> Findings:
         found.good(told)
     else:
         found.note("not used")
-    return found
 
 
-def check_tiles(facts: Facts) -> Findings:
+def check_tiles(facts: Facts, found: Findings) -> None:
     """Two ranks on one tile; ranks on different kinds of device; tiles that nobody uses."""
-    found, first = Findings("tiles"), facts.ranks[0]
+    first = facts.ranks[0]
     kinds = {rank.device.split(":")[0] for rank in facts.ranks}
     if len(kinds) > 1:
         found.fault(f"ranks compute on different devices: {', '.join(sorted(kinds))}", "choose one with --device")
-        return found
+        return
     if kinds == {"cpu"}:
         found.note("ranks compute on the CPU: no tiles")
-        return found
+        return
     for host, ranks in facts.hosts().items():
         for tile, sharing in grouped((rank.tile, rank.rank) for rank in ranks).items():
             text = f"{name_ranks(sharing)} share tile {tile} of {host}"
@@ -144,16 +160,13 @@ def check_tiles(facts: Facts) -> Findings:
         seen = f"a rank sees {first.tiles_seen} devices where machine {machine.name} has {machine.tiles_per_node} tiles"
         found.fault(f"{seen} ({told})", "export ZE_FLAT_DEVICE_HIERARCHY=FLAT and unset ZE_AFFINITY_MASK")
     idle = max(rank.tiles_seen - len(facts.hosts()[rank.host]) for rank in facts.ranks)
-    if idle > 0 and not found:
-        found.note(f"{idle} tile(s) of a host have no rank")
-    if not found:
-        found.good(f"{len(facts.ranks)} ranks, each on a tile of its own")
-    return found
+    if idle > 0:
+        found.otherwise(NOTE, f"{idle} tile(s) of a host have no rank")
+    found.otherwise(GOOD, f"{len(facts.ranks)} ranks, each on a tile of its own")
 
 
-def check_cores(facts: Facts) -> Findings:
+def check_cores(facts: Facts, found: Findings) -> None:
     """Ranks far from their cards; ranks on the same cores."""
-    found = Findings("cores")
     for rank in facts.ranks:
         if rank.card and _apart(rank.sockets, rank.card.sockets):
             where = f"its card {rank.card.address} is on socket {_join(rank.card.sockets)}"
@@ -170,10 +183,8 @@ def check_cores(facts: Facts) -> Findings:
         if hit := [rank.rank for rank in ranks if not rank.on_cpu and workers & set(rank.cores)]:
             text = f"CCL_WORKER_AFFINITY={affinity} puts oneCCL's workers on cores of {name_ranks(hit)} on {host}"
             found.warning(text, "name cores that no rank has, or unset CCL_WORKER_AFFINITY")
-    if not found:
-        cores = sorted({len(rank.cores) for rank in facts.ranks})
-        found.good(f"{_join(cores)} core(s) for each rank, near its card where that is known")
-    return found
+    cores = sorted({len(rank.cores) for rank in facts.ranks})
+    found.otherwise(GOOD, f"{_join(cores)} core(s) for each rank, near its card where that is known")
 
 
 def _apart(a: Sequence[int], b: Sequence[int]) -> bool:
@@ -185,9 +196,9 @@ def _sharing(ranks: Sequence[RankFacts]) -> list[int]:
     return sorted({rank for sharing in owners.values() if len(sharing) > 1 for rank in sharing})
 
 
-def check_nics(facts: Facts) -> Findings:
+def check_nics(facts: Facts, found: Findings) -> None:
     """NICs that a rank was given but that are not there or on the other socket; fewer NICs than the machine has."""
-    found, first, wanted = Findings("nics"), facts.ranks[0], facts.topology.machine.links.nics
+    first, wanted = facts.ranks[0], facts.topology.machine.links.nics
     for rank in facts.ranks:
         known = {nic.name: nic for nic in rank.nics}
         given = [n.strip() for n in rank.environment.get("FI_CXI_DEVICE_NAME", "").split(",") if n.strip()]
@@ -200,7 +211,7 @@ def check_nics(facts: Facts) -> Findings:
             text += f"on socket {_join(known[given[0]].sockets)}"
             found.fault(text, "unset FI_CXI_DEVICE_NAME: MPI picks a NIC of the rank's socket")
     if found:
-        return found
+        return
     fewer = [host for host, ranks in facts.hosts().items() if len(ranks[0].nics) < wanted]
     if not first.nics and (facts.topology.nodes == 1 or first.on_cpu):
         found.note("no Slingshot or InfiniBand NIC to be seen")
@@ -212,16 +223,15 @@ def check_nics(facts: Facts) -> Findings:
         found.warning(text, "leave these hosts out, or correct links.nics in the machine file")
     else:
         found.good(f"{len(first.nics)} NICs on each host: {', '.join(nic.name for nic in first.nics)}")
-    return found
 
 
 def _join(values: Sequence[int]) -> str:
     return "/".join(map(str, values))
 
 
-def check_planes(facts: Facts) -> Findings:
+def check_planes(facts: Facts, found: Findings) -> None:
     """The machine file's planes, and CCL_TOPO_COLOR, by which oneCCL knows them, against these."""
-    found, machine, places = Findings("planes"), facts.topology.machine, facts.topology.places
+    machine, places = facts.topology.machine, facts.topology.places
     for host, ranks in facts.hosts().items():
         color = ranks[0].environment.get("CCL_TOPO_COLOR", "")
         wanted = [place.plane for place in places if place.node == places[ranks[0].rank].node]
@@ -240,9 +250,7 @@ def check_planes(facts: Facts) -> Findings:
             found.fault(text, f"copy the machine file, write planes: {list(told)} and name it with --machine")
         else:
             found.good(f"{host}: machine {machine.name} and CCL_TOPO_COLOR have planes {spelled(wanted)}")
-    if not found:
-        found.note(f"machine {machine.name} has planes {spelled([p.plane for p in places if not p.node])}")
-    return found
+    found.otherwise(NOTE, f"machine {machine.name} has planes {spelled([p.plane for p in places if not p.node])}")
 
 
 def spelled(planes: Sequence[int]) -> str:
@@ -261,9 +269,9 @@ def planes_of(color: str) -> tuple[int, ...]:
     return tuple(plane_of[tile] for tile in range(len(plane_of)))
 
 
-def check_alltoall(facts: Facts) -> Findings:
+def check_alltoall(facts: Facts, found: Findings) -> None:
     """Numbers that arrive as they were sent."""
-    found, trials = Findings("all-to-all"), facts.alltoalls
+    trials = facts.alltoalls
     if bad := [trial for trial in trials if trial.wrong]:
         cases = ", ".join(f"{trial.dtype} of {trial.bytes} bytes" for trial in bad[:4]) + (", ..." if bad[4:] else "")
         what, try_next = "messages", "another --transport, another node"
@@ -278,7 +286,6 @@ def check_alltoall(facts: Facts) -> Findings:
         found.good(f"{len(trials)} trials right ({dtypes}, up to {most})")
     else:
         found.note("one rank: no messages")
-    return found
 
 
 def in_safe_mode(rank: RankFacts) -> bool:
@@ -286,12 +293,11 @@ def in_safe_mode(rank: RankFacts) -> bool:
     return all(rank.environment.get(name) == "1" for name in ("CCL_OP_SYNC", "CCL_ATL_SYNC_COLL"))
 
 
-def check_overlap(facts: Facts) -> Findings:
+def check_overlap(facts: Facts, found: Findings) -> None:
     """Messages hidden behind work. On a CPU ranks share the cores that copy, so a low figure is no fault."""
-    found = Findings("overlap")
     if facts.overlap is None:
         found.note("one rank: no messages to hide")
-        return found
+        return
     times, hidden, on_cpu = facts.overlap, facts.overlap.hidden, facts.ranks[0].on_cpu
     text = f"{hidden:.0%} of the messages hidden: messages {times.communication_s * 1e3:.1f} ms, "
     text += f"{'sleep' if on_cpu else 'matrix products'} {times.work_s * 1e3:.1f} ms, both {times.both_s * 1e3:.1f} ms"
@@ -301,25 +307,22 @@ def check_overlap(facts: Facts) -> Findings:
         found.warning(text, "give every rank a core of its own for its messages" if on_cpu else SAFE_REMEDY)
     else:
         found.fault(text, "see the settings below; else give the backend's asynchronous collectives their own stream")
-    return found
 
 
-def check_order(facts: Facts) -> Findings:
+def check_order(facts: Facts, found: Findings) -> None:
     """Messages of streams that are kept busy."""
-    found = Findings("order")
     if facts.stopped:
         found.fault(facts.stopped, "trust no result of this job: try another --transport, and report the versions")
     elif facts.order is None:
         found.note("one rank, or the CPU: no streams")
     else:
         found.good(f"messages keep their place between streams that are kept busy: {facts.order} rounds right")
-    return found
 
 
-def check_host(facts: Facts) -> Findings:
+def check_host(facts: Facts, found: Findings) -> None:
     """Whether calls that send and receive return before their messages are through. On a CPU the host copies them, and
     with transport host a lane waits for its copies, so that is no warning there."""
-    found, first = Findings("host"), facts.ranks[0]
+    first = facts.ranks[0]
     for call, issues in grouped((issue.call, issue) for issue in facts.issues).items():
         text = f"{call}: " + "; ".join(map(_told, issues))
         if any(issue.blocks for issue in issues) and not first.on_cpu and not first.library.startswith(THROUGH_HOST):
@@ -327,9 +330,7 @@ def check_host(facts: Facts) -> Findings:
             found.warning(text, remedy)
         else:
             found.note(text)
-    if not found:
-        found.note("one rank: no messages")
-    return found
+    found.otherwise(NOTE, "one rank: no messages")
 
 
 def _told(issue: Issue) -> str:
@@ -338,9 +339,9 @@ def _told(issue: Issue) -> str:
     return f"{size} {times}: the host is {'blocked' if issue.blocks else 'free'}"
 
 
-def check_settings(facts: Facts) -> Findings:
+def check_settings(facts: Facts, found: Findings) -> None:
     """Settings that take overlap away, and one that the library in use does not read."""
-    found, seen, first = Findings("settings"), set(), facts.ranks[0]
+    seen, first = set[str](), facts.ranks[0]
     for rank in facts.ranks:
         for killer in overlap_killers(rank.environment, rank.library, rank.device.split(":")[0]):
             if killer.setting not in seen:
@@ -355,18 +356,15 @@ def check_settings(facts: Facts) -> Findings:
     if under_pals and first.library in ("xccl", "ccl") and first.environment.get("CCL_PROCESS_LAUNCHER") != "pmix":
         remedy = "export CCL_PROCESS_LAUNCHER=pmix, as launch/aurora.pbs does"
         found.warning("oneCCL is not told that PALS started the ranks", remedy)
-    if not found:
-        found.good("none that takes overlap away")
-    return found
+    found.otherwise(GOOD, "none that takes overlap away")
 
 
-def check_memory(facts: Facts) -> Findings:
+def check_memory(facts: Facts, found: Findings) -> None:
     """Free memory of every rank against the model asked about, or against the least that any run takes."""
-    found = Findings("memory")
     told = [rank for rank in facts.ranks if rank.free is not None]
     if not told:
         found.warning("the system does not tell how much memory is free")
-        return found
+        return
     tightest = min(told, key=lambda rank: rank.free or 0)
     least = facts.needed or LEAST_FREE["cpu" if tightest.on_cpu else "accelerator"]
     what = "the model needs" if facts.needed else "any run needs"
@@ -378,18 +376,12 @@ def check_memory(facts: Facts) -> Findings:
     if held:
         remedy = "look for left-over processes on the node (xpu-smi ps)"
         found.warning(f"{text}; somebody else holds memory on the tiles of {name_ranks(held)}", remedy)
-    if not found:
-        found.good(f"{text}; {what} {least / GIB:.2f}")
-    return found
+    found.otherwise(GOOD, f"{text}; {what} {least / GIB:.2f}")
 
 
-def check_sycl(facts: Facts) -> Findings:
+def check_sycl(facts: Facts, found: Findings) -> None:
     """Which of SYCL and torch moves data, on each host that looked, and why."""
-    found = Findings("sycl")
-    for host, ranks in facts.hosts().items():
-        rank = next((rank for rank in ranks if rank.sycl or rank.no_sycl), None)
-        if rank is None:
-            continue
+    for host, rank in facts.firsts(lambda rank: rank.sycl or rank.no_sycl):
         if rank.sycl:
             found.good(f"{host}: SYCL kernels on {rank.sycl}")
         elif rank.kernels == "sycl":
@@ -399,18 +391,12 @@ def check_sycl(facts: Facts) -> Findings:
             slower = rank.device.startswith("xpu") and rank.kernels != "torch"
             remedy = "load a oneAPI compiler and run cocodiff kernels build" if slower else ""
             found.add(WARNING if slower else NOTE, f"{host}: torch's operations run: {rank.no_sycl}", remedy)
-    if not found:
-        found.note("nobody looked")
-    return found
+    found.otherwise(NOTE, "nobody looked")
 
 
-def check_kernels(facts: Facts) -> Findings:
+def check_kernels(facts: Facts, found: Findings) -> None:
     """Every operation against torch's, with its greatest difference. A vendor's own torch is not judged."""
-    found = Findings("kernels")
-    for host, ranks in facts.hosts().items():
-        rank = next((rank for rank in ranks if rank.kernel_trials), None)
-        if rank is None:
-            continue
+    for host, rank in facts.firsts(lambda rank: rank.kernel_trials):
         where = f"{rank.sycl} against torch's" if rank.sycl else f"{rank.device} against torch's on the CPU"
         for op, trials in grouped((trial.op, trial) for trial in rank.kernel_trials).items():
             told = grouped((_difference(trial), trial.dtype) for trial in trials)
@@ -421,13 +407,11 @@ def check_kernels(facts: Facts) -> Findings:
                 found.fault(text, remedy)
             else:
                 found.good(text)
-    for host, ranks in facts.hosts().items():
-        for dtype, kernel in next((rank.sums for rank in ranks if rank.sums), {}).items():
+    for host, rank in facts.firsts(lambda rank: rank.sums):
+        for dtype, kernel in rank.sums.items():
             slow, text = kernel.startswith("in chunks"), f"{host}: attention in parts in {dtype}: {kernel}"
             found.add(WARNING if slow else GOOD, text, "prefer ring 1 and chunks 1, or a newer torch" if slow else "")
-    if not found:
-        found.note("torch's operations on the CPU: nothing to compare them with")
-    return found
+    found.otherwise(NOTE, "torch's operations on the CPU: nothing to compare them with")
 
 
 def _difference(trial: KernelTrial) -> str:
@@ -435,16 +419,32 @@ def _difference(trial: KernelTrial) -> str:
     return f"{told} ({trial.wrong})" if trial.wrong else told
 
 
-CHECKS: tuple[Callable[[Facts], Sequence[Finding]], ...] = (
-    *(check_versions, check_launch, check_mpi, check_tiles, check_cores, check_nics, check_planes),
-    *(check_alltoall, check_overlap, check_order, check_host),
-    *(check_settings, check_memory, check_sycl, check_kernels),
-)
+CHECKS: dict[str, Callable[[Facts, Findings], None]] = {
+    "versions": check_versions,
+    "launch": check_launch,
+    "mpi": check_mpi,
+    "tiles": check_tiles,
+    "cores": check_cores,
+    "nics": check_nics,
+    "planes": check_planes,
+    "all-to-all": check_alltoall,
+    "overlap": check_overlap,
+    "order": check_order,
+    "host": check_host,
+    "settings": check_settings,
+    "memory": check_memory,
+    "sycl": check_sycl,
+    "kernels": check_kernels,
+}
 
 
 def examine(facts: Facts) -> list[Finding]:
-    checks = (check_versions, check_order) if facts.stopped else CHECKS
-    return [finding for check in checks for finding in check(facts)]
+    findings: list[Finding] = []
+    for name in ("versions", "order") if facts.stopped else CHECKS:
+        found = Findings(name)
+        CHECKS[name](facts, found)
+        findings += found
+    return findings
 
 
 def is_healthy(findings: Sequence[Finding]) -> bool:

@@ -37,7 +37,8 @@ from cocodiff.jobs.record import write_document
 from cocodiff.jobs.terminal import say
 
 if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are forked
-    from cocodiff.cli.doctor.facts import Facts, Finding
+    from cocodiff.cli.doctor.checks import Finding
+    from cocodiff.cli.doctor.facts import Facts
     from cocodiff.config.machine import Topology
 
 FILE = "doctor.json"

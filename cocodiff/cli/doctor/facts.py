@@ -7,9 +7,8 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partialmethod
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,7 +25,6 @@ from cocodiff.kernels.dispatch import ENVIRONMENT as KERNELS
 from cocodiff.kernels.dispatch import sycl_ops
 from cocodiff.kernels.trial import KernelTrial, try_operations
 
-FAULT, WARNING, NOTE, GOOD = "fault", "warning", "note", "ok"
 BLOCKED_S = 2e-5  # of the host, for a message: a library that only queues it takes less
 PACKAGES = (
     *("cocodiff", "torch", "diffusers", "transformers", "safetensors", "numpy", "mpi4py"),
@@ -41,32 +39,6 @@ SYS = Path("/sys")
 INTEL, DISPLAY = "0x8086", "0x03"
 K = TypeVar("K")
 V = TypeVar("V")
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One result of a check. remedy: what to do, "" where nothing is to be done."""
-
-    check: str
-    severity: str
-    text: str
-    remedy: str = ""
-
-
-class Findings(list[Finding]):
-    """The findings of one check."""
-
-    def __init__(self, check: str) -> None:
-        super().__init__()
-        self._check = check
-
-    def add(self, severity: str, text: str, remedy: str = "") -> None:
-        self.append(Finding(self._check, severity, text, remedy))
-
-    fault = partialmethod(add, FAULT)
-    warning = partialmethod(add, WARNING)
-    note = partialmethod(add, NOTE)
-    good = partialmethod(add, GOOD)
 
 
 @dataclass(frozen=True)
@@ -205,6 +177,11 @@ class Facts:
 
     def hosts(self) -> dict[str, list[RankFacts]]:
         return grouped((rank.host, rank) for rank in self.ranks)
+
+    def firsts(self, tells: Callable[[RankFacts], Any]) -> list[tuple[str, RankFacts]]:
+        """Every host with the first of its ranks that tells something, where there is one."""
+        found = {rank.host: rank for rank in reversed(self.ranks) if tells(rank)}
+        return [(host, found[host]) for host in self.hosts() if host in found]
 
 
 def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:

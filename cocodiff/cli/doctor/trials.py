@@ -98,26 +98,33 @@ def overlap(transport: Transport, group: Group) -> Overlap:
     def exchange() -> Any:
         return lane.submit(lambda sends, recvs: group.all_to_all(sends, recvs).wait(), sends, recvs)
 
-    def timed(action: Callable[[], Any]) -> float:
-        group.barrier()
-        synchronise(device)
-        started = time.perf_counter()
-        action()
-        synchronise(device)
-        own = time.perf_counter() - started
+    def both() -> Any:
+        pending = exchange()
+        work()
+        return pending
+
+    def slowest(begin: Callable[[], Any]) -> float:
+        _, own = timed(group, device, begin)
         return float(transport.broadcast_object(max(transport.gather_object(own) or [own])))
 
     exchange().wait()
-    alone = min(timed(lambda: exchange().wait()) for _ in range(REPEATS))
+    alone = min(slowest(exchange) for _ in range(REPEATS))
     work = work_of(device, alone)
-    work_s = min(timed(work) for _ in range(REPEATS))
+    work_s = min(slowest(work) for _ in range(REPEATS))
+    return Overlap(alone, work_s, min(slowest(both) for _ in range(REPEATS)))
 
-    def both() -> None:
-        pending = exchange()
-        work()
+
+def timed(group: Group, device: torch.device, begin: Callable[[], Any]) -> tuple[float, float]:
+    """Seconds until a call returns, and until what it returns, if anything, and all work on the device are through."""
+    group.barrier()
+    synchronise(device)
+    started = time.perf_counter()
+    pending = begin()
+    returned = time.perf_counter()
+    if pending is not None:
         pending.wait()
-
-    return Overlap(alone, work_s, min(timed(both) for _ in range(REPEATS)))
+    synchronise(device)
+    return returned - started, time.perf_counter() - started
 
 
 def work_of(device: torch.device, seconds: float) -> Callable[[], Any]:
@@ -212,24 +219,14 @@ def issues(transport: Transport, group: Group) -> list[Issue]:
         own = torch.zeros_like(parts_of_all[0])
         return lambda: group.all_gather(own, parts_of_all)
 
-    def timed(call: Callable[[], Pending]) -> tuple[float, float]:
-        """Seconds until the call returns, and until its messages are through."""
-        group.barrier()
-        synchronise(device)
-        started = time.perf_counter()
-        pending = call()
-        returned = time.perf_counter()
-        pending.wait()
-        synchronise(device)
-        return returned - started, time.perf_counter() - started
-
     found = []
     calls = (("to the next rank", 1, to_the_next), ("all-to-all", size - 1, to_all), ("all-gather", size - 1, gathered))
     for name, peers, make in calls:
         for length in ISSUE_BYTES:
             call = make(length)
-            timed(call)  # uncounted
-            own = [statistics.median(times) for times in zip(*(timed(call) for _ in range(REPEATS)), strict=True)]
+            timed(group, device, call)  # uncounted
+            times = [timed(group, device, call) for _ in range(REPEATS)]
+            own = [*map(statistics.median, zip(*times, strict=True))]
             of_ranks = transport.gather_object(own) or [own]
             found.append(Issue(name, length, 2 * peers, *map(max, zip(*of_ranks, strict=True))))
     return found
