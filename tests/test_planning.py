@@ -91,6 +91,12 @@ def test_every_phase_adds_one_latency(size_mb):
         assert exchange.seconds(slow) == pytest.approx(expected, rel=1e-6), name
 
 
+def test_cards_of_one_tile_have_the_second_phase_alone():
+    topology = topology_of("p4de", 8)
+    tapa = AllToAll(topology, "tapa", 3)
+    assert tapa.seconds(topology.machine, "phase2") == tapa.seconds(topology.machine)
+
+
 # Strategies -----------------------------------------------------------------------------------------------------------
 
 

@@ -88,7 +88,7 @@ class AllToAll:
             return sum(of_stages)
         if self._variant != "tapa":
             raise UserError(f"{self._variant} has no {part}: only tapa has phases")
-        return of_stages[PHASES.index(part)]
+        return of_stages[PHASES.index(part) - len(PHASES)]  # cards of one tile have the second one alone
 
 
 @dataclass(frozen=True)
