@@ -226,15 +226,16 @@ class Watch(Health):
             self._changed.wait_for(lambda: self._ended or self._peers.all_left, timeout=LEAVE_S)
 
     def close(self) -> None:
-        """Says goodbye. Rank 0 stays until the others have said theirs, so that a late failure still reaches them."""
+        """Says goodbye. Rank 0 stays until the others have said theirs, so that a late failure still reaches them, and
+        the watch finds who never would."""
         if self._peers.closing:
             return
-        self._peers.closing = True
+        self._peers.closed_at = self._peers.own.now()
         self._tell([{"left": self.rank}])
         if self.rank == 0:
             peers = self._peers
             with self._changed:
-                self._changed.wait_for(lambda: peers.lost or peers.all_left, timeout=peers.limits.timeout_s)
+                self._changed.wait_for(lambda: peers.lost or peers.all_left)
         self._ended = True
         for line in list(self._lines.values()):
             line.socket.close()

@@ -101,8 +101,8 @@ class OwnProgress:
 
 class Peers:
     """lost: why the run has failed, None while it has not. left: ranks that said goodbye or are gone. agreed: all ranks
-    have met and were started alike. closing: this rank has said goodbye, so the others may go. raised: this rank's own
-    code knows that the run has failed. Times are `own.now()`, in seconds."""
+    have met and were started alike. closed_at: when this rank said goodbye, since when the others may go. raised: this
+    rank's own code knows that the run has failed. Times are `own.now()`, in seconds."""
 
     def __init__(
         self, rank: int, size: int, settings: dict[str, str], limits: Limits, clock: Callable[[], float]
@@ -110,12 +110,17 @@ class Peers:
         self.rank, self.size, self.limits = rank, size, limits
         self.lost: PeerLost | UserError | None = None
         self.left: set[int] = set()
-        self.agreed = self.closing = self.raised = False
+        self.agreed = self.raised = False
+        self.closed_at = inf
         self._round = self._next_beat = self._lost_at = clock()
         self.own = OwnProgress(clock, self._round)
         self._settings, self._refusal = settings, ""
         self._heard: dict[int, float] = {}
         self._progress: dict[int, tuple[Progress, float]] = {}  # with the time at which its calls changed
+
+    @property
+    def closing(self) -> bool:
+        return self.closed_at < inf
 
     @property
     def all_left(self) -> bool:
@@ -187,13 +192,15 @@ class Peers:
         own = self.own.seen(now, left=self.closing)
         if self.rank == 0 and self.agreed:
             stall_s = self.limits.stall_s
-            stalled = find_stalled(self._seen(now) | {0: own}, stall_s, min(stall_s, limit_s))
+            others = self._seen(now)
+            stalled = find_stalled(others | {0: own}, stall_s, min(stall_s, limit_s))
+            stalled = stalled or _find_lingering(others, now - self.closed_at, stall_s)
             if stalled is not None:
                 return self.lose(PeerLost(*stalled), now)
         if self.closing or now < self._next_beat:
             return []
         self._next_beat = now + min(5.0, limit_s / 4)
-        return [{"progress": [[*own.calls.items()], own.at, own.among, own.waits_s, own.awaits]}]
+        return [{"progress": [[*own.calls.items()], own.at, own.among, own.waits_s, own.awaits, own.unchanged_s]}]
 
     def last_words(self, now: float) -> str:
         """Why this process has to end by itself, if it has. A dead peer's connections close, which ends every wait for
@@ -224,10 +231,9 @@ class Peers:
         return [{"agreed": True}]
 
     def _note_progress(self, rank: int, told: list[Any], now: float) -> None:
-        calls, at, among, waits_s, awaits = told
+        calls, at, among, waits_s, awaits, unchanged_s = told
         one = Progress({tuple(ranks): count for ranks, count in calls}, at, tuple(among), waits_s, awaits=tuple(awaits))
-        known, changed = self._progress.get(rank, (None, now))
-        self._progress[rank] = one, changed if known is not None and known.calls == one.calls else now
+        self._progress[rank] = one, now - unchanged_s
 
     def _seen(self, now: float) -> dict[int, Progress]:
         """Where the others are."""
@@ -318,6 +324,16 @@ def _find_stalled_among(
         gone_on = f"rank {ahead} has gone on to {progress[ahead].at}"
         return late, f"has waited {one.waits_s:.0f} s in {one.at}, and {gone_on}: a message to it was lost"
     return _in_another_call(progress, waiting)
+
+
+def _find_lingering(others: Mapping[int, Progress], waits_s: float, stall_s: float) -> tuple[int, str] | None:
+    """`find_stalled` for the end of the run, where rank 0 has been waiting for the others' goodbyes for `waits_s`. What
+    keeps a rank that waits itself is found in the call that it waits in."""
+    for rank, one in sorted(others.items()):
+        if not one.left and not one.waits_s and min(waits_s, one.unchanged_s) > stall_s:
+            hangs = f"has not gone on from {one.at} for {one.unchanged_s:.0f} s"
+            return rank, f"{hangs}, and rank 0 has waited {waits_s:.0f} s for it to leave"
+    return None
 
 
 def _in_another_call(progress: Mapping[int, Progress], waiting: int) -> tuple[int, str]:

@@ -252,8 +252,9 @@ def _interrupt(*_: Any) -> None:
 def _attend_children(
     children: dict[int, int], notes: _Notes, stop: StopRequest, left: Callable[[], str], config: Config
 ) -> int:
-    """Waits for all ranks. The watch tells survivors of a bad end at once; who does not stop then is killed. So is,
-    after `stall_timeout_s`, who goes on when all others have ended well.
+    """Waits for all ranks. The watch tells survivors of a bad end at once; who does not stop then is killed. So is who
+    goes on for longer than `stall_timeout_s` when others have ended well; a rank that has not said goodbye to rank 0 by
+    then is given up by the watch before.
 
     What a signal has stopped sends no heartbeat, so its peers give it up; before they have met, or where all are
     stopped, nobody but the parent notices."""
@@ -294,7 +295,7 @@ def _attend_children(
         else:
             ends[rank] = _child_end(rank, status, notes)
         if not interrupted and not any(end.code for of, end in ends.items() if of != rank):
-            deadline = time.monotonic() + (GRACE_S if ends[rank].code else config.stall_timeout_s)
+            deadline = time.monotonic() + (GRACE_S if ends[rank].code else config.stall_timeout_s + GRACE_S)
         if len(children) == 1 and all(end.kind == "lost" for end in ends.values()):
             deadline = time.monotonic()  # the one that all others have given up has had its time
     if interrupted:
@@ -318,7 +319,13 @@ def _report(ends: dict[int, End], ranks: int, left: str) -> int:
     if not bad:
         return 0
     order = ("mistake", "killed", "stopped", "failed", "interrupted", "lost", "stuck")
-    cause, end = min(bad.items(), key=lambda one: (order.index(one[1].kind), one[0]))
+
+    def gravity(rank: int) -> tuple[int, int]:
+        """Of those that did not stop rank 0 comes last: it may have waited for the others' goodbyes."""
+        return order.index(bad[rank].kind), -rank if bad[rank].kind == "stuck" else rank
+
+    cause = min(bad, key=gravity)
+    end = bad[cause]
     if end.kind == "mistake":
         print(f"cocodiff: {end.message}", file=sys.stderr)
         return 2

@@ -111,9 +111,24 @@ def test_a_rank_that_said_goodbye_is_no_loss_and_nothing_is_once_all_have() -> N
     world = World(3)
     world.send(1, [{"left": 1}])
     world.die(1)
-    world.ranks[0].closing = True
+    world.ranks[0].closed_at = world.now
     world.die(2)
     assert world.ranks[0].lost is None and world.ranks[0].all_left
+
+
+def test_a_rank_that_never_says_goodbye_is_given_up_once_it_no_longer_goes_on() -> None:
+    world = World(4, timeout_s=5.0, stall_s=10.0)
+    for rank in (0, 1, 3):
+        world.send(rank, [{"left": rank}])
+    world.ranks[0].closed_at = world.now
+    for _ in range(30):
+        world.ranks[2].own.arrive("attention x")
+        world.pass_time(1.0)
+    assert world.errors() == {"None"}
+    world.pass_time(12.0)
+    (error,) = world.errors()
+    assert error == "rank 2 has not gone on from attention x for 10 s, and rank 0 has waited 39 s for it to leave"
+    assert world.ranks[2].last_words(world.now + 4.0) == f"the other ranks have given this one up: {error}"
 
 
 def test_the_first_loss_stands() -> None:

@@ -45,6 +45,9 @@ def work(fault: str, transport: Any) -> None:
         transport.close()
         time.sleep(600 if transport.rank == 1 else 0)
         return
+    if fault == "lingers":
+        time.sleep(600 if transport.rank == 1 else 0)
+        return
     if fault == "sleeps" and transport.rank == 1:
         time.sleep(600)
     if fault in ("noisy", "aborts"):

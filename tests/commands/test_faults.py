@@ -18,7 +18,7 @@ import pytest
 import tifffile
 from warm import Started, forked
 
-from cocodiff.jobs.ranks import End, _child_end, _Notes
+from cocodiff.jobs.ranks import End, _child_end, _Notes, _report
 
 pytestmark = pytest.mark.processes
 
@@ -189,10 +189,23 @@ def test_a_connection_that_fails_because_a_rank_ended_is_not_the_cause(tmp_path:
     assert "rank 1 interrupted: interrupted; 2 of 2 other ranks noticed" in done.stderr
 
 
-def test_a_rank_that_does_not_end_after_the_others_is_given_up(tmp_path: Path) -> None:
-    """As one that a library does not let go."""
-    done = forked("last", "gloo", "forked", folder=tmp_path, module="faulty_rank", timeout_s=HANGS_S)
-    assert done.returncode == 1 and "cocodiff: rank 1 did not stop; " in done.stderr
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        pytest.param("last", "rank 1 did not stop; ", id="a library does not let it go"),
+        pytest.param("lingers", "rank 1 has not gone on from broadcast_object for ", id="it never says goodbye"),
+    ],
+)
+def test_a_rank_that_does_not_end_after_the_others_is_given_up(tmp_path: Path, fault: str, said: str) -> None:
+    done = forked(fault, "gloo", "forked", folder=tmp_path, module="faulty_rank", timeout_s=HANGS_S)
+    assert done.returncode == 1 and done.stderr.startswith(f"cocodiff: {said}") and done.stderr.count("\n") == 1
+
+
+def test_rank_0_is_not_blamed_where_it_may_have_waited_for_another(capsys: pytest.CaptureFixture[str]) -> None:
+    """It leaves last: a rank that hangs keeps both from ending."""
+    stuck = {rank: End("stuck", f"rank {rank} did not stop") for rank in (0, 2)}
+    assert _report({1: End("done"), **stuck}, 3, "nothing was written") == 1
+    assert capsys.readouterr().err.startswith("cocodiff: rank 2 did not stop; ")
 
 
 def test_a_rank_that_has_ended_is_not_interrupted(tmp_path: Path) -> None:
