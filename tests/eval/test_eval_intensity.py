@@ -24,7 +24,7 @@ from cocodiff_eval.data.intensity import (
 from cocodiff_eval.data.masks import block_mask, center_mask, make_mask
 from cocodiff_eval.data.slices import Stack, open_stack
 from cocodiff_eval.data.volume import Part
-from cocodiff_eval.report import Picture, encode
+from cocodiff_eval.report.pictures import Picture, encode
 from cocodiff_eval.restore.baseline import biharmonic
 from cocodiff_eval.restore.restore import restore_slices
 from eval_helpers import SmoothInpainter, phantom, restore_slice

@@ -14,8 +14,8 @@ import pytest
 from browser import CHROMIUM, Browser
 from cocodiff_eval.data.intensity import IntensityRange
 from cocodiff_eval.quality.metrics import metrics_document, slice_jumps
-from cocodiff_eval.report import ShownVolume, write_report
-from cocodiff_eval.report.volume import embedded
+from cocodiff_eval.report.page import write_report
+from cocodiff_eval.report.volume import ShownVolume, embedded
 from eval_helpers import row_of
 
 SHAPE = (20, 32, 40)

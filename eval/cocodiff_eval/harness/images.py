@@ -25,7 +25,7 @@ from cocodiff_eval.harness.job import BatchPolicy, ItemResult, Job, JobResult
 from cocodiff_eval.harness.session import Session
 from cocodiff_eval.quality.fusing import Moments
 from cocodiff_eval.quality.metrics import Result, distance_db
-from cocodiff_eval.report import Generated, encode, plan_pictures
+from cocodiff_eval.report.pictures import Generated, encode, plan_pictures
 from cocodiff_eval.restore.pipeline_inpainter import (
     check_finite,
     drawing_from,

@@ -34,7 +34,8 @@ from cocodiff_eval.quality.metrics import (
     ring_correlation,
     slice_jumps,
 )
-from cocodiff_eval.report import Picture, PicturePlan, ShownVolume, encode, shown_slices, worst_slices
+from cocodiff_eval.report.pictures import Picture, PicturePlan, encode, shown_slices, worst_slices
+from cocodiff_eval.report.volume import ShownVolume
 from cocodiff_eval.restore.baseline import biharmonic
 
 MOST_SHELLED = 2**22  # voxels of a volume whose shell correlation is found, at 80 bytes each

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from cocodiff_eval.data.intensity import downsample, fill_from_outside, upsample
-from cocodiff_eval.restore.tiling import Level, RestorationPlan, TilePass, TilingSettings, plan_restoration, tile_window
+from cocodiff_eval.restore.tiling import Level, RestorationPlan, TilePass, TilingSettings, plan_restoration
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -161,7 +161,7 @@ def _restoration(
             image = np.where(unknown_YX, upsample(coarser, level.shape), image)
         for number, tile_pass in enumerate(level.passes):
             keys_from = (level.exponent * 2 + number) * PASS_KEYS + sample_keys(sample)
-            image = yield from _run_pass(image, unknown_YX, level, tile_pass, plan, keys_from)
+            image = yield from _run_pass(image, unknown_YX, level, tile_pass, keys_from)
         coarser = image
     assert coarser is not None
     restored_YX = np.clip(coarser, *limits).astype(np.float32)
@@ -186,30 +186,27 @@ def _known_pyramid(
     return found
 
 
-def _run_pass(
-    image: np.ndarray, unknown_YX: np.ndarray, level: Level, tile_pass: TilePass, plan: RestorationPlan, keys_from: int
-) -> Restoration:
-    """Run a pass on the level's image [Y, X], and blend what its tiles restored into it where the slice is unknown."""
+def _run_pass(image: np.ndarray, unknown_YX: np.ndarray, level: Level, tile_pass: TilePass, key: int) -> Restoration:
+    """Run a pass on the level's image [Y, X], and blend what its tiles restored into it where the slice is unknown.
+    key: of the noise of its first tile."""
     padding = level.padding
     # Reflection shows a small slice to the model at its native size without inventing an edge.
     image_padded = np.pad(image, padding, mode="symmetric")
     hidden_padded = np.pad(tile_pass.hidden_YX & unknown_YX, padding, mode="symmetric")
     labels_padded = np.pad(np.where(unknown_YX, level.labels_YX, 0), padding)  # reflections are never written
     total, weights = np.zeros(level.padded), np.zeros(level.padded)
-    key, (rows, columns) = keys_from, plan.tile
     for tiles in tile_pass.batches:
         keys = range(key, key + len(tiles))
         key += len(tiles)
-        places = [np.s_[tile.row : tile.row + rows, tile.column : tile.column + columns] for tile in tiles]
+        places = [level.box(tile) for tile in tiles]
         images, hidden = ([whole[here] for here in places] for whole in (image_padded, hidden_padded))
         outputs = yield Request(images, hidden, tile_pass.strength, keys)
         for tile, here, *of_tile in zip(tiles, places, outputs, images, hidden, strict=True):
-            window = tile_window(tile, level.padded, plan.tile, plan.overlap)
-            weight = window * np.isin(labels_padded[here], tile.holes)
+            weight = level.weights(tile) * np.isin(labels_padded[here], tile.holes)
             total[here] += weight * match_surroundings(*of_tile)
             weights[here] += weight
     blended = np.divide(total, weights, out=image_padded.copy(), where=weights > 0)
-    (top, _), (left, _) = padding
+    top, left = level.offset
     return blended[top : top + level.shape[0], left : left + level.shape[1]]
 
 
