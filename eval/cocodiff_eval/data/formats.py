@@ -70,8 +70,7 @@ def open_png(file: str) -> RawVolume:
 
 def _of_array(file: str, voxels: np.ndarray, metadata: Metadata) -> RawVolume:
     """voxels: [Y, X] or [N, Y, X], mapped to memory perhaps."""
-    shape = as_volume_shape(voxels.shape, file)
-    check_memory(file, shape[1:], voxels.dtype.itemsize)
+    shape = as_volume_shape(voxels.shape, file, voxels.dtype.itemsize)
 
     def read(index: int) -> np.ndarray:
         return np.asarray(voxels if voxels.ndim == 2 else voxels[index])
@@ -168,7 +167,7 @@ class Format:
 FORMATS = {
     "png": Format((".png",), open_png),
     "tiff": Format((".tif", ".tiff"), open_tiff, write_tiff, ".tif"),
-    "sequence": Format((), open_sequence, write_sequence, ""),
+    "sequence": Format((), None, write_sequence),
     "zarr": Format((), None, write_zarr, ".ome.zarr"),
     "h5": Format((".h5", ".hdf5", ".hdf", ".nxs"), None, write_hdf5, ".h5"),
     "npy": Format((".npy",), open_npy, write_npy, ".npy"),
@@ -238,9 +237,7 @@ def open_volume(path: str, follow_links: bool = False) -> RawVolume:
     check_file(file)
     suffix = Path(file).suffix.lower()
     if suffix in FORMATS["h5"].suffixes:
-        volume = open_hdf5(file, dataset, follow_links)
-        check_memory(volume.path, volume.shape[1:], volume.dtype.itemsize)
-        return volume
+        return open_hdf5(file, dataset, follow_links)
     for one in FORMATS.values():
         if suffix in one.suffixes and one.opener is not None:
             return one.opener(file)

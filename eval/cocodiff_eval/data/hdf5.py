@@ -70,7 +70,7 @@ def open_hdf5(file: str, dataset: str | None, follow_links: bool) -> RawVolume:
         shape, dtype = tuple(node.shape), node.dtype
         depth = node.chunks[0] if node.chunks and len(shape) == 3 else 1
         metadata = read_metadata(node, file, dataset)
-    volume_shape = as_volume_shape(shape, f"{file}:{dataset}")
+    volume_shape = as_volume_shape(shape, f"{file}:{dataset}", dtype.itemsize)
 
     def read(first: int, end: int) -> np.ndarray:
         # Opened for each slice: no handle outlives the call, so ranks forked later share no file position.
@@ -124,7 +124,8 @@ def _open_frames(file: str, group: Any, frames: list[str], follow_links: bool) -
                 f"and {frames[0]} {format_shape(first.shape)} of {first.dtype}; the frames of a stack are alike"
             )
     place = str(group.name)
-    shape, dtype = (len(frames), *first.shape[-2:]), first.dtype
+    dtype = first.dtype
+    shape = as_volume_shape((len(frames), *first.shape[-2:]), f"{file}:{place}", dtype.itemsize)
     metadata = read_metadata(first, file, place)
     metadata = replace(metadata, details={**metadata.details, "frames": frames})
 

@@ -13,7 +13,7 @@ import numpy as np
 import zarr
 
 from cocodiff.config.errors import UserError
-from cocodiff_eval.data.ome_zarr import of_ngff, open_node, open_zarr
+from cocodiff_eval.data.ome_zarr import inside, of_ngff, open_node, open_zarr
 from cocodiff_eval.data.ome_zarr_file import ZarrStore
 from cocodiff_eval.data.slices import unique_names
 from cocodiff_eval.data.volume import NewVolume, RawVolume, Reader, Triple, format_shape, matched, writing
@@ -81,7 +81,7 @@ def _write_label(store: Path, name: str, label: NewVolume) -> None:
 def _label_of(volume: RawVolume, name: str) -> RawVolume:
     """A label image of a Zarr input's own store, cut to the region. Raises UserError where that cannot be."""
     details = volume.metadata.details
-    label = matched(open_zarr(details["store"], "/".join(filter(None, [details["inner"], LABELS, name]))), volume)
+    label = matched(open_zarr(details["store"], inside(details["inner"], LABELS, name)), volume)
     if volume.region is not None and label.region is None:
         raise UserError(
             f"it has {format_shape(label.shape)} voxels and the image {format_shape(volume.whole or ())}, so it cannot "
@@ -106,7 +106,7 @@ def list_labels(volume: RawVolume) -> list[str]:
         return []
     details, group = volume.metadata.details, None
     with contextlib.suppress(UserError):
-        group = open_node(details["store"], "/".join(filter(None, [details["inner"], LABELS])))
+        group = open_node(details["store"], details["inner"], LABELS)
     if not isinstance(group, zarr.Group):
         return []
     listed = of_ngff(group.attrs.asdict()).get("labels")

@@ -10,6 +10,7 @@ import numpy as np
 from cocodiff.config.errors import UserError
 from cocodiff.config.files import is_there
 from cocodiff_eval.data.formats import open_volume
+from cocodiff_eval.data.ome_zarr import inside
 from cocodiff_eval.data.slices import Stack, safe_stem
 from cocodiff_eval.data.volume import Progress, RawVolume, Reader, Triple, format_shape, matched, unwatched
 
@@ -106,21 +107,16 @@ def make_mask(
         shape = stack.shape[1:]
         mask_YX = block_mask(shape, seed) if kind == "block" else center_mask(shape)
         return Mask(kind, False, stack.shape, lambda index: mask_YX, len(stack))
+    details, path = stack.metadata.details, kind
+    if "store" in details and kind.startswith("labels/") and not is_there(kind):  # of the input's own store
+        path = f"{details['store']}:/{inside(details['inner'], kind)}"
     try:
-        volume = matched(open_volume(_in_store(kind, stack), follow_links), stack.volume)
+        volume = matched(open_volume(path, follow_links), stack.volume)
     except UserError as error:
         if "no such file" in str(error):
             raise UserError(f"--mask {kind}: neither 'block' nor 'center', and no such file; check the path") from None
         raise
     return _mask_from_file(volume, stack, progress, along_z)
-
-
-def _in_store(kind: str, stack: Stack) -> str:
-    """The path of a mask: `labels/NAME` is a label image of the input's own store."""
-    details = stack.metadata.details
-    if "store" not in details or not kind.startswith("labels/") or is_there(kind):
-        return kind
-    return f"{details['store']}:/{'/'.join(filter(None, [details['inner'], kind]))}"
 
 
 def _mask_from_file(volume: RawVolume, stack: Stack, progress: Progress, along_z: bool) -> Mask:

@@ -53,10 +53,16 @@ def is_store(folder: str) -> bool:
     return any((Path(folder) / mark).is_file() for mark in MARKS)
 
 
-def open_node(store: str, inner: str) -> Any:
+def inside(*parts: str) -> str:
+    """A path in a store, of parts that may be empty."""
+    return "/".join(filter(None, parts))
+
+
+def open_node(store: str, *parts: str) -> Any:
     """A group or an array of a store on disk, for reading. Raises UserError where there is none."""
     import zarr
 
+    inner = inside(*parts)
     for mark in (*MARKS, ".zattrs", ".zmetadata"):
         _check_regular(store, Path(store) / inner / mark)
     try:
@@ -77,7 +83,7 @@ def open_zarr(store: str, inner: str) -> RawVolume:
 
     node, path = open_node(store, inner), f"{store}:/{inner}" if inner else store
     if isinstance(node, zarr.Group) and "bioformats2raw.layout" in of_ngff(node.attrs.asdict()) and "0" in node:
-        inner = "/".join(filter(None, [inner, "0"]))  # a collection of images: the first
+        inner = inside(inner, "0")  # a collection of images: the first
         node = open_node(store, inner)
     image, array = dict[str, Any](), node
     if isinstance(node, zarr.Group):
@@ -86,7 +92,7 @@ def open_zarr(store: str, inner: str) -> RawVolume:
             name = f"{store}:/path"
             raise UserError(f"{path}: is a group without a multiscale image; name it as {name}; {_list_arrays(store)}")
         try:
-            array = open_node(store, "/".join(filter(None, [inner, image["datasets"][0]["path"]])))
+            array = open_node(store, inner, image["datasets"][0]["path"])
         except UserError as error:
             raise UserError(f"{path}: level 0 of its multiscale image: {error}") from error
     if not isinstance(array, zarr.Array):
@@ -95,8 +101,7 @@ def open_zarr(store: str, inner: str) -> RawVolume:
     if image:
         check_transforms(image, len(shape), path)
     lead = leading(axes_of(image) or _dimensions(array), shape, path)
-    volume_shape = as_volume_shape(shape[lead:], path)
-    check_memory(path, volume_shape[1:], dtype.itemsize)
+    volume_shape = as_volume_shape(shape[lead:], path, dtype.itemsize)
     check_memory(path, array.chunks[lead:], dtype.itemsize, working=0)
     if dtype.kind not in "buifc":
         raise UserError(f"{path}: values of type {dtype}; save them as 8 or 16 bit integers or as float32")

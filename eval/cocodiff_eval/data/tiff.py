@@ -74,7 +74,8 @@ def open_tiff(file: str) -> RawVolume:
             raise UserError(f"{file}: a stack of colour images {format_shape(first.shape)}; save it as grey")
         check_memory(file, first.shape, dtype.itemsize)
         image_YX = same_channels(_TiffReader(file, first.shape).whole(), file)
-        return RawVolume(file, stem, as_volume_shape(image_YX.shape, file), dtype, 2, lambda index: image_YX, metadata)
+        volume_shape = as_volume_shape(image_YX.shape, file, dtype.itemsize)
+        return RawVolume(file, stem, volume_shape, dtype, 2, lambda index: image_YX, metadata)
     shape = tuple(first.shape)
     if len(series) > 1:  # pages appended one by one
         if len(shape) != 2:
@@ -82,8 +83,7 @@ def open_tiff(file: str) -> RawVolume:
         shape = (len(series), *shape)
     if len(shape) > 3:  # ImageJ and OME hyperstacks carry axes of length 1
         shape = tuple(side for side in shape if side > 1)
-    volume_shape = as_volume_shape(shape, file)
-    check_memory(file, volume_shape[1:], dtype.itemsize)
+    volume_shape = as_volume_shape(shape, file, dtype.itemsize)
     if first.dataoffset is None and sum(len(one.pages) for one in series) != volume_shape[0]:
         check_memory(file, volume_shape, dtype.itemsize, working=0)  # one compressed volume is read as a whole
     return RawVolume(file, stem, volume_shape, dtype, len(shape), _TiffReader(file, volume_shape).read, metadata)

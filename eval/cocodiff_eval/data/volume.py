@@ -290,16 +290,15 @@ def check_memory(path: str, shape: tuple[int, ...], itemsize: int, working: int 
         )
 
 
-def as_volume_shape(shape: tuple[int, ...], path: str) -> Triple:
-    """[Y, X] or [N, Y, X] as [N, Y, X]; anything else is a UserError."""
-    if len(shape) == 2:
-        return (1, shape[0], shape[1])
-    if len(shape) == 3:
-        return (shape[0], shape[1], shape[2])
-    raise UserError(
-        f"{path}: {len(shape)} dimensions {format_shape(shape)}; a slice has 2 (rows, columns) and a stack 3 "
-        "(slices, rows, columns): save the part to restore in that form"
-    )
+def as_volume_shape(shape: tuple[int, ...], path: str, itemsize: int) -> Triple:
+    """[Y, X] or [N, Y, X] as [N, Y, X]; anything else is a UserError, and so are slices that no memory here holds."""
+    if len(shape) not in (2, 3):
+        raise UserError(
+            f"{path}: {len(shape)} dimensions {format_shape(shape)}; a slice has 2 (rows, columns) and a stack 3 "
+            "(slices, rows, columns): save the part to restore in that form"
+        )
+    check_memory(path, shape[-2:], itemsize)
+    return (shape[0] if len(shape) == 3 else 1, shape[-2], shape[-1])
 
 
 def format_shape(shape: tuple[int, ...]) -> str:

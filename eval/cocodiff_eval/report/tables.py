@@ -4,7 +4,8 @@ mask, or generated images), and its tables. A column that says nothing in any ro
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -77,32 +78,25 @@ def _together(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     if len(rows) == 1:
         return rows[0]
     together = of_slices(rows)
-    together |= {"name": base_name(rows[0]["name"]), "seconds": _wall_seconds(map(_replica_seconds, rows))}
+    together |= {"name": base_name(rows[0]["name"]), "seconds": _wall_seconds(rows)}
     judged = [row for row in rows if row.get("baseline") is not None]
     if judged:
         quality = {key: mean([row["baseline"][key] for row in judged]) for key in QUALITY}
-        together["baseline"] = {**quality, "seconds": _wall_seconds(map(_baseline_seconds, judged))}
+        together["baseline"] = {**quality, "seconds": _wall_seconds(judged, of_baseline=True)}
     return together
 
 
-def _wall_seconds(of_slices: Iterable[Mapping[str, float]]) -> float:
-    """How long slices took together, of which each tells the seconds of the replicas that worked on it: replicas work
-    at the same time, so the seconds of the one that took longest."""
-    total: dict[str, float] = {}
-    for of_slice in of_slices:
-        for replica, seconds in of_slice.items():
-            total[replica] = total.get(replica, 0.0) + seconds
+def _wall_seconds(rows: Sequence[Mapping[str, Any]], of_baseline: bool = False) -> float:
+    """How long slices took together: replicas work at the same time, so the seconds of the one that took longest."""
+    total: dict[str, float] = defaultdict(float)
+    for row in rows:
+        of_replicas = row.get("replica_seconds") or {"0": row["seconds"]}
+        if of_baseline:  # made where a slice is judged: by its replica, or by the first where several worked on it
+            replica = next(iter(of_replicas)) if len(of_replicas) == 1 else "0"
+            of_replicas = {replica: row["baseline"]["seconds"]}
+        for replica, seconds in of_replicas.items():
+            total[replica] += seconds
     return max(total.values())
-
-
-def _replica_seconds(row: Mapping[str, Any]) -> Mapping[str, float]:
-    return row.get("replica_seconds") or {"0": row["seconds"]}
-
-
-def _baseline_seconds(row: Mapping[str, Any]) -> Mapping[str, float]:
-    """The baseline is made where a slice is judged: by its replica, or by the first where several worked on it."""
-    replicas = [*_replica_seconds(row)]
-    return {replicas[0] if len(replicas) == 1 else "0": row["baseline"]["seconds"]}
 
 
 def _shorten(name: str) -> str:
@@ -198,9 +192,8 @@ class Series:
     @property
     def modes(self) -> list[str]:
         """The presets, and biharmonic where there is such a baseline."""
-        modes = dict.fromkeys(row["mode"] for rows in self.rows.values() for row in rows)
-        baseline = any(row.get("baseline") is not None for rows in self.rows.values() for row in rows)
-        return [*modes, "biharmonic"] if baseline else [*modes]
+        modes = dict.fromkeys(row["mode"] for rows in self.rows.values() for row in with_baseline(rows))
+        return sorted(modes, key=lambda mode: mode == "biharmonic")
 
 
 def slice_index(name: str) -> int:
@@ -242,11 +235,11 @@ def numbers(series: Series) -> dict[str, Any]:
     document: dict[str, Any] = {"first": series.all.start, "total": len(series.all), "modes": modes, "numbers": order}
     document["names"] = series.names if series.stack is None else None
     document["stack"], document["left"] = series.stack, series.left
+    found = [{row["mode"]: row for row in with_baseline(series.rows[one])} for one in order]
     for key, digits in (("psnr_db", 2), ("ssim", 4)):
         document[key] = {}
-        of_slices = [_by_mode(series.rows[one], key) for one in order]
         for mode in modes:
-            values = [of_slice.get(mode) for of_slice in of_slices]
+            values = [by_mode[mode][key] if mode in by_mode else None for by_mode in found]
             if any(value is not None for value in values):
                 document[key][mode] = [None if value is None else round(value, digits) for value in values]
     # Of the few slices that are compared: dB, or 0 for the same bits.
@@ -256,15 +249,6 @@ def numbers(series: Series) -> dict[str, Any]:
             if row.get("exact_compared", True):
                 document["exact"].setdefault(row["mode"], {})[one] = round(row["psnr_vs_exact_db"] or 0.0, 1)
     return document
-
-
-def _by_mode(rows: Iterable[Mapping[str, Any]], key: str) -> dict[str, float | None]:
-    values = {}
-    for row in rows:
-        values[row["mode"]] = row[key]
-        if row.get("baseline") is not None:
-            values["biharmonic"] = row["baseline"][key]
-    return values
 
 
 def remarks(series: Series) -> list[tuple[str, str]]:
