@@ -5,14 +5,7 @@ import itertools
 import numpy as np
 import pytest
 from cocodiff_eval.data.masks import block_mask, center_mask
-from cocodiff_eval.restore.tiling import (
-    RestorationPlan,
-    TilingSettings,
-    axis_starts,
-    axis_window,
-    plan_restoration,
-    steps_at,
-)
+from cocodiff_eval.restore.tiling import RestorationPlan, axis_starts, axis_window, plan_restoration, steps_at
 from eval_helpers import calls_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -151,14 +144,14 @@ def test_a_deep_hole_goes_from_coarse_to_fine_and_a_scratch_does_not() -> None:
 def test_holes_of_different_size_start_on_different_levels() -> None:
     mask_YX = np.zeros((400, 400), bool)
     mask_YX[20:40, 20:40] = mask_YX[100:250, 100:250] = True
-    fine, middle, coarse = plan_restoration(mask_YX, 96, 8, TilingSettings(refine_strength=0.3)).levels
-    assert [one.strength for one in fine.passes] == [1.0, 0.3]
+    fine, middle, coarse = plan_restoration(mask_YX, 96, 8).levels
+    assert [one.strength for one in fine.passes] == [1.0, 0.2]
     assert not fine.passes[1].hidden_YX[30, 30] and fine.passes[0].hidden_YX[150, 150]
-    assert [one.strength for one in middle.passes] == [0.3] and [one.strength for one in coarse.passes] == [1.0]
+    assert [one.strength for one in middle.passes] == [0.2] and [one.strength for one in coarse.passes] == [1.0]
 
 
 def test_a_lower_strength_holds_on_every_level() -> None:
-    plan = plan_restoration(center_mask((640, 640)), 96, 8, TilingSettings(strength=0.1))
+    plan = plan_restoration(center_mask((640, 640)), 96, 8, strength=0.1)
     assert [one.strength for level in plan.levels for one in level.passes] == [0.1] * 4
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from cocodiff_eval.data.intensity import downsample, fill_from_outside, upsample
-from cocodiff_eval.restore.tiling import Level, RestorationPlan, TilePass, TilingSettings, plan_restoration
+from cocodiff_eval.restore.tiling import Level, RestorationPlan, TilePass, plan_restoration
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,13 +51,11 @@ Limits = tuple[float, float]  # of restored voxels, normalised
 Restoration = Generator[Request, np.ndarray, np.ndarray]  # takes what the model made of each request; float64 [B, Y, X]
 
 
-def plan_slice(
-    mask_YX: np.ndarray, inpainter: Inpainter, batch: int, settings: TilingSettings | None = None
-) -> RestorationPlan:
+def plan_slice(mask_YX: np.ndarray, inpainter: Inpainter, batch: int, strength: float = 1.0) -> RestorationPlan:
     """The plan that `restore_slices` runs for each slice; `tile_steps(steps)` is for progress bars."""
     native, multiple = inpainter.native_size, inpainter.multiple
     assert native > 0 and native % multiple == 0, f"native size {native} is no multiple of {multiple}"
-    return plan_restoration(mask_YX, native, batch, settings, multiple if inpainter.thin else None)
+    return plan_restoration(mask_YX, native, batch, strength, multiple if inpainter.thin else None)
 
 
 def restore_slices(
@@ -66,7 +64,7 @@ def restore_slices(
     inpainter: Inpainter,
     *,
     batch: int = 8,
-    settings: TilingSettings | None = None,
+    strength: float = 1.0,
     samples: Sequence[int] | None = None,
     limits: Limits = (0.0, 1.0),
 ) -> list[np.ndarray]:
@@ -75,7 +73,7 @@ def restore_slices(
 
     images_YX: float32 [Y, X] in [0, 1], already filled under the mask (`prepare_slice`): what lies there is not read.
     masks_YX: boolean [Y, X], True where to restore. batch: tiles a model call; it changes speed and memory, not the
-    noise.
+    noise. strength: as of `plan_restoration`.
     A model of videos takes slices of the same sample for frames, in the order given: they have one plan, that of all
     their masks together.
     In each round the first slice that is not done and those after it whose next tiles run at the same strength share
@@ -90,7 +88,7 @@ def restore_slices(
     started: dict[int, Restoration] = {}
     for video in videos:
         mask_YX = np.logical_or.reduce([masks_YX[number] for number in video])
-        plan = plan_slice(mask_YX, inpainter, batch, settings) if mask_YX.any() else None
+        plan = plan_slice(mask_YX, inpainter, batch, strength) if mask_YX.any() else None
         for number in video:
             one = images_YX[number], masks_YX[number], plan, len(video) > 1
             started[number] = _restoration(*one, samples[number], limits)

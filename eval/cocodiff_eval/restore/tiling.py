@@ -24,15 +24,7 @@ FAINT = 0.02
 HOLE_LIMIT = 0.5  # longest side of a hole that one tile restores from noise
 DEPTH_LIMIT = 0.125  # a larger hole is also restored so where no voxel is farther than this from known ones
 OVERLAP = 0.25  # of neighbouring tiles; the blend takes the middle half of it
-
-
-@dataclass(frozen=True)
-class TilingSettings:
-    """refine_strength: noise level from which finer levels are refined; 1 would forget the coarser result. strength:
-    that from which a hole is first restored; below 1 the fill from around it shines through."""
-
-    refine_strength: float = 0.2
-    strength: float = 1.0
+REFINE_STRENGTH = 0.2  # noise level from which finer levels are refined; 1 would forget the coarser result
 
 
 @dataclass(frozen=True)
@@ -166,11 +158,11 @@ def steps_at(steps: int, strength: float) -> int:
 
 
 def plan_restoration(
-    mask_YX: np.ndarray, native: int, batch: int, settings: TilingSettings | None = None, multiple: int | None = None
+    mask_YX: np.ndarray, native: int, batch: int, strength: float = 1.0, multiple: int | None = None
 ) -> RestorationPlan:
-    """Plan one slice for a model of `native` x `native` voxels and at most `batch` tiles a call. multiple: tiles of a
-    thinner slice are as thin as this number's multiples allow; else they are square."""
-    settings = settings or TilingSettings()
+    """Plan one slice for a model of `native` x `native` voxels and at most `batch` tiles a call. strength: noise level
+    from which a hole is first restored; below 1 the fill from around it shines through. multiple: tiles of a thinner
+    slice are as thin as this number's multiples allow; else they are square."""
     assert native >= 8 and batch >= 1, (native, batch)
     tile = (native, native)
     if multiple is not None:
@@ -179,7 +171,7 @@ def plan_restoration(
     grids = _grids(mask_YX, native, tile)
     starts = _starts(grids)
     deepest = int(starts.max(initial=0))
-    return RestorationPlan(tuple(_level(grid, starts, batch, settings) for grid in grids[: deepest + 1]))
+    return RestorationPlan(tuple(_level(grid, starts, batch, strength) for grid in grids[: deepest + 1]))
 
 
 def _grids(mask_YX: np.ndarray, native: int, tile: tuple[int, int]) -> list[Level]:
@@ -220,19 +212,19 @@ def _starts(grids: list[Level]) -> np.ndarray:
     return starts
 
 
-def _level(grid: Level, starts: np.ndarray, batch: int, settings: TilingSettings) -> Level:
+def _level(grid: Level, starts: np.ndarray, batch: int, strength: float) -> Level:
     labels_K = grid.holes.labels_K
     older_K = labels_K[starts[labels_K] > grid.exponent]
     fresh = grid.holes.only(starts[labels_K] == grid.exponent)
     passes = []
     if len(fresh.labels_K):
         # Holes of other levels are not known yet at this resolution, so the model may not take them for context.
-        passes.append(TilePass(settings.strength, grid.mask_YX, _tiles_from_noise(grid, fresh), batch))
+        passes.append(TilePass(strength, grid.mask_YX, _tiles_from_noise(grid, fresh), batch))
     if len(older_K):
         # Whatever is not being refined is by now as good as it gets here, and serves as context.
         hidden_YX = np.isin(grid.labels_YX, older_K)
-        strength = min(settings.refine_strength, settings.strength)
-        passes.append(TilePass(strength, hidden_YX, tuple(_grid_tiles(grid, older_K)), batch))
+        tiles = tuple(_grid_tiles(grid, older_K))
+        passes.append(TilePass(min(REFINE_STRENGTH, strength), hidden_YX, tiles, batch))
     return replace(grid, passes=tuple(passes))
 
 
