@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from cocodiff.config.errors import UserError, check_choice
+from cocodiff.config.errors import UserError
 from cocodiff.config.files import flush, is_there
 from cocodiff_eval.data import SAME, WRITTEN
 from cocodiff_eval.data.hdf5 import open_hdf5, write_hdf5
@@ -176,12 +176,8 @@ FORMATS = {
 
 
 def result_format(word: str, volume: RawVolume) -> str:
-    """The word of FORMATS that a result is written in. word: `same` for that of the input, TIFF where it is PNG.
-
-    Raises UserError for a word that is none.
-    """
+    """The word of FORMATS that a result is written in. word: `same` for that of the input, TIFF where it is PNG."""
     if word != SAME:
-        check_choice("format", word, (SAME, *WRITTEN))
         return word
     kind = volume.metadata.kind.replace("hdf5", "h5")
     return kind if kind in WRITTEN else "tiff"

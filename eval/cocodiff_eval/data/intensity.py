@@ -61,7 +61,6 @@ def fill_from_outside(image_YX: np.ndarray, mask_YX: np.ndarray) -> np.ndarray:
     the holes. Voxels outside the mask are unchanged; those inside (NaN and Inf included) influence no bit of
     the result, which stays between the smallest and the largest known value. At least one voxel must be known.
     """
-    assert image_YX.shape == mask_YX.shape, (image_YX.shape, mask_YX.shape)
     if mask_YX.all():
         raise ValueError("all voxels are masked: there is nothing to fill from")
     image = np.where(mask_YX, 0.0, image_YX).astype(np.float64)

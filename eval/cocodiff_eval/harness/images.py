@@ -152,7 +152,7 @@ class ImageJob(Job[Batch]):
         """The presets' images as saved, for the report; of a video a few frames."""
         files, video = self._files(number).items(), self.frames is not None
         found = {one: shown_frames(frames_of(path)) if video else np.asarray(Image.open(path)) for one, path in files}
-        return Generated(self.names[number], self.prompts[number], found)
+        return Generated(self.names[number], found)
 
 
 def video_frames(session: Session) -> int | None:

@@ -53,9 +53,8 @@ Restoration = Generator[Request, np.ndarray, np.ndarray]  # takes what the model
 
 def plan_slice(mask_YX: np.ndarray, inpainter: Inpainter, batch: int, strength: float = 1.0) -> RestorationPlan:
     """The plan that `restore_slices` runs for each slice; `tile_steps(steps)` is for progress bars."""
-    native, multiple = inpainter.native_size, inpainter.multiple
-    assert native > 0 and native % multiple == 0, f"native size {native} is no multiple of {multiple}"
-    return plan_restoration(mask_YX, native, batch, strength, multiple if inpainter.thin else None)
+    multiple = inpainter.multiple if inpainter.thin else None
+    return plan_restoration(mask_YX, inpainter.native_size, batch, strength, multiple)
 
 
 def restore_slices(
@@ -90,8 +89,7 @@ def restore_slices(
         mask_YX = np.logical_or.reduce([masks_YX[number] for number in video])
         plan = plan_slice(mask_YX, inpainter, batch, strength) if mask_YX.any() else None
         for number in video:
-            one = images_YX[number], masks_YX[number], plan, len(video) > 1
-            started[number] = _restoration(*one, samples[number], limits)
+            started[number] = _restoration(images_YX[number], masks_YX[number], plan, samples[number], limits)
     restored: dict[int, np.ndarray] = {}
     waiting: dict[int, Request] = {}
 
@@ -146,13 +144,12 @@ def sample_keys(sample: int) -> int:
 
 
 def _restoration(
-    image_YX: np.ndarray, mask_YX: np.ndarray, plan: RestorationPlan | None, shared: bool, sample: int, limits: Limits
+    image_YX: np.ndarray, mask_YX: np.ndarray, plan: RestorationPlan | None, sample: int, limits: Limits
 ) -> Restoration:
-    """One slice, request by request. plan: None where nothing is masked; shared: it is of other slices' masks too."""
-    assert image_YX.shape == mask_YX.shape and mask_YX.dtype == bool, (image_YX.shape, mask_YX.shape, mask_YX.dtype)
+    """One slice, request by request. plan: of its mask, or of a whole video's; None where nothing is masked."""
     if plan is None:
         return image_YX.astype(np.float32)
-    known = _known_pyramid(image_YX, mask_YX, plan, shared)
+    known = _known_pyramid(image_YX, mask_YX, plan)
     coarser: np.ndarray | None = None
     for level, (image, unknown_YX) in zip(reversed(plan.levels), reversed(known), strict=True):
         if coarser is not None:
@@ -167,10 +164,10 @@ def _restoration(
 
 
 def _known_pyramid(
-    image_YX: np.ndarray, mask_YX: np.ndarray, plan: RestorationPlan, shared: bool
+    image_YX: np.ndarray, mask_YX: np.ndarray, plan: RestorationPlan
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """The slice on every level of the plan, holes filled from their surroundings on that level, float64 [Y, X], and
-    which voxels are mostly unknown: of the plan's, where it is shared, those of this slice."""
+    which voxels are mostly unknown: of the plan's those of this slice."""
     image = np.where(mask_YX, 0.0, image_YX).astype(np.float64)
     weight = (~mask_YX).astype(np.float64)
     found = []
@@ -178,7 +175,7 @@ def _known_pyramid(
         if level.exponent > 0:
             image, weight = downsample(image, weight)
         # Where the whole level is hidden (a hole as large as the slice), the smallest trace of known voxels must do.
-        unknown_YX = level.mask_YX & (weight < 0.5) if shared else level.mask_YX
+        unknown_YX = level.mask_YX & (weight < 0.5)
         hidden = unknown_YX if not unknown_YX.all() else weight == 0
         found.append((fill_from_outside(image, hidden | (weight == 0)), unknown_YX))
     return found

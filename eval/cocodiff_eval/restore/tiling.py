@@ -163,7 +163,6 @@ def plan_restoration(
     """Plan one slice for a model of `native` x `native` voxels and at most `batch` tiles a call. strength: noise level
     from which a hole is first restored; below 1 the fill from around it shines through. multiple: tiles of a thinner
     slice are as thin as this number's multiples allow; else they are square."""
-    assert native >= 8 and batch >= 1, (native, batch)
     tile = (native, native)
     if multiple is not None:
         rows, columns = (min(native, -(-side // multiple) * multiple) for side in mask_YX.shape)
