@@ -22,8 +22,8 @@ from cocodiff_eval.data.intensity import (
     upsample,
 )
 from cocodiff_eval.data.masks import block_mask, center_mask, make_mask
-from cocodiff_eval.data.slices import Stack, open_stack
-from cocodiff_eval.data.volume import Part
+from cocodiff_eval.data.slices import open_stack
+from cocodiff_eval.data.volume import Part, Stack
 from cocodiff_eval.report.pictures import Picture, encode
 from cocodiff_eval.restore.baseline import biharmonic
 from cocodiff_eval.restore.restore import restore_slices
@@ -120,7 +120,7 @@ def test_not_finite_outside_the_mask(tmp_path: Path) -> None:
 def test_a_stack_is_read_once_and_its_progress_told(tmp_path: Path) -> None:
     read: list[int] = []
     stack = save(tmp_path / "a.tif", np.ones((4, 20, 20), np.float32))
-    counted = replace(stack.volume, reader=lambda index: (read.append(index), stack.volume.reader(index))[1])
+    counted = replace(stack, reader=lambda index: (read.append(index), stack.reader(index))[1])
     told: list[tuple[str, int]] = []
 
     def progress(numbers: range, what: str) -> Iterator[int]:
@@ -128,7 +128,7 @@ def test_a_stack_is_read_once_and_its_progress_told(tmp_path: Path) -> None:
             told.append((what, number))
             yield number
 
-    intensity_range(replace(stack, volume=counted), make_mask("center", stack), progress)
+    intensity_range(counted, make_mask("center", stack), progress)
     assert read == [0, 1, 2, 3] and told == [("reading a", number) for number in read]
     told.clear()
     save(tmp_path / "m.tif", np.eye(20, dtype=np.uint8)[None].repeat(4, 0))

@@ -14,8 +14,7 @@ import pytest
 from browser import CHROMIUM, Browser
 from cocodiff_eval.data.intensity import IntensityRange
 from cocodiff_eval.data.masks import Mask
-from cocodiff_eval.data.slices import Stack
-from cocodiff_eval.data.volume import Metadata, RawVolume, Region
+from cocodiff_eval.data.volume import Metadata, Region, Stack
 from cocodiff_eval.quality.metrics import metrics_document, slice_jumps
 from cocodiff_eval.report.page import write_report
 from cocodiff_eval.report.volume import ShownVolume, embedded
@@ -38,9 +37,7 @@ def volume(shape: Sequence[int] = SHAPE, regions: Sequence[tuple[slice, ...]] = 
     spread = np.where(mask, 50.0, 0.0).astype(np.float32)
     grey = {"tapa": restored.__getitem__, "tapa: low 90 %": (restored - 50).__getitem__}
     sides, region = Metadata(voxel_size=(0.7, 0.7, 0.7), unit="micrometer"), Region(FIRST, (100 + shape[0], 98, 105))
-    about = (truth.shape, truth.dtype, 3)
-    raw = RawVolume("scan.h5", "scan", *about, truth.__getitem__, sides, region=region)
-    stack = Stack("scan", "scan.h5", *about, raw)
+    stack = Stack("scan.h5", "scan", truth.shape, truth.dtype, 3, truth.__getitem__, sides, region=region)
     holes = Mask("holes", True, truth.shape, mask.__getitem__, len(truth))
     return (
         ShownVolume(stack, holes, SCALE, stack, grey, {"tapa: uncertainty": spread.__getitem__}),

@@ -23,8 +23,8 @@ from cocodiff_eval.data.volume import (
     LENGTHS,
     Metadata,
     NewVolume,
-    RawVolume,
     Reader,
+    Stack,
     as_volume_shape,
     check_file,
     check_memory,
@@ -64,21 +64,21 @@ def _read_png(file: str) -> np.ndarray:
     return pixels.astype(np.uint16) if pixels.dtype == np.int32 else pixels
 
 
-def open_png(file: str) -> RawVolume:
+def open_png(file: str) -> Stack:
     return _of_array(file, _read_png(file), Metadata("png"))
 
 
-def _of_array(file: str, voxels: np.ndarray, metadata: Metadata) -> RawVolume:
+def _of_array(file: str, voxels: np.ndarray, metadata: Metadata) -> Stack:
     """voxels: [Y, X] or [N, Y, X], mapped to memory perhaps."""
     shape = as_volume_shape(voxels.shape, file, voxels.dtype.itemsize)
 
     def read(index: int) -> np.ndarray:
         return np.asarray(voxels if voxels.ndim == 2 else voxels[index])
 
-    return RawVolume(file, Path(file).stem, shape, voxels.dtype.newbyteorder("="), voxels.ndim, read, metadata)
+    return Stack(file, Path(file).stem, shape, voxels.dtype.newbyteorder("="), voxels.ndim, read, metadata)
 
 
-def open_npy(file: str) -> RawVolume:
+def open_npy(file: str) -> Stack:
     """Raises UserError for files with objects in them, which would have to be unpickled, and for damaged ones."""
     with reading(f"{file}: not a readable .npy file", "save it again with numpy.save"):
         voxels = np.load(file, mmap_mode="r", allow_pickle=False)
@@ -103,7 +103,7 @@ def _mrcfile() -> Any:
     return mrcfile
 
 
-def open_mrc(file: str) -> RawVolume:
+def open_mrc(file: str) -> Stack:
     """Raises UserError for files that are no MRC2014, and for axes in another order than sections, rows, columns."""
     library = _mrcfile()
     with reading(f"{file}: not a readable MRC file", "save it again with mrcfile or IMOD"), quiet_libraries():
@@ -158,7 +158,7 @@ class Format:
     """suffixes: of files that `opener` reads; writer and suffix: of results, none where it is only read."""
 
     suffixes: tuple[str, ...]
-    opener: Callable[[str], RawVolume] | None = None
+    opener: Callable[[str], Stack] | None = None
     writer: Callable[[NewVolume], None] | None = None
     suffix: str = ""
 
@@ -175,7 +175,7 @@ FORMATS = {
 }
 
 
-def result_format(word: str, volume: RawVolume) -> str:
+def result_format(word: str, volume: Stack) -> str:
     """The word of FORMATS that a result is written in. word: `same` for that of the input, TIFF where it is PNG."""
     if word != SAME:
         return word
@@ -187,7 +187,7 @@ def write_volume(
     word: str,
     folder: Path,
     name: Callable[[str], str],
-    like: RawVolume,
+    like: Stack,
     dtype: np.dtype,
     read: Reader,
     provenance: Mapping[str, Any],
@@ -211,7 +211,7 @@ def write_volume(
     return new
 
 
-def open_volume(path: str, follow_links: bool = False) -> RawVolume:
+def open_volume(path: str, follow_links: bool = False) -> Stack:
     """Open slices; reads no voxels yet (but for PNG, which has no random access).
 
     path: a PNG, TIFF or NumPy file, a folder of TIFF files or a pattern of their names, HDF5 as `file.h5:/dataset`, or

@@ -26,7 +26,7 @@ from cocodiff_eval.data.volume import (
     LENGTHS,
     Metadata,
     NewVolume,
-    RawVolume,
+    Stack,
     as_volume_shape,
     by_slabs,
     filled,
@@ -46,7 +46,7 @@ MOST_VISITED = 1000  # objects of a file that are looked at to list its datasets
 OPEN_ELSEWHERE = "it is open elsewhere for writing: close it there, or read a copy (after a crash: h5clear -s)"
 
 
-def open_hdf5(file: str, dataset: str | None, follow_links: bool) -> RawVolume:
+def open_hdf5(file: str, dataset: str | None, follow_links: bool) -> Stack:
     """A dataset, or a group of frames (ALS 8.3.2), none of whose voxels are read yet.
 
     dataset: where it is None, Data Exchange's `/exchange/data`, else the one group of frames. follow_links: read other
@@ -80,7 +80,7 @@ def open_hdf5(file: str, dataset: str | None, follow_links: bool) -> RawVolume:
 
     name, native = f"{Path(file).stem}_{dataset.strip('/')}", dtype.newbyteorder("=")
     reader = by_slabs(read, volume_shape, dtype.itemsize, depth)
-    return RawVolume(f"{file}:{dataset}", name, volume_shape, native, len(shape), reader, metadata)
+    return Stack(f"{file}:{dataset}", name, volume_shape, native, len(shape), reader, metadata)
 
 
 def _default(h5: Any, follow_links: bool) -> str | None:
@@ -113,7 +113,7 @@ def find_frames(group: Any) -> list[str]:
     return [name for _, name in sorted(found)] if len(found) > 1 or NOTES in group.attrs else []
 
 
-def _open_frames(file: str, group: Any, frames: list[str], follow_links: bool) -> RawVolume:
+def _open_frames(file: str, group: Any, frames: list[str], follow_links: bool) -> Stack:
     """A group of frames as a stack. Raises UserError that names the frame which is not like the first."""
     first = group[frames[0]]
     for name in frames:
@@ -134,7 +134,7 @@ def _open_frames(file: str, group: Any, frames: list[str], follow_links: bool) -
             return np.asarray(h5[place][frames[index]][()]).reshape(shape[1:])
 
     name = "_".join(filter(None, [Path(file).stem, place.strip("/")]))
-    return RawVolume(f"{file}:{place}", name, shape, dtype.newbyteorder("="), 3, read, metadata)
+    return Stack(f"{file}:{place}", name, shape, dtype.newbyteorder("="), 3, read, metadata)
 
 
 def read_metadata(dataset: Any, file: str, name: str) -> Metadata:

@@ -9,8 +9,7 @@ import numpy as np
 
 from cocodiff.config.errors import UserError
 from cocodiff_eval.data.masks import Mask
-from cocodiff_eval.data.slices import Stack
-from cocodiff_eval.data.volume import Progress, unwatched
+from cocodiff_eval.data.volume import Progress, Stack, unwatched
 
 _TAPS = (0.125, 0.375, 0.375, 0.125)  # binomial (1, 3, 3, 1): enough smoothing that halving does not alias visibly
 

@@ -16,7 +16,7 @@ from cocodiff.config.errors import UserError
 from cocodiff_eval.data.ome_zarr import inside, of_ngff, open_node, open_zarr
 from cocodiff_eval.data.ome_zarr_file import ZarrStore
 from cocodiff_eval.data.slices import unique_names
-from cocodiff_eval.data.volume import NewVolume, RawVolume, Reader, Triple, format_shape, matched, writing
+from cocodiff_eval.data.volume import NewVolume, Reader, Stack, Triple, format_shape, matched, writing
 
 LABELS = "labels"  # the group of label images beside the levels
 
@@ -38,7 +38,7 @@ class LabelStore(ZarrStore):
         return found
 
 
-def write_labels(result: NewVolume, volume: RawVolume, mask: Reader | None, provenance: Mapping[str, Any]) -> list[str]:
+def write_labels(result: NewVolume, volume: Stack, mask: Reader | None, provenance: Mapping[str, Any]) -> list[str]:
     """Writes label images into a store of results: those of the input's own store, cut to the region, and the mask that
     was made, boolean [Y, X] of a slice, as the label 1.
 
@@ -54,7 +54,7 @@ def write_labels(result: NewVolume, volume: RawVolume, mask: Reader | None, prov
             kept.append(name)
         except UserError as error:
             shutil.rmtree(result.path / LABELS / name, ignore_errors=True)
-            lost.append(f"{LABELS}/{name} of {volume.path} is not in {result.path.name}: {error}")
+            lost.append(f"{LABELS}/{name} of {volume.metadata.details['path']} is not in {result.path.name}: {error}")
     if mask is not None:
         *_, name = unique_names([*kept, str(provenance["mask"])])
         details = _called(result.metadata.details, name)
@@ -78,7 +78,7 @@ def _write_label(store: Path, name: str, label: NewVolume) -> None:
         LabelStore(replace(label, path=store / LABELS / name)).write()
 
 
-def _label_of(volume: RawVolume, name: str) -> RawVolume:
+def _label_of(volume: Stack, name: str) -> Stack:
     """A label image of a Zarr input's own store, cut to the region. Raises UserError where that cannot be."""
     details = volume.metadata.details
     label = matched(open_zarr(details["store"], inside(details["inner"], LABELS, name)), volume)
@@ -100,7 +100,7 @@ def _called(details: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {**details, "image": {**details["image"], "name": name}} if details.get("image") else dict(details)
 
 
-def list_labels(volume: RawVolume) -> list[str]:
+def list_labels(volume: Stack) -> list[str]:
     """The names of the label images of a Zarr input's own store."""
     if volume.metadata.kind != "zarr":
         return []

@@ -19,7 +19,7 @@ from cocodiff.config.errors import UserError
 from cocodiff.config.files import irregular
 from cocodiff_eval.data.volume import (
     Metadata,
-    RawVolume,
+    Stack,
     as_volume_shape,
     by_slabs,
     check_memory,
@@ -72,7 +72,7 @@ def open_node(store: str, *parts: str) -> Any:
         raise UserError(f"{store}: {what}; {_list_arrays(store)}") from error
 
 
-def open_zarr(store: str, inner: str) -> RawVolume:
+def open_zarr(store: str, inner: str) -> Stack:
     """An array, or level 0 of a multiscale image, none of whose voxels are read yet. Axes before slices, rows and
     columns (time, channel) must have length 1.
 
@@ -117,9 +117,9 @@ def open_zarr(store: str, inner: str) -> RawVolume:
             return kept(index)
 
     kept = by_slabs(read, volume_shape, dtype.itemsize, array.chunks[lead] if ndim == 3 else 1)
-    metadata = _metadata(store, inner, node, array, image, lead)
+    metadata = _metadata(path, store, inner, node, array, image, lead)
     labels = "labels" in inner.split("/")[:-1] or "image-label" in of_ngff(node.attrs.asdict())
-    return RawVolume(path, _stem(store, inner), volume_shape, dtype.newbyteorder("="), ndim, checked, metadata, labels)
+    return Stack(path, _stem(store, inner), volume_shape, dtype.newbyteorder("="), ndim, checked, metadata, labels)
 
 
 def _check_chunks(store: str, array: Any, slices: range, lead: int, ndim: int) -> None:
@@ -149,7 +149,9 @@ def _check_regular(store: str, path: Path) -> None:
         raise UserError(f"{store}: {path.relative_to(store)} is {kind}; copy or save the store again")
 
 
-def _metadata(store: str, inner: str, node: Any, array: Any, image: Mapping[str, Any], lead: int) -> Metadata:
+def _metadata(
+    path: str, store: str, inner: str, node: Any, array: Any, image: Mapping[str, Any], lead: int
+) -> Metadata:
     axes, count = axes_of(image), len(array.shape)
     sides, units = list[float](), list[str]()
     scale = transform_of(image["datasets"][0], "scale") if image else None
@@ -164,12 +166,12 @@ def _metadata(store: str, inner: str, node: Any, array: Any, image: Mapping[str,
     kept = {name: value for name, value in attributes.items() if name != "multiscales"}
     if isinstance(kept.get("ome"), Mapping):
         kept["ome"] = {name: value for name, value in kept["ome"].items() if name not in ("multiscales", "version")}
-    path, stored = f"{store}:/{array.path}", array.shards or array.chunks
+    voxels, stored = f"{store}:/{array.path}", array.shards or array.chunks
     files = (name for *_, names in os.walk(Path(store) / array.path) for name in names)
     there = sum(1 for name in files if name != "zarr.json" and not name.startswith("."))
-    details = {"store": store, "inner": inner, "image": image, "lead": lead, "levels": _level_shapes(node, image)}
-    details["level"] = image["datasets"][0]["path"] if image else ""
-    remarks = kept_alone(path, alone) + filled(path, there, array.shape, stored, array.fill_value)
+    details = {"path": path, "store": store, "inner": inner, "image": image, "lead": lead}
+    details |= {"levels": _level_shapes(node, image), "level": image["datasets"][0]["path"] if image else ""}
+    remarks = kept_alone(voxels, alone) + filled(voxels, there, array.shape, stored, array.fill_value)
     names, text = "".join(axis["name"] for axis in axes), str(attributes.get("description", ""))
     return Metadata("zarr", names, size, unit, text, _byteorder(array), plain(kept), details, remarks)
 

@@ -18,8 +18,8 @@ import numpy as np
 
 from cocodiff_eval.data.intensity import IntensityRange
 from cocodiff_eval.data.masks import Mask
-from cocodiff_eval.data.slices import Stack, to_grey8
-from cocodiff_eval.data.volume import Reader, start_of, unit_symbol
+from cocodiff_eval.data.slices import to_grey8
+from cocodiff_eval.data.volume import Reader, Stack, start_of, unit_symbol
 from cocodiff_eval.report.pictures import window
 
 VOLUME_BYTES = 3_000_000  # of all volumes of a page; 4 MB in base64
@@ -82,7 +82,7 @@ def embedded(volume: ShownVolume, room: int) -> dict[str, Any]:
     top = max((float(np.quantile(values, 0.99)) for values in spreads.values() if values.size), default=0.0)
     for name, values in spreads.items():
         layers.append({"name": name, "voxels": _packed(to_grey8(values, 0.0, top)), "top": top})
-    kept, first = volume.stack.metadata, start_of(volume.stack.volume.region)
+    kept, first = volume.stack.metadata, start_of(volume.stack.region)
     return {
         "name": volume.stack.name,
         "mask": volume.mask.name,
