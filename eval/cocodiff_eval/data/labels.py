@@ -59,8 +59,8 @@ def write_labels(result: NewVolume, volume: Stack, mask: Reader | None, provenan
         *_, name = unique_names([*kept, str(provenance["mask"])])
         details = _called(result.metadata.details, name)
         about = replace(result.metadata, attributes={}, description="", details=details)
-        made = replace(result, dtype=np.dtype("u1"), read=lambda index: mask(index).astype("u1"), metadata=about)
-        _write_label(result.path, name, replace(made, provenance=provenance))
+        made = replace(result, dtype=np.dtype("u1"), metadata=about, provenance=provenance)
+        _write_label(result.path, name, replace(made, read=lambda index: mask(index).astype("u1")))
         kept.append(name)
     if kept:
         with writing(result.path):
@@ -110,10 +110,7 @@ def list_labels(volume: Stack) -> list[str]:
     if not isinstance(group, zarr.Group):
         return []
     listed = of_ngff(group.attrs.asdict()).get("labels")
-    names = [one for one in listed if _is_name(one)] if isinstance(listed, list) else []
+    names = [one for one in listed if isinstance(one, str)] if isinstance(listed, list) else []
+    names = [one for one in names if not {"", ".", ".."} & {*one.split("/")}]
     more = [one for one in sorted(group.keys()) if not any(f"{name}/".startswith(f"{one}/") for name in names)]
     return list(dict.fromkeys([*names, *more]))
-
-
-def _is_name(one: Any) -> bool:
-    return isinstance(one, str) and not any(part in ("", ".", "..") for part in one.split("/"))

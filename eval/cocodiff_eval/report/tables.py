@@ -99,10 +99,6 @@ def _wall_seconds(rows: Sequence[Mapping[str, Any]], of_baseline: bool = False) 
     return max(total.values())
 
 
-def _shorten(name: str) -> str:
-    return name if len(name) <= _LONGEST_NAME else f"{name[:12]}...{name[-(_LONGEST_NAME - 15) :]}"
-
-
 def terminal_table(metrics: Mapping[str, Any]) -> str:
     """The document of `metrics.json` as aligned text without a newline at its end. A stack is one line for each preset.
 
@@ -115,7 +111,8 @@ def terminal_table(metrics: Mapping[str, Any]) -> str:
     heads += ["vs exact", "seconds", *["rank s"] * ranked, "bytes"]
     lines = [heads]
     for name, mask, slices, rows in grouped(images):
-        shown = _shorten(name) + (f" ({slices} slices)" if slices > 1 else "")
+        shown = name if len(name) <= _LONGEST_NAME else f"{name[:12]}...{name[-(_LONGEST_NAME - 15) :]}"
+        shown += f" ({slices} slices)" if slices > 1 else ""
         for row in with_baseline(rows):
             cells = {
                 "image": shown,
