@@ -54,9 +54,10 @@ def of_whole(row: Mapping[str, Any]) -> tuple[str, str]:
     return (number(sent / whole, 3), number((sent - late) / whole, 3)) if whole else (MISSING, MISSING)
 
 
-def base_name(name: str) -> str:
-    """The stack a row belongs to: `scan[12]`, a slice of it, and `scan` both give `scan`."""
-    return re.sub(r"\[\d+\]$", "", name)
+def parted(name: str) -> tuple[str, int]:
+    """The stack a row belongs to, and its slice there: `scan` and 12 of `scan[12]`, `scan` and 0 of `scan`."""
+    base, number = re.findall(r"^(.*?)(?:\[(\d+)\])?$", name, re.DOTALL)[0]
+    return base, int(number or 0)
 
 
 def grouped(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str | None, int, list[Mapping[str, Any]]]]:
@@ -67,7 +68,7 @@ def grouped(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str | None, in
     """
     groups: dict[tuple[str, str | None], dict[str, list[Mapping[str, Any]]]] = {}
     for row in rows:
-        groups.setdefault((base_name(row["name"]), row["mask"]), {}).setdefault(row["mode"], []).append(row)
+        groups.setdefault((parted(row["name"])[0], row["mask"]), {}).setdefault(row["mode"], []).append(row)
     return [
         (name, mask, max(len(slices) for slices in by_mode.values()), [_together(one) for one in by_mode.values()])
         for (name, mask), by_mode in groups.items()
@@ -78,7 +79,7 @@ def _together(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     if len(rows) == 1:
         return rows[0]
     together = of_slices(rows)
-    together |= {"name": base_name(rows[0]["name"]), "seconds": _wall_seconds(rows)}
+    together |= {"name": parted(rows[0]["name"])[0], "seconds": _wall_seconds(rows)}
     judged = [row for row in rows if row.get("baseline") is not None]
     if judged:
         quality = {key: mean([row["baseline"][key] for row in judged]) for key in QUALITY}
@@ -179,7 +180,7 @@ class Series:
 
     def number(self, name: str) -> int:
         """The number in the series of the slice or image of that name."""
-        return slice_index(name) if self.stack is not None else self.names.index(name)
+        return parted(name)[1] if self.stack is not None else self.names.index(name)
 
     @property
     def left(self) -> list[int]:
@@ -193,15 +194,9 @@ class Series:
         return sorted(modes, key=lambda mode: mode == "biharmonic")
 
 
-def slice_index(name: str) -> int:
-    """12 of `scan[12]`, 0 of `scan`."""
-    found = re.search(r"\[(\d+)\]$", name)
-    return int(found[1]) if found else 0
-
-
 def key_of(name: str, mask: str | None, of_stacks: Mapping[str, range]) -> tuple[str | None, str | None]:
     """Stack and mask of the series that a slice belongs to. of_stacks: the numbers of the slices of each stack."""
-    base = base_name(name)
+    base, _ = parted(name)
     return (base if mask is not None and (base != name or len(of_stacks.get(name, ())) > 1) else None), mask
 
 
@@ -216,7 +211,7 @@ def series_of(
         series = found.setdefault(key, Series(*key))
         if series.stack is None and (not series.names or series.names[-1] != row["name"]):
             series.names.append(row["name"])
-        number = slice_index(row["name"]) if series.stack is not None else len(series.names) - 1
+        number = parted(row["name"])[1] if series.stack is not None else len(series.names) - 1
         series.rows.setdefault(number, []).append(row)
     for series in found.values():
         known = of_stacks.get(series.stack or "", range(len(series.names)))
