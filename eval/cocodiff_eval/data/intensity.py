@@ -14,11 +14,6 @@ from cocodiff_eval.data.volume import Progress, Stack, unwatched
 _TAPS = (0.125, 0.375, 0.375, 0.125)  # binomial (1, 3, 3, 1): enough smoothing that halving does not alias visibly
 
 
-def halve_shape(shape: tuple[int, int]) -> tuple[int, int]:
-    """Shape of the next coarser level."""
-    return ((shape[0] + 1) // 2, (shape[1] + 1) // 2)
-
-
 def _smooth_halve(values: np.ndarray, axis: int) -> np.ndarray:
     """Weighted sums of four neighbours at every second place along `axis`; zeros lie beyond the ends."""
     values = np.moveaxis(values, axis, 0)

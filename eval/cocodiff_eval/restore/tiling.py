@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from cocodiff_eval.data.intensity import downsample, halve_shape
+from cocodiff_eval.data.intensity import downsample
 
 # A tile that reaches the mask only with a smaller weight is left out: every voxel has another with at least a quarter.
 FAINT = 0.02
@@ -182,15 +182,15 @@ def _grids(mask_YX: np.ndarray, native: int, tile: tuple[int, int]) -> list[Leve
     grids = [Level(0, (mask_YX.shape[0], mask_YX.shape[1]), native, tile, mask_YX.copy(), labels_YX)]
     while max(grids[-1].shape) > native:
         finer = grids[-1]
-        shape = halve_shape(finer.shape)
-        known_YX = downsample(known_YX, np.ones_like(known_YX))[0]
+        known_YX, _ = downsample(known_YX, np.ones_like(known_YX))
+        rows, columns = known_YX.shape
         even = np.pad(labels_YX, [(0, side % 2) for side in finer.shape])
-        labels_YX = even.reshape(shape[0], 2, shape[1], 2).max(axis=(1, 3))
+        labels_YX = even.reshape(rows, 2, columns, 2).max(axis=(1, 3))
         # A sample can be mostly unknown though its own four are not: it then belongs to a neighbouring hole.
         labels_YX = np.where(labels_YX > 0, labels_YX, ndimage.grey_dilation(labels_YX, size=(3, 3)))
         coarse_mask_YX = (known_YX < 0.5) & (labels_YX > 0)
         labels = np.where(coarse_mask_YX, labels_YX, 0)
-        grids.append(Level(finer.exponent + 1, shape, native, tile, coarse_mask_YX, labels))
+        grids.append(Level(finer.exponent + 1, (rows, columns), native, tile, coarse_mask_YX, labels))
     return grids
 
 
