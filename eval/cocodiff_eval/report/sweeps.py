@@ -270,8 +270,8 @@ def _draw_bytes(axes: Axes, rows: Sequence[Row], measure: str, series: Sequence[
     if any(row.identical == row.n for row in rows):
         axes.axhline(height, color="0.6", linewidth=0.8, linestyle=":", zorder=0)
         axes.annotate("identical bits", (0.01, height), xycoords=("axes fraction", "data"), va="bottom", color="0.4")
-    places = [(row, row.cost[measure], row.vs_exact or Spread(height, None)) for row in rows]
-    places = [place for place in places if place[1] is not None]
+    measured = [(row, row.cost[measure]) for row in rows]
+    places = [(row, x, row.vs_exact or Spread(height, None)) for row, x in measured if x is not None]
     for of in series:
         here = [(row, (x.mean, y.mean)) for row, x, y in places if (row.mask, row.steps) == of]
         ends = sorted(at for row, at in here if not any(other.beats(row, (measure,)) for other, _ in here))
