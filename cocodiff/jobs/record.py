@@ -44,7 +44,7 @@ def described_inputs(tasks: Sequence[Any]) -> list[dict[str, Any]]:
 
 def _described(stack: Any) -> dict[str, Any]:
     """What a stack's results say of its voxels; not where the file lies."""
-    kept, region = stack.metadata, stack.volume.region
+    kept, region = stack.metadata, stack.region
     others = [kept.kind, kept.axes, kept.description, kept.byteorder, kept.attributes]
     return {
         "dtype": str(stack.dtype),

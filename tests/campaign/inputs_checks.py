@@ -8,7 +8,7 @@ from typing import Any
 import h5py
 import numpy as np
 from cocodiff_eval.data.formats import FORMATS, open_volume, result_format
-from cocodiff_eval.data.volume import RawVolume
+from cocodiff_eval.data.volume import Stack
 from inputs_files import read_plainly
 
 MICROMETERS = {"nanometer": 1e-3, "micrometer": 1.0, "millimeter": 1e3, "centimeter": 1e4, "meter": 1e6}
@@ -70,7 +70,7 @@ def check_voxels(case: Any, original: np.ndarray, restored: np.ndarray) -> str:
     return ""
 
 
-def check_metadata(case: Any, given: RawVolume, result: RawVolume, word: str) -> str:
+def check_metadata(case: Any, given: Stack, result: Stack, word: str) -> str:
     old, new = given.metadata, result.metadata
     if result.ndim != given.ndim and not (word == "sequence" or result.shape[0] == 1):
         return f"{result.ndim} dimensions of {given.ndim}"
@@ -119,7 +119,7 @@ def as_read(path: Path) -> np.ndarray:
         return voxels_of(open_volume(str(path)))
 
 
-def read_result(path: Path, given: RawVolume) -> np.ndarray:
+def read_result(path: Path, given: Stack) -> np.ndarray:
     """By the format's own library."""
     if path.suffix == ".h5" and "object" in given.metadata.details:
         with h5py.File(path) as file:
@@ -131,7 +131,7 @@ def read_result(path: Path, given: RawVolume) -> np.ndarray:
     return read_plainly(path)
 
 
-def voxels_of(volume: RawVolume) -> np.ndarray:
+def voxels_of(volume: Stack) -> np.ndarray:
     return np.stack([np.asarray(volume.reader(index)) for index in range(volume.shape[0])]).astype(volume.dtype)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import zarr
 from cocodiff_eval.data.formats import open_volume, write_volume
-from cocodiff_eval.data.volume import LENGTHS, RawVolume
+from cocodiff_eval.data.volume import LENGTHS, Stack
 from inputs_checks import bits, voxels_of
 from metadata_cases import Given, make_given
 
@@ -41,7 +41,7 @@ def test_generated_metadata_are_kept_or_refused(tmp_path: Path, number: int) -> 
         check(given, written(first, voxels, WORDS[(number + len(word)) % 4], tmp_path))
 
 
-def written(volume: RawVolume, voxels: np.ndarray, word: str, folder: Path) -> RawVolume:
+def written(volume: Stack, voxels: np.ndarray, word: str, folder: Path) -> Stack:
     """A volume as it is read from a result in another format."""
     place = folder / str(len([*folder.iterdir()]))
     place.mkdir()
@@ -55,7 +55,7 @@ def written(volume: RawVolume, voxels: np.ndarray, word: str, folder: Path) -> R
     return open_volume(f"{file.path}:{volume.metadata.details['object']}" if of_hdf5 else str(file.path))
 
 
-def check(given: Given, found: RawVolume) -> None:
+def check(given: Given, found: Stack) -> None:
     """The voxels' bits, and their sides within rounding."""
     assert given.voxels is not None
     assert bits(voxels_of(found)) == bits(given.voxels.reshape(found.shape)) and found.dtype == given.voxels.dtype

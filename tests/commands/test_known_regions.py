@@ -20,7 +20,7 @@ from cocodiff_eval.harness.items import batches_of, count_batches
 from cocodiff_eval.restore.known_regions import LatentLayout
 from cocodiff_eval.restore.pipeline_inpainter import PipelineInpainter, schedule_at
 from cocodiff_eval.restore.restore import restore_slices
-from cocodiff_eval.restore.tiling import TilingSettings, steps_at
+from cocodiff_eval.restore.tiling import steps_at
 from launching import assert_succeeded
 from torch import Tensor
 from warm import forked
@@ -87,8 +87,7 @@ def test_some_ranks_restore_what_one_process_does(name: str, ranks: int, tmp_pat
     assert len(groups) == (count_batches(6, frames, 1, True)[0] if frames > 1 else 1)
     for group in groups:
         of_group = [given[z - 1] for z in group], [HOLES_ZYX[z] for z in group]
-        settings = TilingSettings(strength=STRENGTH)
-        alone = restore_slices(*of_group, inpainter, batch=16, settings=settings, limits=scale.limits01)
+        alone = restore_slices(*of_group, inpainter, batch=16, strength=STRENGTH, limits=scale.limits01)
         for z, alone_YX in zip(group, alone, strict=True):
             alone_YX = compose_native(IMAGES_ZYX[z], alone_YX, HOLES_ZYX[z], scale)
             assert np.abs(alone_YX - flat_ZYX[z]).max() < 1e-4

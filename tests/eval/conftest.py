@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tifffile
-from cocodiff_eval.data.slices import Stack, open_stack
+from cocodiff_eval.data.slices import open_stack
+from cocodiff_eval.data.volume import Stack
 from eval_helpers import SmoothInpainter, phantom
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tifffile
 from cocodiff_eval.data.masks import block_mask, center_mask, make_mask
-from cocodiff_eval.data.slices import Stack
+from cocodiff_eval.data.volume import Stack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image

@@ -11,14 +11,14 @@ import tifffile
 import zarr
 from cocodiff_eval.data.formats import open_volume, write_volume
 from cocodiff_eval.data.slices import open_stack
-from cocodiff_eval.data.volume import LENGTHS, Part, RawVolume, one_unit, unit_name, unit_symbol
+from cocodiff_eval.data.volume import LENGTHS, Part, Stack, one_unit, unit_name, unit_symbol
 
 from cocodiff.config.errors import UserError
 
 VOLUME = np.arange(3 * 20 * 24, dtype=np.uint16).reshape(3, 20, 24)
 
 
-def result(volume: RawVolume, word: str, folder: Path) -> RawVolume:
+def result(volume: Stack, word: str, folder: Path) -> Stack:
     """As it is read from a result."""
     named, about = (lambda suffix: f"result{suffix}"), {"version": "1.0"}
     file = write_volume(word, folder, named, volume, volume.dtype, volume.reader, about)
@@ -45,20 +45,20 @@ def test_sides_of_several_units_become_those_of_one() -> None:
     ]
 
 
-def imagej(path: Path, **about: Any) -> RawVolume:
+def imagej(path: Path, **about: Any) -> Stack:
     metadata = {"axes": "ZYX", "unit": "um", "spacing": 500, **about}
     tifffile.imwrite(path / "scan.tif", VOLUME, imagej=True, resolution=(2, 4), metadata=metadata)
     return open_volume(str(path / "scan.tif"))
 
 
-def ome(path: Path, **about: Any) -> RawVolume:
+def ome(path: Path, **about: Any) -> Stack:
     sizes = {"PhysicalSizeZ": 500, "PhysicalSizeY": 0.25, "PhysicalSizeX": 0.5}
     metadata = {"axes": "ZYX", **sizes, **about}
     tifffile.imwrite(path / "scan.ome.tif", VOLUME, ome=True, photometric="minisblack", metadata=metadata)
     return open_volume(str(path / "scan.ome.tif"))
 
 
-def ngff(path: Path, *units: str) -> RawVolume:
+def ngff(path: Path, *units: str) -> Stack:
     axes = [{"name": name, "type": "space", "unit": unit} for name, unit in zip("zyx", units, strict=True)]
     scale = [{"type": "scale", "scale": [500.0, 0.25, 0.5]}]
     image = {"version": "0.4", "axes": axes, "datasets": [{"path": "0", "coordinateTransformations": scale}]}

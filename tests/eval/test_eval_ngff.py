@@ -61,7 +61,7 @@ def test_axes_say_which_are_slices_rows_and_columns(tmp_path: Path, axes: Any, s
         return
     stack = open_stack(path)
     assert stack.ndim == (2 if axes == "cyx" else 3)
-    result = restored(stack.volume, "same", tmp_path).path
+    result = restored(stack, "same", tmp_path).path
     assert np.array_equal(zarr.open_array(result, path="0", mode="r")[:], voxels(shape))
     assert zarr.open_group(result, mode="r").attrs["multiscales"][0]["axes"][0] in (
         {"name": "c", "type": "channel"},
@@ -88,7 +88,7 @@ def test_malformed_metadata_are_refused_when_the_image_is_opened(tmp_path: Path,
         with pytest.raises(UserError, match=said):
             open_stack(path)
     stack = open_stack(f"{path}:/0" if said else path)  # the array itself can be read in any case
-    assert_bits(restored(stack.volume, "same", tmp_path).path, voxels())
+    assert_bits(restored(stack, "same", tmp_path).path, voxels())
 
 
 @pytest.mark.parametrize("paths", [("1",), ("0", "0"), ("1/0",), ("labels",)])

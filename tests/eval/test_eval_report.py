@@ -16,7 +16,8 @@ from browser import CHROMIUM, Browser
 from cocodiff_eval.data.intensity import IntensityRange
 from cocodiff_eval.data.masks import block_mask
 from cocodiff_eval.quality.metrics import mean_profile, metrics_document
-from cocodiff_eval.report import (
+from cocodiff_eval.report.page import write_report
+from cocodiff_eval.report.pictures import (
     Generated,
     Picture,
     encode,
@@ -24,7 +25,6 @@ from cocodiff_eval.report import (
     plan_pictures,
     shown_slices,
     worst_slices,
-    write_report,
 )
 from cocodiff_eval.report.tables import terminal_table
 from eval_helpers import phantom, row_of

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import tifffile
 from cocodiff_eval.data.formats import open_volume, write_volume
-from cocodiff_eval.data.slices import Stack, open_stack, open_stacks, open_truth, safe_stem, save_preview_png, to_grey8
+from cocodiff_eval.data.slices import open_stack, open_stacks, open_truth, safe_stem, save_preview_png, to_grey8
 from cocodiff_eval.data.tiff import write_tiff
-from cocodiff_eval.data.volume import NewVolume
+from cocodiff_eval.data.volume import NewVolume, Stack
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image

@@ -5,15 +5,7 @@ import itertools
 import numpy as np
 import pytest
 from cocodiff_eval.data.masks import block_mask, center_mask
-from cocodiff_eval.restore.tiling import (
-    RestorationPlan,
-    TilingSettings,
-    axis_starts,
-    axis_window,
-    plan_restoration,
-    steps_at,
-    tile_window,
-)
+from cocodiff_eval.restore.tiling import RestorationPlan, axis_starts, axis_window, plan_restoration, steps_at
 from eval_helpers import calls_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -49,7 +41,7 @@ def check_plan(plan: RestorationPlan, mask_YX: np.ndarray, batch: int) -> None:
     np.testing.assert_array_equal(plan.levels[0].mask_YX, mask_YX)
     written_first: set[int] = set()
     for level in reversed(plan.levels):
-        assert all(side >= of_tile for side, of_tile in zip(level.padded, plan.tile, strict=True))
+        assert all(side >= of_tile for side, of_tile in zip(level.padded, level.tile, strict=True))
         assert level.shape == tuple(-(-side // 2**level.exponent) for side in mask_YX.shape)
         np.testing.assert_array_equal(level.labels_YX > 0, level.mask_YX)
         labels_padded = np.pad(level.labels_YX, level.padding)
@@ -59,11 +51,10 @@ def check_plan(plan: RestorationPlan, mask_YX: np.ndarray, batch: int) -> None:
             assert [tile for tiles in tile_pass.batches for tile in tiles] == list(tile_pass.tiles)
             best = np.zeros(level.padded)
             for tile in tile_pass.tiles:
-                assert 0 <= tile.row <= level.padded[0] - plan.tile[0]
-                assert 0 <= tile.column <= level.padded[1] - plan.tile[1]
-                here = np.s_[tile.row : tile.row + plan.tile[0], tile.column : tile.column + plan.tile[1]]
-                weight = tile_window(tile, level.padded, plan.tile, plan.overlap)
-                weight = weight * np.isin(labels_padded[here], tile.holes)
+                assert 0 <= tile.row <= level.padded[0] - level.tile[0]
+                assert 0 <= tile.column <= level.padded[1] - level.tile[1]
+                here = np.s_[tile.row : tile.row + level.tile[0], tile.column : tile.column + level.tile[1]]
+                weight = level.weights(tile) * np.isin(labels_padded[here], tile.holes)
                 assert weight.max() > 0
                 best[here] = np.maximum(best[here], weight)
             labels = sorted({label for tile in tile_pass.tiles for label in tile.holes})
@@ -87,7 +78,7 @@ def test_plans_cover_the_mask(shape: tuple[int, int], native: int) -> None:
         check_plan(plan_restoration(mask_YX, native, 5), mask_YX, 5)
         thin = plan_restoration(mask_YX, native, 5, multiple=8)
         check_plan(thin, mask_YX, 5)
-        assert thin.tile == tuple(min(native, -(-side // 8) * 8) for side in shape)
+        assert thin.levels[0].tile == tuple(min(native, -(-side // 8) * 8) for side in shape)
         assert len(thin.levels) <= len(plan_restoration(mask_YX, native, 5).levels)
 
 
@@ -153,14 +144,14 @@ def test_a_deep_hole_goes_from_coarse_to_fine_and_a_scratch_does_not() -> None:
 def test_holes_of_different_size_start_on_different_levels() -> None:
     mask_YX = np.zeros((400, 400), bool)
     mask_YX[20:40, 20:40] = mask_YX[100:250, 100:250] = True
-    fine, middle, coarse = plan_restoration(mask_YX, 96, 8, TilingSettings(refine_strength=0.3)).levels
-    assert [one.strength for one in fine.passes] == [1.0, 0.3]
+    fine, middle, coarse = plan_restoration(mask_YX, 96, 8).levels
+    assert [one.strength for one in fine.passes] == [1.0, 0.2]
     assert not fine.passes[1].hidden_YX[30, 30] and fine.passes[0].hidden_YX[150, 150]
-    assert [one.strength for one in middle.passes] == [0.3] and [one.strength for one in coarse.passes] == [1.0]
+    assert [one.strength for one in middle.passes] == [0.2] and [one.strength for one in coarse.passes] == [1.0]
 
 
 def test_a_lower_strength_holds_on_every_level() -> None:
-    plan = plan_restoration(center_mask((640, 640)), 96, 8, TilingSettings(strength=0.1))
+    plan = plan_restoration(center_mask((640, 640)), 96, 8, strength=0.1)
     assert [one.strength for level in plan.levels for one in level.passes] == [0.1] * 4
 
 

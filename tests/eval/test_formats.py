@@ -20,7 +20,7 @@ from cocodiff_eval.data import WRITTEN
 from cocodiff_eval.data.formats import FORMATS, open_volume, result_format, write_volume
 from cocodiff_eval.data.masks import make_mask
 from cocodiff_eval.data.slices import open_stack, open_truth
-from cocodiff_eval.data.volume import NewVolume, Part, RawVolume, Region
+from cocodiff_eval.data.volume import NewVolume, Part, Region, Stack
 from PIL import Image
 
 from cocodiff.config.errors import UserError
@@ -143,18 +143,18 @@ KINDS: dict[str, tuple[Callable[..., str], dict[str, Any]]] = {
 }
 
 
-def slice_of(volume: RawVolume, index: int) -> np.ndarray:
+def slice_of(volume: Stack, index: int) -> np.ndarray:
     return np.ascontiguousarray(volume.reader(index), dtype=volume.dtype)
 
 
-def restored(volume: RawVolume, word: str, folder: Path) -> NewVolume:
+def restored(volume: Stack, word: str, folder: Path) -> NewVolume:
     """A result with the volume's own voxels."""
     word = result_format(word, volume)
     read = lambda index: slice_of(volume, index)  # noqa: E731
     return write_volume(word, folder, lambda suffix: f"out{suffix}", volume, volume.dtype, read, PROVENANCE)
 
 
-def assert_bits(path: Any, expected: np.ndarray) -> RawVolume:
+def assert_bits(path: Any, expected: np.ndarray) -> Stack:
     found = open_volume(str(path))
     assert (found.shape, found.dtype, found.ndim) == (expected.shape, expected.dtype, 3)
     for index, image_YX in enumerate(expected):

@@ -13,12 +13,15 @@ import numpy as np
 import pytest
 from browser import CHROMIUM, Browser
 from cocodiff_eval.data.intensity import IntensityRange
+from cocodiff_eval.data.masks import Mask
+from cocodiff_eval.data.volume import Metadata, Region, Stack
 from cocodiff_eval.quality.metrics import metrics_document, slice_jumps
-from cocodiff_eval.report import ShownVolume, write_report
-from cocodiff_eval.report.volume import embedded
+from cocodiff_eval.report.page import write_report
+from cocodiff_eval.report.volume import ShownVolume, embedded
 from eval_helpers import row_of
 
 SHAPE = (20, 32, 40)
+FIRST = (100, 0, 7)  # slice, row and column in the input
 SCALE = IntensityRange(0.0, 1000.0)
 REGIONS = ((slice(2, 4), slice(3, 6), slice(4, 7)), (slice(6, 11), slice(10, 15), slice(20, 25)))
 QUALITY = {"psnr_db": 21.53, "ssim": 0.654, "mse": 0.00703}
@@ -33,12 +36,15 @@ def volume(shape: Sequence[int] = SHAPE, regions: Sequence[tuple[slice, ...]] = 
     restored = np.where(mask, truth + 100, truth).astype(np.uint16)
     spread = np.where(mask, 50.0, 0.0).astype(np.float32)
     grey = {"tapa": restored.__getitem__, "tapa: low 90 %": (restored - 50).__getitem__}
-    readers = (truth.__getitem__, mask.__getitem__, truth.__getitem__)
-    sides = ((100, 0, 7), (0.7, 0.7, 0.7), "µm")
-    shown = ShownVolume(
-        "scan", "holes", tuple(shape), SCALE, *readers, grey, {"tapa: uncertainty": spread.__getitem__}, *sides
+    sides, region = Metadata(voxel_size=(0.7, 0.7, 0.7), unit="micrometer"), Region(FIRST, (100 + shape[0], 98, 105))
+    stack = Stack("scan.h5", "scan", truth.shape, truth.dtype, 3, truth.__getitem__, sides, region=region)
+    holes = Mask("holes", True, truth.shape, mask.__getitem__, len(truth))
+    return (
+        ShownVolume(stack, holes, SCALE, stack, grey, {"tapa: uncertainty": spread.__getitem__}),
+        truth,
+        mask,
+        restored,
     )
-    return shown, truth, mask, restored
 
 
 def voxels(text: str) -> np.ndarray:
@@ -82,7 +88,7 @@ def test_what_is_embedded_of_a_large_volume_is_bounded(regions: list[tuple[slice
     found = embedded(shown, room)
     assert told in found["told"] and len(json.dumps(found)) < 1.4 * room
     assert len(voxels(found["voxels"])) > room / 8
-    start = [first - of for first, of in zip(found["first"], shown.first, strict=True)]
+    start = [first - of for first, of in zip(found["first"], FIRST, strict=True)]
     part = tuple(slice(a, a + n * found["step"], found["step"]) for a, n in zip(start, found["shape"], strict=True))
     np.testing.assert_allclose(voxels(found["voxels"]) / 255 * 1000, truth[part].ravel(), atol=2)
     place = tuple(a + at * found["step"] for a, at in zip(start, found["at"], strict=True))

@@ -208,7 +208,7 @@ def find_tasks(values: dict[str, Any], unmasked: str | None = None) -> list[Any]
             volume, mask = volume_of(values, stack, mask)
             found.append((stack, mask, scale, known, volume))
     names = file_names([(stack.name, mask.name) for stack, mask, *_ in found])
-    words = [result_format(values.get("format") or "same", stack.volume) for stack, *_ in found]
+    words = [result_format(values.get("format") or "same", stack) for stack, *_ in found]
     steps, parts = values.get("steps", 0), zip(found, names, words, strict=True)
     return [Task(*of[:4], name, word, of[4], steps) for of, name, word in parts]
 

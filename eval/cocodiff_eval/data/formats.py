@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from cocodiff.config.errors import UserError, check_choice
+from cocodiff.config.errors import UserError
 from cocodiff.config.files import flush, is_there
 from cocodiff_eval.data import SAME, WRITTEN
 from cocodiff_eval.data.hdf5 import open_hdf5, write_hdf5
@@ -23,8 +23,8 @@ from cocodiff_eval.data.volume import (
     LENGTHS,
     Metadata,
     NewVolume,
-    RawVolume,
     Reader,
+    Stack,
     as_volume_shape,
     check_file,
     check_memory,
@@ -64,22 +64,21 @@ def _read_png(file: str) -> np.ndarray:
     return pixels.astype(np.uint16) if pixels.dtype == np.int32 else pixels
 
 
-def open_png(file: str) -> RawVolume:
+def open_png(file: str) -> Stack:
     return _of_array(file, _read_png(file), Metadata("png"))
 
 
-def _of_array(file: str, voxels: np.ndarray, metadata: Metadata) -> RawVolume:
+def _of_array(file: str, voxels: np.ndarray, metadata: Metadata) -> Stack:
     """voxels: [Y, X] or [N, Y, X], mapped to memory perhaps."""
-    shape = as_volume_shape(voxels.shape, file)
-    check_memory(file, shape[1:], voxels.dtype.itemsize)
+    shape = as_volume_shape(voxels.shape, file, voxels.dtype.itemsize)
 
     def read(index: int) -> np.ndarray:
         return np.asarray(voxels if voxels.ndim == 2 else voxels[index])
 
-    return RawVolume(file, Path(file).stem, shape, voxels.dtype.newbyteorder("="), voxels.ndim, read, metadata)
+    return Stack(file, Path(file).stem, shape, voxels.dtype.newbyteorder("="), voxels.ndim, read, metadata)
 
 
-def open_npy(file: str) -> RawVolume:
+def open_npy(file: str) -> Stack:
     """Raises UserError for files with objects in them, which would have to be unpickled, and for damaged ones."""
     with reading(f"{file}: not a readable .npy file", "save it again with numpy.save"):
         voxels = np.load(file, mmap_mode="r", allow_pickle=False)
@@ -104,7 +103,7 @@ def _mrcfile() -> Any:
     return mrcfile
 
 
-def open_mrc(file: str) -> RawVolume:
+def open_mrc(file: str) -> Stack:
     """Raises UserError for files that are no MRC2014, and for axes in another order than sections, rows, columns."""
     library = _mrcfile()
     with reading(f"{file}: not a readable MRC file", "save it again with mrcfile or IMOD"), quiet_libraries():
@@ -159,7 +158,7 @@ class Format:
     """suffixes: of files that `opener` reads; writer and suffix: of results, none where it is only read."""
 
     suffixes: tuple[str, ...]
-    opener: Callable[[str], RawVolume] | None = None
+    opener: Callable[[str], Stack] | None = None
     writer: Callable[[NewVolume], None] | None = None
     suffix: str = ""
 
@@ -168,7 +167,7 @@ class Format:
 FORMATS = {
     "png": Format((".png",), open_png),
     "tiff": Format((".tif", ".tiff"), open_tiff, write_tiff, ".tif"),
-    "sequence": Format((), open_sequence, write_sequence, ""),
+    "sequence": Format((), None, write_sequence),
     "zarr": Format((), None, write_zarr, ".ome.zarr"),
     "h5": Format((".h5", ".hdf5", ".hdf", ".nxs"), None, write_hdf5, ".h5"),
     "npy": Format((".npy",), open_npy, write_npy, ".npy"),
@@ -176,13 +175,9 @@ FORMATS = {
 }
 
 
-def result_format(word: str, volume: RawVolume) -> str:
-    """The word of FORMATS that a result is written in. word: `same` for that of the input, TIFF where it is PNG.
-
-    Raises UserError for a word that is none.
-    """
+def result_format(word: str, volume: Stack) -> str:
+    """The word of FORMATS that a result is written in. word: `same` for that of the input, TIFF where it is PNG."""
     if word != SAME:
-        check_choice("format", word, (SAME, *WRITTEN))
         return word
     kind = volume.metadata.kind.replace("hdf5", "h5")
     return kind if kind in WRITTEN else "tiff"
@@ -192,7 +187,7 @@ def write_volume(
     word: str,
     folder: Path,
     name: Callable[[str], str],
-    like: RawVolume,
+    like: Stack,
     dtype: np.dtype,
     read: Reader,
     provenance: Mapping[str, Any],
@@ -216,7 +211,7 @@ def write_volume(
     return new
 
 
-def open_volume(path: str, follow_links: bool = False) -> RawVolume:
+def open_volume(path: str, follow_links: bool = False) -> Stack:
     """Open slices; reads no voxels yet (but for PNG, which has no random access).
 
     path: a PNG, TIFF or NumPy file, a folder of TIFF files or a pattern of their names, HDF5 as `file.h5:/dataset`, or
@@ -238,9 +233,7 @@ def open_volume(path: str, follow_links: bool = False) -> RawVolume:
     check_file(file)
     suffix = Path(file).suffix.lower()
     if suffix in FORMATS["h5"].suffixes:
-        volume = open_hdf5(file, dataset, follow_links)
-        check_memory(volume.path, volume.shape[1:], volume.dtype.itemsize)
-        return volume
+        return open_hdf5(file, dataset, follow_links)
     for one in FORMATS.values():
         if suffix in one.suffixes and one.opener is not None:
             return one.opener(file)

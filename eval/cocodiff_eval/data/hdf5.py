@@ -27,7 +27,7 @@ from cocodiff_eval.data.volume import (
     LENGTHS,
     Metadata,
     NewVolume,
-    RawVolume,
+    Stack,
     as_volume_shape,
     by_slabs,
     filled,
@@ -47,7 +47,7 @@ MOST_VISITED = 1000  # objects of a file that are looked at to list its datasets
 OPEN_ELSEWHERE = "it is open elsewhere for writing: close it there, or read a copy (after a crash: h5clear -s)"
 
 
-def open_hdf5(file: str, dataset: str | None, follow_links: bool) -> RawVolume:
+def open_hdf5(file: str, dataset: str | None, follow_links: bool) -> Stack:
     """A dataset, or a group of frames (ALS 8.3.2), none of whose voxels are read yet.
 
     dataset: where it is None, Data Exchange's `/exchange/data`, else the one group of frames. follow_links: read other
@@ -71,7 +71,7 @@ def open_hdf5(file: str, dataset: str | None, follow_links: bool) -> RawVolume:
         shape, dtype = tuple(node.shape), node.dtype
         depth = node.chunks[0] if node.chunks and len(shape) == 3 else 1
         metadata = read_metadata(node, file, dataset)
-    volume_shape = as_volume_shape(shape, f"{file}:{dataset}")
+    volume_shape = as_volume_shape(shape, f"{file}:{dataset}", dtype.itemsize)
 
     def read(first: int, end: int) -> np.ndarray:
         # Opened for each slice: no handle outlives the call, so ranks forked later share no file position.
@@ -81,7 +81,7 @@ def open_hdf5(file: str, dataset: str | None, follow_links: bool) -> RawVolume:
 
     name, native = f"{Path(file).stem}_{dataset.strip('/')}", dtype.newbyteorder("=")
     reader = by_slabs(read, volume_shape, dtype.itemsize, depth)
-    return RawVolume(f"{file}:{dataset}", name, volume_shape, native, len(shape), reader, metadata)
+    return Stack(f"{file}:{dataset}", name, volume_shape, native, len(shape), reader, metadata)
 
 
 def _default(h5: Any, follow_links: bool) -> str | None:
@@ -114,7 +114,7 @@ def find_frames(group: Any) -> list[str]:
     return [name for _, name in sorted(found)] if len(found) > 1 or NOTES in group.attrs else []
 
 
-def _open_frames(file: str, group: Any, frames: list[str], follow_links: bool) -> RawVolume:
+def _open_frames(file: str, group: Any, frames: list[str], follow_links: bool) -> Stack:
     """A group of frames as a stack. Raises UserError that names the frame which is not like the first."""
     first = group[frames[0]]
     for name in frames:
@@ -125,7 +125,8 @@ def _open_frames(file: str, group: Any, frames: list[str], follow_links: bool) -
                 f"and {frames[0]} {format_shape(first.shape)} of {first.dtype}; the frames of a stack are alike"
             )
     place = str(group.name)
-    shape, dtype = (len(frames), *first.shape[-2:]), first.dtype
+    dtype = first.dtype
+    shape = as_volume_shape((len(frames), *first.shape[-2:]), f"{file}:{place}", dtype.itemsize)
     metadata = read_metadata(first, file, place)
     metadata = replace(metadata, details={**metadata.details, "frames": frames})
 
@@ -134,7 +135,7 @@ def _open_frames(file: str, group: Any, frames: list[str], follow_links: bool) -
             return np.asarray(h5[place][frames[index]][()]).reshape(shape[1:])
 
     name = "_".join(filter(None, [Path(file).stem, place.strip("/")]))
-    return RawVolume(f"{file}:{place}", name, shape, dtype.newbyteorder("="), 3, read, metadata)
+    return Stack(f"{file}:{place}", name, shape, dtype.newbyteorder("="), 3, read, metadata)
 
 
 def read_metadata(dataset: Any, file: str, name: str) -> Metadata:

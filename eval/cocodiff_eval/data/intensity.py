@@ -9,15 +9,9 @@ import numpy as np
 
 from cocodiff.config.errors import UserError
 from cocodiff_eval.data.masks import Mask
-from cocodiff_eval.data.slices import Stack
-from cocodiff_eval.data.volume import Progress, unwatched
+from cocodiff_eval.data.volume import Progress, Stack, unwatched
 
 _TAPS = (0.125, 0.375, 0.375, 0.125)  # binomial (1, 3, 3, 1): enough smoothing that halving does not alias visibly
-
-
-def halve_shape(shape: tuple[int, int]) -> tuple[int, int]:
-    """Shape of the next coarser level."""
-    return ((shape[0] + 1) // 2, (shape[1] + 1) // 2)
 
 
 def _smooth_halve(values: np.ndarray, axis: int) -> np.ndarray:
@@ -61,7 +55,6 @@ def fill_from_outside(image_YX: np.ndarray, mask_YX: np.ndarray) -> np.ndarray:
     the holes. Voxels outside the mask are unchanged; those inside (NaN and Inf included) influence no bit of
     the result, which stays between the smallest and the largest known value. At least one voxel must be known.
     """
-    assert image_YX.shape == mask_YX.shape, (image_YX.shape, mask_YX.shape)
     if mask_YX.all():
         raise ValueError("all voxels are masked: there is nothing to fill from")
     image = np.where(mask_YX, 0.0, image_YX).astype(np.float64)

@@ -13,10 +13,10 @@ import numpy as np
 import zarr
 
 from cocodiff.config.errors import UserError
-from cocodiff_eval.data.ome_zarr import of_ngff, open_node, open_zarr
+from cocodiff_eval.data.ome_zarr import inside, of_ngff, open_node, open_zarr
 from cocodiff_eval.data.ome_zarr_file import ZarrStore
 from cocodiff_eval.data.slices import unique_names
-from cocodiff_eval.data.volume import NewVolume, RawVolume, Reader, Triple, format_shape, matched, writing
+from cocodiff_eval.data.volume import NewVolume, Reader, Stack, Triple, format_shape, matched, writing
 
 LABELS = "labels"  # the group of label images beside the levels
 
@@ -38,7 +38,7 @@ class LabelStore(ZarrStore):
         return found
 
 
-def write_labels(result: NewVolume, volume: RawVolume, mask: Reader | None, provenance: Mapping[str, Any]) -> list[str]:
+def write_labels(result: NewVolume, volume: Stack, mask: Reader | None, provenance: Mapping[str, Any]) -> list[str]:
     """Writes label images into a store of results: those of the input's own store, cut to the region, and the mask that
     was made, boolean [Y, X] of a slice, as the label 1.
 
@@ -54,13 +54,13 @@ def write_labels(result: NewVolume, volume: RawVolume, mask: Reader | None, prov
             kept.append(name)
         except UserError as error:
             shutil.rmtree(result.path / LABELS / name, ignore_errors=True)
-            lost.append(f"{LABELS}/{name} of {volume.path} is not in {result.path.name}: {error}")
+            lost.append(f"{LABELS}/{name} of {volume.metadata.details['path']} is not in {result.path.name}: {error}")
     if mask is not None:
         *_, name = unique_names([*kept, str(provenance["mask"])])
         details = _called(result.metadata.details, name)
         about = replace(result.metadata, attributes={}, description="", details=details)
-        made = replace(result, dtype=np.dtype("u1"), read=lambda index: mask(index).astype("u1"), metadata=about)
-        _write_label(result.path, name, replace(made, provenance=provenance))
+        made = replace(result, dtype=np.dtype("u1"), metadata=about, provenance=provenance)
+        _write_label(result.path, name, replace(made, read=lambda index: mask(index).astype("u1")))
         kept.append(name)
     if kept:
         with writing(result.path):
@@ -78,10 +78,10 @@ def _write_label(store: Path, name: str, label: NewVolume) -> None:
         LabelStore(replace(label, path=store / LABELS / name)).write()
 
 
-def _label_of(volume: RawVolume, name: str) -> RawVolume:
+def _label_of(volume: Stack, name: str) -> Stack:
     """A label image of a Zarr input's own store, cut to the region. Raises UserError where that cannot be."""
     details = volume.metadata.details
-    label = matched(open_zarr(details["store"], "/".join(filter(None, [details["inner"], LABELS, name]))), volume)
+    label = matched(open_zarr(details["store"], inside(details["inner"], LABELS, name)), volume)
     if volume.region is not None and label.region is None:
         raise UserError(
             f"it has {format_shape(label.shape)} voxels and the image {format_shape(volume.whole or ())}, so it cannot "
@@ -100,20 +100,17 @@ def _called(details: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {**details, "image": {**details["image"], "name": name}} if details.get("image") else dict(details)
 
 
-def list_labels(volume: RawVolume) -> list[str]:
+def list_labels(volume: Stack) -> list[str]:
     """The names of the label images of a Zarr input's own store."""
     if volume.metadata.kind != "zarr":
         return []
     details, group = volume.metadata.details, None
     with contextlib.suppress(UserError):
-        group = open_node(details["store"], "/".join(filter(None, [details["inner"], LABELS])))
+        group = open_node(details["store"], details["inner"], LABELS)
     if not isinstance(group, zarr.Group):
         return []
     listed = of_ngff(group.attrs.asdict()).get("labels")
-    names = [one for one in listed if _is_name(one)] if isinstance(listed, list) else []
+    names = [one for one in listed if isinstance(one, str)] if isinstance(listed, list) else []
+    names = [one for one in names if not {"", ".", ".."} & {*one.split("/")}]
     more = [one for one in sorted(group.keys()) if not any(f"{name}/".startswith(f"{one}/") for name in names)]
     return list(dict.fromkeys([*names, *more]))
-
-
-def _is_name(one: Any) -> bool:
-    return isinstance(one, str) and not any(part in ("", ".", "..") for part in one.split("/"))

@@ -10,8 +10,9 @@ import numpy as np
 from cocodiff.config.errors import UserError
 from cocodiff.config.files import is_there
 from cocodiff_eval.data.formats import open_volume
-from cocodiff_eval.data.slices import Stack, safe_stem
-from cocodiff_eval.data.volume import Progress, RawVolume, Reader, Triple, format_shape, matched, unwatched
+from cocodiff_eval.data.ome_zarr import inside
+from cocodiff_eval.data.slices import safe_stem
+from cocodiff_eval.data.volume import Progress, Reader, Stack, Triple, format_shape, matched, unwatched
 
 GENERATED = ("block", "center")
 GRID = 6
@@ -106,8 +107,11 @@ def make_mask(
         shape = stack.shape[1:]
         mask_YX = block_mask(shape, seed) if kind == "block" else center_mask(shape)
         return Mask(kind, False, stack.shape, lambda index: mask_YX, len(stack))
+    details, path = stack.metadata.details, kind
+    if "store" in details and kind.startswith("labels/") and not is_there(kind):  # of the input's own store
+        path = f"{details['store']}:/{inside(details['inner'], kind)}"
     try:
-        volume = matched(open_volume(_in_store(kind, stack), follow_links), stack.volume)
+        volume = matched(open_volume(path, follow_links), stack)
     except UserError as error:
         if "no such file" in str(error):
             raise UserError(f"--mask {kind}: neither 'block' nor 'center', and no such file; check the path") from None
@@ -115,32 +119,24 @@ def make_mask(
     return _mask_from_file(volume, stack, progress, along_z)
 
 
-def _in_store(kind: str, stack: Stack) -> str:
-    """The path of a mask: `labels/NAME` is a label image of the input's own store."""
-    details = stack.metadata.details
-    if "store" not in details or not kind.startswith("labels/") or is_there(kind):
-        return kind
-    return f"{details['store']}:/{'/'.join(filter(None, [details['inner'], kind]))}"
-
-
-def _mask_from_file(volume: RawVolume, stack: Stack, progress: Progress, along_z: bool) -> Mask:
+def _mask_from_file(volume: Stack, stack: Stack, progress: Progress, along_z: bool) -> Mask:
     if volume.shape[1:] != stack.shape[1:] or (volume.ndim == 3 and volume.shape != stack.shape):
         raise UserError(
             f"{volume.path}: the mask has shape {format_shape(volume.shape[-volume.ndim :])} but {stack.path} has "
             f"{format_shape(stack.shape[-stack.ndim :])}; give a mask of that shape, or a 2-D one for every slice"
         )
     masked, full = _check_values(volume, progress, along_z)
-    name = safe_stem(volume.stem)
+    name = safe_stem(volume.name)
     if volume.ndim == 2:
         mask_YX = np.asarray(volume.reader(0)) != 0
         return Mask(name, True, stack.shape, lambda index: mask_YX, len(stack))
     return Mask(name, True, stack.shape, lambda index: np.asarray(volume.reader(index)) != 0, masked, full)
 
 
-def _check_values(volume: RawVolume, progress: Progress, along_z: bool) -> tuple[int, frozenset[int]]:
+def _check_values(volume: Stack, progress: Progress, along_z: bool) -> tuple[int, frozenset[int]]:
     """How many slices have something to restore and something outside it, and those that are masked wholly."""
     values, full, hidden = set[float](), list[int](), 0
-    for index in progress(range(volume.shape[0]), f"reading {volume.stem}"):
+    for index in progress(range(volume.shape[0]), f"reading {volume.name}"):
         slice_YX = np.asarray(volume.reader(index))
         if slice_YX.dtype.kind not in "buif":
             raise UserError(f"{volume.path}: mask values of type {slice_YX.dtype}; save it as 8-bit 0 and 255")

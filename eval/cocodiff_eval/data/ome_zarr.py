@@ -19,7 +19,7 @@ from cocodiff.config.errors import UserError
 from cocodiff.config.files import irregular
 from cocodiff_eval.data.volume import (
     Metadata,
-    RawVolume,
+    Stack,
     as_volume_shape,
     by_slabs,
     check_memory,
@@ -53,10 +53,16 @@ def is_store(folder: str) -> bool:
     return any((Path(folder) / mark).is_file() for mark in MARKS)
 
 
-def open_node(store: str, inner: str) -> Any:
+def inside(*parts: str) -> str:
+    """A path in a store, of parts that may be empty."""
+    return "/".join(filter(None, parts))
+
+
+def open_node(store: str, *parts: str) -> Any:
     """A group or an array of a store on disk, for reading. Raises UserError where there is none."""
     import zarr
 
+    inner = inside(*parts)
     for mark in (*MARKS, ".zattrs", ".zmetadata"):
         _check_regular(store, Path(store) / inner / mark)
     try:
@@ -66,7 +72,7 @@ def open_node(store: str, inner: str) -> Any:
         raise UserError(f"{store}: {what}; {_list_arrays(store)}") from error
 
 
-def open_zarr(store: str, inner: str) -> RawVolume:
+def open_zarr(store: str, inner: str) -> Stack:
     """An array, or level 0 of a multiscale image, none of whose voxels are read yet. Axes before slices, rows and
     columns (time, channel) must have length 1.
 
@@ -77,7 +83,7 @@ def open_zarr(store: str, inner: str) -> RawVolume:
 
     node, path = open_node(store, inner), f"{store}:/{inner}" if inner else store
     if isinstance(node, zarr.Group) and "bioformats2raw.layout" in of_ngff(node.attrs.asdict()) and "0" in node:
-        inner = "/".join(filter(None, [inner, "0"]))  # a collection of images: the first
+        inner = inside(inner, "0")  # a collection of images: the first
         node = open_node(store, inner)
     image, array = dict[str, Any](), node
     if isinstance(node, zarr.Group):
@@ -86,7 +92,7 @@ def open_zarr(store: str, inner: str) -> RawVolume:
             name = f"{store}:/path"
             raise UserError(f"{path}: is a group without a multiscale image; name it as {name}; {_list_arrays(store)}")
         try:
-            array = open_node(store, "/".join(filter(None, [inner, image["datasets"][0]["path"]])))
+            array = open_node(store, inner, image["datasets"][0]["path"])
         except UserError as error:
             raise UserError(f"{path}: level 0 of its multiscale image: {error}") from error
     if not isinstance(array, zarr.Array):
@@ -95,8 +101,7 @@ def open_zarr(store: str, inner: str) -> RawVolume:
     if image:
         check_transforms(image, len(shape), path)
     lead = leading(axes_of(image) or _dimensions(array), shape, path)
-    volume_shape = as_volume_shape(shape[lead:], path)
-    check_memory(path, volume_shape[1:], dtype.itemsize)
+    volume_shape = as_volume_shape(shape[lead:], path, dtype.itemsize)
     check_memory(path, array.chunks[lead:], dtype.itemsize, working=0)
     if dtype.kind not in "buifc":
         raise UserError(f"{path}: values of type {dtype}; save them as 8 or 16 bit integers or as float32")
@@ -112,9 +117,9 @@ def open_zarr(store: str, inner: str) -> RawVolume:
             return kept(index)
 
     kept = by_slabs(read, volume_shape, dtype.itemsize, array.chunks[lead] if ndim == 3 else 1)
-    metadata = _metadata(store, inner, node, array, image, lead)
+    metadata = _metadata(path, store, inner, node, array, image, lead)
     labels = "labels" in inner.split("/")[:-1] or "image-label" in of_ngff(node.attrs.asdict())
-    return RawVolume(path, _stem(store, inner), volume_shape, dtype.newbyteorder("="), ndim, checked, metadata, labels)
+    return Stack(path, _stem(store, inner), volume_shape, dtype.newbyteorder("="), ndim, checked, metadata, labels)
 
 
 def _check_chunks(store: str, array: Any, slices: range, lead: int, ndim: int) -> None:
@@ -144,7 +149,9 @@ def _check_regular(store: str, path: Path) -> None:
         raise UserError(f"{store}: {path.relative_to(store)} is {kind}; copy or save the store again")
 
 
-def _metadata(store: str, inner: str, node: Any, array: Any, image: Mapping[str, Any], lead: int) -> Metadata:
+def _metadata(
+    path: str, store: str, inner: str, node: Any, array: Any, image: Mapping[str, Any], lead: int
+) -> Metadata:
     axes, count = axes_of(image), len(array.shape)
     sides, units = list[float](), list[str]()
     scale = transform_of(image["datasets"][0], "scale") if image else None
@@ -159,12 +166,12 @@ def _metadata(store: str, inner: str, node: Any, array: Any, image: Mapping[str,
     kept = {name: value for name, value in attributes.items() if name != "multiscales"}
     if isinstance(kept.get("ome"), Mapping):
         kept["ome"] = {name: value for name, value in kept["ome"].items() if name not in ("multiscales", "version")}
-    path, stored = f"{store}:/{array.path}", array.shards or array.chunks
+    voxels, stored = f"{store}:/{array.path}", array.shards or array.chunks
     files = (name for *_, names in os.walk(Path(store) / array.path) for name in names)
     there = sum(1 for name in files if name != "zarr.json" and not name.startswith("."))
-    details = {"store": store, "inner": inner, "image": image, "lead": lead, "levels": _level_shapes(node, image)}
-    details["level"] = image["datasets"][0]["path"] if image else ""
-    remarks = kept_alone(path, alone) + filled(path, there, array.shape, stored, array.fill_value)
+    details = {"path": path, "store": store, "inner": inner, "image": image, "lead": lead}
+    details |= {"levels": _level_shapes(node, image), "level": image["datasets"][0]["path"] if image else ""}
+    remarks = kept_alone(voxels, alone) + filled(voxels, there, array.shape, stored, array.fill_value)
     names, text = "".join(axis["name"] for axis in axes), str(attributes.get("description", ""))
     return Metadata("zarr", names, size, unit, text, _byteorder(array), plain(kept), details, remarks)
 

@@ -34,7 +34,7 @@ class ZarrStore:
         if new.metadata.kind == "zarr":
             details = new.metadata.details
             self.lead, self.image, levels = details["lead"], details["image"], details["levels"]
-            self.source = open_node(details["store"], "/".join(filter(None, [details["inner"], details["level"]])))
+            self.source = open_node(details["store"], details["inner"], details["level"])
         self.version: Literal[2, 3] = 3 if self.source is not None and self.source.metadata.zarr_format == 3 else 2
         slices = [level[-3] for level in levels[:2] if len(level) > 2]
         whole = len(slices) == 2 and slices[0] == slices[1] > 1

@@ -1,63 +1,20 @@
-"""The user's slices: opening them, one at a time, and previews of them."""
+"""The user's slices: opening them, and previews of them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from cocodiff.config.errors import UserError
 from cocodiff_eval.data.formats import open_volume
-from cocodiff_eval.data.volume import Metadata, Part, RawVolume, Triple, format_shape, matched, start_of
+from cocodiff_eval.data.volume import Part, Stack, format_shape, matched
 
 WHOLE = Part()
 SMALLEST_SIDE = 16  # two latent cells of the usual 8-fold autoencoder, and more than the SSIM window of 7
-
-
-@dataclass(frozen=True)
-class Stack:
-    """One input: a slice or a stack of slices, read one at a time.
-
-    name   unique within a run and safe as a file name
-    path   as the user wrote it
-    shape  [N, Y, X]; N is 1 for a single slice
-    dtype  native-endian; `read` returns it
-    ndim   2 for a slice, 3 for a stack (also one of a single slice)
-    """
-
-    name: str
-    path: str
-    shape: Triple
-    dtype: np.dtype
-    ndim: int
-    volume: RawVolume
-
-    @property
-    def metadata(self) -> Metadata:
-        """What the file says of its voxels besides their values: their size, axes, attributes."""
-        return self.volume.metadata
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    @property
-    def numbers(self) -> range:
-        """What the slices are called by: their numbers in the input, of which this may be a part."""
-        first, *_ = start_of(self.volume.region)
-        return range(first, first + len(self))
-
-    def place(self, index: int, row: int, column: int) -> str:
-        """A voxel of slice `index` as messages name it: where it is in the input."""
-        _, top, left = start_of(self.volume.region)
-        found = f"row {top + row}, column {left + column}"
-        return f"slice {self.numbers[index]}, {found}" if self.ndim == 3 else found
-
-    def read(self, index: int) -> np.ndarray:
-        """Slice `index` as [Y, X] in the native dtype. Raises UserError if the file can't be read there."""
-        return np.ascontiguousarray(self.volume.reader(index), dtype=self.dtype)
 
 
 def safe_stem(text: str) -> str:
@@ -93,7 +50,7 @@ def open_stack(path: str, follow_links: bool = False, part: Part = WHOLE) -> Sta
         )
     if volume.shape[0] == 0:
         raise UserError(f"{path}: a stack of no slices; give at least one")
-    return Stack(safe_stem(volume.stem), str(path), volume.shape, volume.dtype, volume.ndim, volume)
+    return replace(volume, path=str(path), name=safe_stem(volume.name))
 
 
 def open_stacks(paths: Sequence[str], follow_links: bool = False, part: Part = WHOLE) -> list[Stack]:
@@ -107,9 +64,7 @@ def open_stacks(paths: Sequence[str], follow_links: bool = False, part: Part = W
 
 def open_truth(path: str, stack: Stack, follow_links: bool = False) -> Stack:
     """Open the known original of `stack` or of its whole volume; another dtype is fine, another shape a UserError."""
-    truth = open_stack(path, follow_links=follow_links)
-    volume = matched(truth.volume, stack.volume)
-    truth = replace(truth, volume=volume, shape=volume.shape)
+    truth = matched(open_stack(path, follow_links=follow_links), stack)
     if truth.shape != stack.shape:
         raise UserError(
             f"{path}: the truth has shape {format_shape(truth.shape)} but {stack.path} has "
@@ -118,7 +73,7 @@ def open_truth(path: str, stack: Stack, follow_links: bool = False) -> Stack:
     return truth
 
 
-def _check_dtype(volume: RawVolume) -> None:
+def _check_dtype(volume: Stack) -> None:
     dtype = volume.dtype
     if dtype.kind == "c":
         raise UserError(f"{volume.path}: complex values ({dtype}); save the magnitude or the real part as float32")

@@ -23,7 +23,7 @@ from cocodiff_eval.data.tiff_metadata import read_metadata, tiff_options
 from cocodiff_eval.data.volume import (
     Metadata,
     NewVolume,
-    RawVolume,
+    Stack,
     as_volume_shape,
     check_file,
     check_memory,
@@ -37,7 +37,7 @@ from cocodiff_eval.data.volume import (
 )
 
 
-def open_tiff(file: str) -> RawVolume:
+def open_tiff(file: str) -> Stack:
     import tifffile
 
     damaged = reading(f"{file}: not a readable TIFF", "save it again")
@@ -74,7 +74,8 @@ def open_tiff(file: str) -> RawVolume:
             raise UserError(f"{file}: a stack of colour images {format_shape(first.shape)}; save it as grey")
         check_memory(file, first.shape, dtype.itemsize)
         image_YX = same_channels(_TiffReader(file, first.shape).whole(), file)
-        return RawVolume(file, stem, as_volume_shape(image_YX.shape, file), dtype, 2, lambda index: image_YX, metadata)
+        volume_shape = as_volume_shape(image_YX.shape, file, dtype.itemsize)
+        return Stack(file, stem, volume_shape, dtype, 2, lambda index: image_YX, metadata)
     shape = tuple(first.shape)
     if len(series) > 1:  # pages appended one by one
         if len(shape) != 2:
@@ -82,11 +83,10 @@ def open_tiff(file: str) -> RawVolume:
         shape = (len(series), *shape)
     if len(shape) > 3:  # ImageJ and OME hyperstacks carry axes of length 1
         shape = tuple(side for side in shape if side > 1)
-    volume_shape = as_volume_shape(shape, file)
-    check_memory(file, volume_shape[1:], dtype.itemsize)
+    volume_shape = as_volume_shape(shape, file, dtype.itemsize)
     if first.dataoffset is None and sum(len(one.pages) for one in series) != volume_shape[0]:
         check_memory(file, volume_shape, dtype.itemsize, working=0)  # one compressed volume is read as a whole
-    return RawVolume(file, stem, volume_shape, dtype, len(shape), _TiffReader(file, volume_shape).read, metadata)
+    return Stack(file, stem, volume_shape, dtype, len(shape), _TiffReader(file, volume_shape).read, metadata)
 
 
 def check_samples(file: str, pages: Sequence[Any]) -> None:
@@ -186,7 +186,7 @@ def holds_slices(path: str) -> bool:
         return False
 
 
-def open_sequence(path: str) -> RawVolume:
+def open_sequence(path: str) -> Stack:
     """The TIFF files of a folder or a pattern as one stack, in the order of their numbers; reads headers only.
 
     Raises UserError that names the file: for a number that is missing or comes twice, for files of several names, and
@@ -202,7 +202,7 @@ def open_sequence(path: str) -> RawVolume:
         return open_tiff(files[index]).reader(0)
 
     metadata = replace(first.metadata, kind="sequence", details={**first.metadata.details, "files": files})
-    return RawVolume(path, _stem(path, files[0]), (len(files), *first.shape[1:]), first.dtype, 3, read, metadata)
+    return Stack(path, _stem(path, files[0]), (len(files), *first.shape[1:]), first.dtype, 3, read, metadata)
 
 
 def _slices_in(folder: str) -> list[Path]:
@@ -264,7 +264,7 @@ def _check_numbers(path: str, numbers: Sequence[int], files: Sequence[str]) -> N
             )
 
 
-def _check_like(file: str, first_file: str, first: RawVolume) -> None:
+def _check_like(file: str, first_file: str, first: Stack) -> None:
     import tifffile
 
     check_file(file)

@@ -80,12 +80,21 @@ def start_of(region: Region | None) -> Triple:
 
 
 @dataclass(frozen=True)
-class RawVolume:
-    """The contents of a file, not read yet: `ndim` 2 or 3, `shape` always [N, Y, X], native-endian `dtype`. reader: of
-    a slice; labels: whether any non-zero value is a label; region: the part that it is of one of shape `whole`."""
+class Stack:
+    """A slice or a stack of slices in a file, read one at a time.
+
+    path    of an input as the user wrote it
+    name    of an input unique within a run, and safe as a file name
+    shape   [N, Y, X]; N is 1 for a single slice
+    dtype   native-endian; `read` returns it
+    ndim    2 for a slice, 3 for a stack (also one of a single slice)
+    reader  of a slice, as the file has it
+    labels  whether any non-zero value is a label
+    region  the part that it is of one of shape `whole`
+    """
 
     path: str
-    stem: str
+    name: str
     shape: Triple
     dtype: np.dtype
     ndim: int
@@ -95,7 +104,7 @@ class RawVolume:
     region: Region | None = None
     whole: Triple | None = None
 
-    def cropped(self, region: Region) -> RawVolume:
+    def cropped(self, region: Region) -> Stack:
         """The part of this volume in a region that lies inside it."""
         first, rows, columns = (slice(*ends) for ends in zip(region.start, region.stop, strict=True))
 
@@ -103,6 +112,25 @@ class RawVolume:
             return np.asarray(self.reader(first.start + index))[rows, columns]
 
         return replace(self, shape=region.shape, reader=read, region=region, whole=self.shape)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @property
+    def numbers(self) -> range:
+        """What the slices are called by: their numbers in the input, of which this may be a part."""
+        first, *_ = start_of(self.region)
+        return range(first, first + len(self))
+
+    def place(self, index: int, row: int, column: int) -> str:
+        """A voxel of slice `index` as messages name it: where it is in the input."""
+        _, top, left = start_of(self.region)
+        found = f"row {top + row}, column {left + column}"
+        return f"slice {self.numbers[index]}, {found}" if self.ndim == 3 else found
+
+    def read(self, index: int) -> np.ndarray:
+        """Slice `index` as [Y, X] in the native dtype. Raises UserError if the file can't be read there."""
+        return np.ascontiguousarray(self.reader(index), dtype=self.dtype)
 
 
 @dataclass(frozen=True)
@@ -290,16 +318,15 @@ def check_memory(path: str, shape: tuple[int, ...], itemsize: int, working: int 
         )
 
 
-def as_volume_shape(shape: tuple[int, ...], path: str) -> Triple:
-    """[Y, X] or [N, Y, X] as [N, Y, X]; anything else is a UserError."""
-    if len(shape) == 2:
-        return (1, shape[0], shape[1])
-    if len(shape) == 3:
-        return (shape[0], shape[1], shape[2])
-    raise UserError(
-        f"{path}: {len(shape)} dimensions {format_shape(shape)}; a slice has 2 (rows, columns) and a stack 3 "
-        "(slices, rows, columns): save the part to restore in that form"
-    )
+def as_volume_shape(shape: tuple[int, ...], path: str, itemsize: int) -> Triple:
+    """[Y, X] or [N, Y, X] as [N, Y, X]; anything else is a UserError, and so are slices that no memory here holds."""
+    if len(shape) not in (2, 3):
+        raise UserError(
+            f"{path}: {len(shape)} dimensions {format_shape(shape)}; a slice has 2 (rows, columns) and a stack 3 "
+            "(slices, rows, columns): save the part to restore in that form"
+        )
+    check_memory(path, shape[-2:], itemsize)
+    return (shape[0] if len(shape) == 3 else 1, shape[-2], shape[-1])
 
 
 def format_shape(shape: tuple[int, ...]) -> str:
@@ -340,7 +367,7 @@ class Part:
     slices: str = ""
     roi: str = ""
 
-    def of(self, volume: RawVolume) -> RawVolume:
+    def of(self, volume: Stack) -> Stack:
         """That part of a volume. Raises UserError for words that name none, and for a part outside it."""
         if not self.slices and not self.roi:
             return volume
@@ -353,7 +380,7 @@ class Part:
         return volume.cropped(Region((z, y, x), (z_end, y_end, x_end)))
 
 
-def _ends(option: str, word: str, side: int, volume: RawVolume) -> tuple[int, int]:
+def _ends(option: str, word: str, side: int, volume: Stack) -> tuple[int, int]:
     match = _RANGE.match(word)
     if match is None:
         form = "100:200" if option == "slices" else "y0:y1,x0:x1"
@@ -367,7 +394,7 @@ def _ends(option: str, word: str, side: int, volume: RawVolume) -> tuple[int, in
     return start, stop
 
 
-def matched(volume: RawVolume, of: RawVolume) -> RawVolume:
+def matched(volume: Stack, of: Stack) -> Stack:
     """What of a mask or a truth belongs to a region: of one with the shape of the whole volume that part, of any other
     all. of: the input, or a region of it."""
     region, whole = of.region, of.whole

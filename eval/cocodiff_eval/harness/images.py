@@ -25,7 +25,7 @@ from cocodiff_eval.harness.job import BatchPolicy, ItemResult, Job, JobResult
 from cocodiff_eval.harness.session import Session
 from cocodiff_eval.quality.fusing import Moments
 from cocodiff_eval.quality.metrics import Result, distance_db
-from cocodiff_eval.report import Generated, encode, plan_pictures
+from cocodiff_eval.report.pictures import Generated, encode, plan_pictures
 from cocodiff_eval.restore.pipeline_inpainter import (
     check_finite,
     drawing_from,
@@ -152,7 +152,7 @@ class ImageJob(Job[Batch]):
         """The presets' images as saved, for the report; of a video a few frames."""
         files, video = self._files(number).items(), self.frames is not None
         found = {one: shown_frames(frames_of(path)) if video else np.asarray(Image.open(path)) for one, path in files}
-        return Generated(self.names[number], self.prompts[number], found)
+        return Generated(self.names[number], found)
 
 
 def video_frames(session: Session) -> int | None:

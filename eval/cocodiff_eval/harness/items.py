@@ -23,7 +23,7 @@ import numpy as np
 from cocodiff.config.files import flush
 from cocodiff_eval.quality.fusing import Moments
 from cocodiff_eval.quality.metrics import mean_profile
-from cocodiff_eval.report import shown_slices
+from cocodiff_eval.report.pictures import shown_slices
 
 if TYPE_CHECKING:
     from cocodiff.engine.engine import Engine

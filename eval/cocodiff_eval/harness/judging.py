@@ -18,7 +18,7 @@ from cocodiff.jobs.folder import storage_faults
 from cocodiff_eval.data.intensity import IntensityRange, compose_native, prepare_slice
 from cocodiff_eval.data.masks import depth_in
 from cocodiff_eval.data.slices import save_preview_png
-from cocodiff_eval.data.volume import Progress, unit_symbol
+from cocodiff_eval.data.volume import Progress
 from cocodiff_eval.harness.items import ItemSamples
 from cocodiff_eval.harness.job import ItemResult
 from cocodiff_eval.harness.tasks import BOUNDS, Task, WorkingFile, kept_samples, result_files, slice_name, spread_of
@@ -34,7 +34,8 @@ from cocodiff_eval.quality.metrics import (
     ring_correlation,
     slice_jumps,
 )
-from cocodiff_eval.report import Picture, PicturePlan, ShownVolume, encode, shown_slices, worst_slices
+from cocodiff_eval.report.pictures import Picture, PicturePlan, encode, shown_slices, worst_slices
+from cocodiff_eval.report.volume import ShownVolume
 from cocodiff_eval.restore.baseline import biharmonic
 
 MOST_SHELLED = 2**22  # voxels of a volume whose shell correlation is found, at 80 bytes each
@@ -123,24 +124,11 @@ def picture(
 def shown_volume(task: Task, presets: Sequence[str], files: Mapping[str, WorkingFile]) -> ShownVolume:
     """What the report's three views show of a task. files: of its results, by name; their intervals and their spread
     are shown where there are such files."""
-    kept, region = task.stack.metadata, task.stack.volume.region
     grey = {preset: files[preset].read for preset in presets}
     ends = [(preset, *end) for preset in presets for end in zip(BOUNDS, ("low 90 %", "high 90 %"), strict=True)]
     grey |= {f"{preset}: {told}": files[preset + end].read for preset, end, told in ends if preset + end in files}
-    return ShownVolume(
-        task.stack.name,
-        task.mask.name,
-        task.stack.shape,
-        task.scale,
-        task.stack.read,
-        task.mask.read,
-        task.truth.read if task.truth is not None else None,
-        grey,
-        {f"{one}: uncertainty": files[spread_of(one)].read for one in presets if spread_of(one) in files},
-        region.start if region is not None else (0, 0, 0),
-        kept.voxel_size,
-        unit_symbol(kept.unit),
-    )
+    spread = {f"{one}: uncertainty": files[spread_of(one)].read for one in presets if spread_of(one) in files}
+    return ShownVolume(task.stack, task.mask, task.scale, task.truth, grey, spread)
 
 
 def jumps(

@@ -18,7 +18,6 @@ from cocodiff_eval.harness.judging import SliceReview
 from cocodiff_eval.quality.fusing import Moments
 from cocodiff_eval.restore.pipeline_inpainter import SMALL_MODEL, PipelineInpainter
 from cocodiff_eval.restore.restore import plan_slice, restore_slices
-from cocodiff_eval.restore.tiling import TilingSettings
 
 if TYPE_CHECKING:
     from cocodiff.engine.engine import Engine
@@ -66,7 +65,7 @@ class Restorer:
     inpainter: PipelineInpainter
     engines: Mapping[str, Engine]
     batch: int
-    tiling: TilingSettings
+    strength: float
     replica: int
 
     @classmethod
@@ -89,13 +88,13 @@ class Restorer:
         if side is not None:
             check_tile(inpainter, side, model)
         batch = tiles_in_a_call(values["batch"], inpainter.native_size)
-        return cls(inpainter, engines, batch, TilingSettings(strength=values["strength"]), replica)
+        return cls(inpainter, engines, batch, values["strength"], replica)
 
     def tile_steps(self, masks_YX: Sequence[np.ndarray]) -> int:
         """Denoising steps of all tiles of these slices together, in one mode."""
         if self.inpainter.frames > 1 and masks_YX:  # a video's frames have one plan
             masks_YX = [np.logical_or.reduce(masks_YX)] * len(masks_YX)
-        plans = [plan_slice(mask_YX, self.inpainter, self.batch, self.tiling) for mask_YX in masks_YX]
+        plans = [plan_slice(mask_YX, self.inpainter, self.batch, self.strength) for mask_YX in masks_YX]
         return sum(plan.tile_steps(self.inpainter.steps) for plan in plans)
 
     def together(self, rows_columns: Sequence[int], most: int = TOGETHER) -> int:
@@ -114,7 +113,7 @@ class Restorer:
     ) -> list[ItemSamples]:
         """Slices in one mode, on all ranks of the engine. limits: of restored voxels; samples: of each slice the number
         of the sample, 0 unless given."""
-        how: dict[str, Any] = {"batch": self.batch, "settings": self.tiling, "samples": samples, "limits": limits}
+        how: dict[str, Any] = {"batch": self.batch, "strength": self.strength, "samples": samples, "limits": limits}
         with measured(self.engines[mode]) as cost:
             restored = restore_slices(prepared_YX, masks_YX, self.inpainter, **how)
         cost.replica_seconds = {str(self.replica): cost.seconds}

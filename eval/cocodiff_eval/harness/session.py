@@ -40,7 +40,7 @@ EVERY_RANK_IMPORTS = (
     "cocodiff_eval.harness.slices",
     "cocodiff.demo_model.vae",
     "cocodiff.engine.engine",
-    "cocodiff_eval.report",
+    "cocodiff_eval.report.page",
 )
 DTYPES = ("auto", "fp32", "bf16", "fp16")
 EXACT = "flat"  # the preset that others are judged against
@@ -291,7 +291,7 @@ def finish(
     """Writes results, publishes the folder and prints the table; all ranks call it, and nobody leaves before.
 
     records: more of metrics.json: `inputs` by `Task.record`, `volumes` by `HiddenRegionReport.record`, `jumps` by
-    `judging.jumps`; told: in the table's place; report: arguments of `cocodiff_eval.report.write_report`.
+    `judging.jumps`; told: in the table's place; report: arguments of `cocodiff_eval.report.page.write_report`.
     """
     transport = session.transport
     own = {mode: {**engine.trace.record(), "rank": transport.rank} for mode, engine in session.engines.items()}
@@ -308,7 +308,7 @@ def _write_results(
     session: Session, folder: Path, done: JobResult, records: Mapping[str, Any], told: str, report: dict[str, Any]
 ) -> None:
     from cocodiff_eval.quality.metrics import metrics_document
-    from cocodiff_eval.report import write_report
+    from cocodiff_eval.report.page import write_report
     from cocodiff_eval.report.tables import terminal_table
 
     values, ranks = session.prepared.values, session.transport.size

@@ -46,7 +46,7 @@ from cocodiff_eval.harness.volumes import Volumes
 from cocodiff_eval.quality.fusing import Moments
 from cocodiff_eval.quality.hidden import Hidden, hide_beside
 from cocodiff_eval.quality.metrics import json_ready
-from cocodiff_eval.report import plan_pictures, shown_slices
+from cocodiff_eval.report.pictures import plan_pictures, shown_slices
 
 if TYPE_CHECKING:
     from cocodiff.jobs.replicas import Queue

@@ -17,8 +17,8 @@ from cocodiff.jobs.record import described_inputs
 from cocodiff_eval.data.formats import write_volume
 from cocodiff_eval.data.intensity import IntensityRange
 from cocodiff_eval.data.masks import Mask
-from cocodiff_eval.data.slices import Stack, unique_names
-from cocodiff_eval.data.volume import NewVolume
+from cocodiff_eval.data.slices import unique_names
+from cocodiff_eval.data.volume import NewVolume, Stack
 from cocodiff_eval.harness.volume import Volume
 
 SHOWN = 12  # numbers of slices in a line
@@ -198,7 +198,7 @@ def export(
     provenance: how each preset's results are made, of_mask: how the mask was, for the files' own metadata. progress:
     shows the slices that are written, see `reading_bar`. Returns a line for each label of the input's that is not kept.
     """
-    mask, volume, lost = task.mask, task.stack.volume, list[str]()
+    mask, stack, lost = task.mask, task.stack, list[str]()
     made = not mask.from_file
 
     def write(name: str, dtype: np.dtype, read: Callable[[int], np.ndarray], about: Mapping[str, Any]) -> NewVolume:
@@ -208,14 +208,14 @@ def export(
             next(slices, None)
             return read(index)
 
-        return write_volume(task.format, folder, partial(task.files.result, name), volume, dtype, shown, about)
+        return write_volume(task.format, folder, partial(task.files.result, name), stack, dtype, shown, about)
 
     for name, file in files.items():
         written = write(name, file.dtype, file.read, provenance[file.preset])
         if task.format == "zarr" and name == file.preset:
             from cocodiff_eval.data.labels import write_labels  # Zarr's library, which takes a second
 
-            lost += write_labels(written, volume, mask.read if made else None, {**of_mask, "mask": mask.name})
+            lost += write_labels(written, stack, mask.read if made else None, {**of_mask, "mask": mask.name})
     if made and task.format != "zarr":
         write(MASK, np.dtype(np.uint8), lambda index: mask.read(index) * np.uint8(255), of_mask)
     return lost

@@ -12,8 +12,8 @@ import numpy as np
 from cocodiff.config.errors import UserError, check_choice
 from cocodiff_eval.data.masks import Mask
 from cocodiff_eval.data.reoriented import AXES, MaskStatistics, reoriented_shape
-from cocodiff_eval.data.slices import SMALLEST_SIDE, Stack
-from cocodiff_eval.data.volume import format_shape
+from cocodiff_eval.data.slices import SMALLEST_SIDE
+from cocodiff_eval.data.volume import Stack, format_shape
 from cocodiff_eval.quality.fusing import Intervals, Lead, Mixture
 from cocodiff_eval.quality.hidden import Hidden, Survey, hide
 

@@ -153,11 +153,6 @@ def distance_db(
     return psnr_db(float(np.square(scale.normalise(exact) - scale.normalise(restored)).sum()) / exact.size)
 
 
-def links(count: Mapping[str, int]) -> dict[str, int]:
-    """Bytes over every kind of link, 0 where none went."""
-    return {link: int(count.get(link, 0)) for link in LINKS}
-
-
 def sum_of_links(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
     return {link: sum(count[link] for count in counts) for link in LINKS}
 
@@ -172,10 +167,6 @@ def mean_curve(curves: Sequence[Sequence[float | None] | None]) -> list[float | 
     """The mean of curves, of those that are there at each of their places; None where there are none."""
     present = [curve for curve in curves if curve is not None]
     return [mean(values) for values in zip(*present, strict=True)] if present else None
-
-
-def _first_known(values: Sequence[Any]) -> Any:
-    return next((value for value in values if value is not None), None)
 
 
 def _field(of_slices: Callable[[list[Any]], Any], **default: Any) -> Any:
@@ -230,7 +221,7 @@ class Result:
     coverage_50: float | None = _field(mean, default=None)
     coverage_90: float | None = _field(mean, default=None)
     psnr_db_single: float | None = _field(mean, default=None)
-    intervals: Mapping[str, float] | None = _field(_first_known, default=None)
+    intervals: Mapping[str, float] | None = _field(lambda values: next(filter(None, values), None), default=None)
     baseline: Mapping[str, Any] | None = None
     frc: Sequence[float | None] | None = _field(mean_curve, default=None)
     resolution: float | None = _field(mean, default=None)
@@ -240,8 +231,9 @@ class Result:
 
     def row(self) -> dict[str, Any]:
         """As plain data for JSON, without what does not apply to the image."""
-        found = {one.name: getattr(self, one.name) for one in fields(self)}
-        found |= {name: links(found[name]) for name in OF_LINKS if found[name] is not None}
+        found = dict(vars(self))
+        for name in [one for one in OF_LINKS if found[one] is not None]:  # 0 where none went
+            found[name] = {link: int(found[name].get(link, 0)) for link in LINKS}
         found["drift"] = [dict(step) for step in self.drift] or None
         absent = {name for name, value in found.items() if value is None and name not in OR_NULL}
         absent |= {*OF_SAMPLES} if self.samples is None else set()

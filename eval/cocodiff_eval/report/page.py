@@ -147,9 +147,8 @@ def _blocks(
         # A script block ends at the first "</script", whatever stands around it.
         yield Block("picture", order[key], str(place), _inert(picture))
     for volume in shown:
-        if (volume.name, volume.mask_name) in order:
-            text = _inert(embedded(volume, VOLUME_BYTES // len(shown)))
-            yield Block("volume", order[volume.name, volume.mask_name], "", text)
+        if (key := (volume.stack.name, volume.mask.name)) in order:
+            yield Block("volume", order[key], "", _inert(embedded(volume, VOLUME_BYTES // len(shown))))
 
 
 def _inert(document: Any) -> str:

@@ -61,10 +61,9 @@ class Picture:
 
 @dataclass(frozen=True)
 class Generated:
-    """A generated image in every mode, uint8 [Y, X, 3] each, and the prompt it was made for ("" for none)."""
+    """A generated image in every mode, uint8 [Y, X, 3] each."""
 
     name: str
-    prompt: str
     images: Mapping[str, np.ndarray]
     mask: None = None
 

@@ -22,6 +22,7 @@ LINES, PARETO = "results.jsonl", "pareto.png"
 LIMITS = {"psnr_db": 2.0, "ssim": 0.03, "mse": 2e-3}  # CoCoDiff, Table II: differences below these count as none
 DIGITS = {"psnr_db": 2, "ssim": 4, "mse": 5}
 NAMES = {"psnr_db": "PSNR dB", "ssim": "SSIM", "mse": "MSE"}
+COSTS = {"volume": 3, "exposed": 3, "of whole": 3, "speed-up to flat": 2, "seconds": 2}  # digits
 BEATEN = "beaten by"
 WORDS = ("point", "mask", BEATEN)  # heads of columns that are no numbers
 Line = Mapping[str, Any]
@@ -53,11 +54,10 @@ class Row:
     quality     psnr_db, ssim, mse; None where no truth is known
     difference  the same minus the exact run's on the same slice
     vs_exact    PSNR in dB against the exact run, over the slices whose bits differ; `identical` counts the others
-    volume      bytes of q, k, v and o over the exact run's; None where nothing travels (one rank)
-    exposed     those of them that attention waited for, over the exact run's
-    of_whole    the same over what all tokens as they are would have been along the point's own routes
+    cost        by the names of COSTS. Volume: bytes of q, k, v and o over the exact run's; None where nothing travels
+                (one rank). Exposed: those of them that attention waited for, over the exact run's. Of whole: the volume
+                over what all tokens as they are would have been along the point's own routes
     displaced   whether some calls of attention did not wait for their tensors
-    speed_up    seconds of the exact run over this one's
     """
 
     point: str
@@ -68,11 +68,7 @@ class Row:
     difference: dict[str, Spread | None]
     vs_exact: Spread | None
     identical: int
-    volume: Spread | None
-    speed_up: Spread | None
-    seconds: Spread | None
-    of_whole: Spread | None
-    exposed: Spread | None
+    cost: dict[str, Spread | None]
     displaced: bool
 
     def beats(self, other: Row, by: Sequence[str] = ("volume", "exposed")) -> bool:
@@ -80,7 +76,7 @@ class Row:
         larger in any of these measures."""
         if (self.mask, self.steps) != (other.mask, other.steps) or other.vs_exact is None:
             return False
-        pairs = [(getattr(self, name), getattr(other, name)) for name in by]
+        pairs = [(self.cost[name], other.cost[name]) for name in by]
         no_larger = all(a is not None and b is not None and a.mean <= b.mean for a, b in pairs)
         closer = self.identical == self.n or (self.vs_exact is not None and self.vs_exact.mean > other.vs_exact.mean)
         return closer and no_larger
@@ -134,11 +130,13 @@ def _row(lines: Sequence[Line]) -> Row:
         difference={name: Spread.of([minus(line, name) for line in lines]) for name in LIMITS},
         vs_exact=over(lambda line: line["psnr_vs_exact_db"]),
         identical=sum(line["psnr_vs_exact_db"] is None for line in lines),
-        volume=over(lambda line: part(sent(line), sent(line["exact"]))),
-        speed_up=over(lambda line: line["exact"]["seconds"] / line["seconds"]),
-        seconds=over(lambda line: line["seconds"]),
-        of_whole=over(lambda line: part(sent(line), sent(line, "bytes_whole"))),
-        exposed=over(lambda line: part(sent(line) - sent(line, "bytes_late"), sent(line["exact"]))),
+        cost={
+            "volume": over(lambda line: part(sent(line), sent(line["exact"]))),
+            "exposed": over(lambda line: part(sent(line) - sent(line, "bytes_late"), sent(line["exact"]))),
+            "of whole": over(lambda line: part(sent(line), sent(line, "bytes_whole"))),
+            "speed-up to flat": over(lambda line: line["exact"]["seconds"] / line["seconds"]),
+            "seconds": over(lambda line: line["seconds"]),
+        },
         displaced=any("bytes_late" in line for line in lines),
     )
 
@@ -164,11 +162,9 @@ def tables(rows: Sequence[Row]) -> dict[str, dict[str, list[str]]]:
         quality[f"d {NAMES[name]} ({limit:g})"] = shown((row.difference[name] for row in rows), DIGITS[name])
     cost = {"point": [row.point for row in rows], **of_runs}
     cost["vs exact dB"] = [_versus_exact(row, shown([row.vs_exact], 1)[0]) for row in rows]
-    measured = {"volume": ("volume", 3), "exposed": ("exposed", 3), "of whole": ("of_whole", 3)}
-    measured |= {"speed-up to flat": ("speed_up", 2), "seconds": ("seconds", 2)}
-    for head, (name, digits) in measured.items():
+    for name, digits in COSTS.items():
         if name != "exposed" or any(row.displaced for row in rows):
-            cost[head] = shown((getattr(row, name) for row in rows), digits)
+            cost[name] = shown((row.cost[name] for row in rows), digits)
     cost[BEATEN] = [better_than(row, rows) for row in rows]
     return {"Quality": quality, "Bytes and speed": cost}
 
@@ -219,7 +215,7 @@ NEAR = (14, 11)  # pixels, across and up, at matplotlib's 100 an inch: about a l
 XLABELS = {
     "volume": "volume: bytes of q, k, v and o over the exact run's",
     "exposed": "exposed: bytes that attention waited for, over the exact run's",
-    "speed_up": "speed-up to the exact run (flat)",
+    "speed-up to flat": "speed-up to the exact run (flat)",
 }
 
 
@@ -241,7 +237,7 @@ def save_pareto(path: Path, rows: Sequence[Row]) -> None:
     figure = Figure(figsize=(1.5 + 5.5 * len(panels), 5.6), layout="constrained")
     marks = []
     for axes, name in zip(figure.subplots(1, len(panels)), panels, strict=True):
-        drawn = _draw_speed(axes, rows) if name == "speed_up" else _draw_bytes(axes, rows, name, series)
+        drawn = _draw_speed(axes, rows) if name == "speed-up to flat" else _draw_bytes(axes, rows, name, series)
         for row, x, y in drawn:
             point = points.index(row.point)
             marker = MARKERS[series.index((row.mask, row.steps)) % len(MARKERS)]
@@ -274,8 +270,8 @@ def _draw_bytes(axes: Axes, rows: Sequence[Row], measure: str, series: Sequence[
     if any(row.identical == row.n for row in rows):
         axes.axhline(height, color="0.6", linewidth=0.8, linestyle=":", zorder=0)
         axes.annotate("identical bits", (0.01, height), xycoords=("axes fraction", "data"), va="bottom", color="0.4")
-    places = [(row, getattr(row, measure), row.vs_exact or Spread(height, None)) for row in rows]
-    places = [place for place in places if place[1] is not None]
+    measured = [(row, row.cost[measure]) for row in rows]
+    places = [(row, x, row.vs_exact or Spread(height, None)) for row, x in measured if x is not None]
     for of in series:
         here = [(row, (x.mean, y.mean)) for row, x, y in places if (row.mask, row.steps) == of]
         ends = sorted(at for row, at in here if not any(other.beats(row, (measure,)) for other, _ in here))
@@ -285,7 +281,7 @@ def _draw_bytes(axes: Axes, rows: Sequence[Row], measure: str, series: Sequence[
 
 
 def _draw_speed(axes: Axes, rows: Sequence[Row]) -> Places:
-    places = [(row, row.speed_up, row.difference["psnr_db"]) for row in rows]
+    places = [(row, row.cost["speed-up to flat"], row.difference["psnr_db"]) for row in rows]
     axes.axhline(0, color="0.6", linewidth=0.8, zorder=0)
     axes.axvline(1, color="0.6", linewidth=0.8, zorder=0)
     axes.set_ylabel("PSNR against the truth: change from exact, dB")

@@ -4,7 +4,8 @@ mask, or generated images), and its tables. A column that says nothing in any ro
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -53,9 +54,10 @@ def of_whole(row: Mapping[str, Any]) -> tuple[str, str]:
     return (number(sent / whole, 3), number((sent - late) / whole, 3)) if whole else (MISSING, MISSING)
 
 
-def base_name(name: str) -> str:
-    """The stack a row belongs to: `scan[12]`, a slice of it, and `scan` both give `scan`."""
-    return re.sub(r"\[\d+\]$", "", name)
+def parted(name: str) -> tuple[str, int]:
+    """The stack a row belongs to, and its slice there: `scan` and 12 of `scan[12]`, `scan` and 0 of `scan`."""
+    base, number = re.findall(r"^(.*?)(?:\[(\d+)\])?$", name, re.DOTALL)[0]
+    return base, int(number or 0)
 
 
 def grouped(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str | None, int, list[Mapping[str, Any]]]]:
@@ -66,7 +68,7 @@ def grouped(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str | None, in
     """
     groups: dict[tuple[str, str | None], dict[str, list[Mapping[str, Any]]]] = {}
     for row in rows:
-        groups.setdefault((base_name(row["name"]), row["mask"]), {}).setdefault(row["mode"], []).append(row)
+        groups.setdefault((parted(row["name"])[0], row["mask"]), {}).setdefault(row["mode"], []).append(row)
     return [
         (name, mask, max(len(slices) for slices in by_mode.values()), [_together(one) for one in by_mode.values()])
         for (name, mask), by_mode in groups.items()
@@ -77,36 +79,25 @@ def _together(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     if len(rows) == 1:
         return rows[0]
     together = of_slices(rows)
-    together |= {"name": base_name(rows[0]["name"]), "seconds": _wall_seconds(map(_replica_seconds, rows))}
+    together |= {"name": parted(rows[0]["name"])[0], "seconds": _wall_seconds(rows)}
     judged = [row for row in rows if row.get("baseline") is not None]
     if judged:
         quality = {key: mean([row["baseline"][key] for row in judged]) for key in QUALITY}
-        together["baseline"] = {**quality, "seconds": _wall_seconds(map(_baseline_seconds, judged))}
+        together["baseline"] = {**quality, "seconds": _wall_seconds(judged, of_baseline=True)}
     return together
 
 
-def _wall_seconds(of_slices: Iterable[Mapping[str, float]]) -> float:
-    """How long slices took together, of which each tells the seconds of the replicas that worked on it: replicas work
-    at the same time, so the seconds of the one that took longest."""
-    total: dict[str, float] = {}
-    for of_slice in of_slices:
-        for replica, seconds in of_slice.items():
-            total[replica] = total.get(replica, 0.0) + seconds
+def _wall_seconds(rows: Sequence[Mapping[str, Any]], of_baseline: bool = False) -> float:
+    """How long slices took together: replicas work at the same time, so the seconds of the one that took longest."""
+    total: dict[str, float] = defaultdict(float)
+    for row in rows:
+        of_replicas = row.get("replica_seconds") or {"0": row["seconds"]}
+        if of_baseline:  # made where a slice is judged: by its replica, or by the first where several worked on it
+            replica = next(iter(of_replicas)) if len(of_replicas) == 1 else "0"
+            of_replicas = {replica: row["baseline"]["seconds"]}
+        for replica, seconds in of_replicas.items():
+            total[replica] += seconds
     return max(total.values())
-
-
-def _replica_seconds(row: Mapping[str, Any]) -> Mapping[str, float]:
-    return row.get("replica_seconds") or {"0": row["seconds"]}
-
-
-def _baseline_seconds(row: Mapping[str, Any]) -> Mapping[str, float]:
-    """The baseline is made where a slice is judged: by its replica, or by the first where several worked on it."""
-    replicas = [*_replica_seconds(row)]
-    return {replicas[0] if len(replicas) == 1 else "0": row["baseline"]["seconds"]}
-
-
-def _shorten(name: str) -> str:
-    return name if len(name) <= _LONGEST_NAME else f"{name[:12]}...{name[-(_LONGEST_NAME - 15) :]}"
 
 
 def terminal_table(metrics: Mapping[str, Any]) -> str:
@@ -121,7 +112,8 @@ def terminal_table(metrics: Mapping[str, Any]) -> str:
     heads += ["vs exact", "seconds", *["rank s"] * ranked, "bytes"]
     lines = [heads]
     for name, mask, slices, rows in grouped(images):
-        shown = _shorten(name) + (f" ({slices} slices)" if slices > 1 else "")
+        shown = name if len(name) <= _LONGEST_NAME else f"{name[:12]}...{name[-(_LONGEST_NAME - 15) :]}"
+        shown += f" ({slices} slices)" if slices > 1 else ""
         for row in with_baseline(rows):
             cells = {
                 "image": shown,
@@ -188,7 +180,7 @@ class Series:
 
     def number(self, name: str) -> int:
         """The number in the series of the slice or image of that name."""
-        return slice_index(name) if self.stack is not None else self.names.index(name)
+        return parted(name)[1] if self.stack is not None else self.names.index(name)
 
     @property
     def left(self) -> list[int]:
@@ -198,20 +190,13 @@ class Series:
     @property
     def modes(self) -> list[str]:
         """The presets, and biharmonic where there is such a baseline."""
-        modes = dict.fromkeys(row["mode"] for rows in self.rows.values() for row in rows)
-        baseline = any(row.get("baseline") is not None for rows in self.rows.values() for row in rows)
-        return [*modes, "biharmonic"] if baseline else [*modes]
-
-
-def slice_index(name: str) -> int:
-    """12 of `scan[12]`, 0 of `scan`."""
-    found = re.search(r"\[(\d+)\]$", name)
-    return int(found[1]) if found else 0
+        modes = dict.fromkeys(row["mode"] for rows in self.rows.values() for row in with_baseline(rows))
+        return sorted(modes, key=lambda mode: mode == "biharmonic")
 
 
 def key_of(name: str, mask: str | None, of_stacks: Mapping[str, range]) -> tuple[str | None, str | None]:
     """Stack and mask of the series that a slice belongs to. of_stacks: the numbers of the slices of each stack."""
-    base = base_name(name)
+    base, _ = parted(name)
     return (base if mask is not None and (base != name or len(of_stacks.get(name, ())) > 1) else None), mask
 
 
@@ -226,7 +211,7 @@ def series_of(
         series = found.setdefault(key, Series(*key))
         if series.stack is None and (not series.names or series.names[-1] != row["name"]):
             series.names.append(row["name"])
-        number = slice_index(row["name"]) if series.stack is not None else len(series.names) - 1
+        number = parted(row["name"])[1] if series.stack is not None else len(series.names) - 1
         series.rows.setdefault(number, []).append(row)
     for series in found.values():
         known = of_stacks.get(series.stack or "", range(len(series.names)))
@@ -242,11 +227,11 @@ def numbers(series: Series) -> dict[str, Any]:
     document: dict[str, Any] = {"first": series.all.start, "total": len(series.all), "modes": modes, "numbers": order}
     document["names"] = series.names if series.stack is None else None
     document["stack"], document["left"] = series.stack, series.left
+    found = [{row["mode"]: row for row in with_baseline(series.rows[one])} for one in order]
     for key, digits in (("psnr_db", 2), ("ssim", 4)):
         document[key] = {}
-        of_slices = [_by_mode(series.rows[one], key) for one in order]
         for mode in modes:
-            values = [of_slice.get(mode) for of_slice in of_slices]
+            values = [by_mode[mode][key] if mode in by_mode else None for by_mode in found]
             if any(value is not None for value in values):
                 document[key][mode] = [None if value is None else round(value, digits) for value in values]
     # Of the few slices that are compared: dB, or 0 for the same bits.
@@ -256,15 +241,6 @@ def numbers(series: Series) -> dict[str, Any]:
             if row.get("exact_compared", True):
                 document["exact"].setdefault(row["mode"], {})[one] = round(row["psnr_vs_exact_db"] or 0.0, 1)
     return document
-
-
-def _by_mode(rows: Iterable[Mapping[str, Any]], key: str) -> dict[str, float | None]:
-    values = {}
-    for row in rows:
-        values[row["mode"]] = row[key]
-        if row.get("baseline") is not None:
-            values["biharmonic"] = row["baseline"][key]
-    return values
 
 
 def remarks(series: Series) -> list[tuple[str, str]]:

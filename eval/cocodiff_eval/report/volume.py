@@ -10,14 +10,16 @@ from __future__ import annotations
 import base64
 import gzip
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from cocodiff_eval.data.intensity import IntensityRange
+from cocodiff_eval.data.masks import Mask
 from cocodiff_eval.data.slices import to_grey8
+from cocodiff_eval.data.volume import Reader, Stack, start_of, unit_symbol
 from cocodiff_eval.report.pictures import window
 
 VOLUME_BYTES = 3_000_000  # of all volumes of a page; 4 MB in base64
@@ -25,7 +27,6 @@ VOXEL_BYTES = 1.125  # of a voxel and its bit of the mask; each layer has one mo
 CELLS = 128  # of a side of the grid on which masked regions are found before anything is embedded
 MARGIN = 8  # voxels around the mask
 MOST_REGIONS = 1000  # whose places the page knows, the largest
-Reader = Callable[[int], np.ndarray]
 Box = tuple[slice, ...]
 
 
@@ -33,25 +34,17 @@ Box = tuple[slice, ...]
 class ShownVolume:
     """A volume [Z, Y, X] under a mask, read slice by slice along z, in the input's units.
 
-    truth        None where it is unknown; then nothing that lies under the mask is shown
-    grey         what was restored, and ends of intervals, by the name that the page shows
-    spread       standard deviations of samples, by the name that the page shows
-    first        the number in the input of the first slice, row and column
-    voxel_size   sides along z, y and x in `unit`; None where unknown
+    truth    None where it is unknown; then nothing that lies under the mask is shown
+    grey     what was restored, and ends of intervals, by the name that the page shows
+    spread   standard deviations of samples, by the name that the page shows
     """
 
-    name: str
-    mask_name: str
-    shape: tuple[int, int, int]
+    stack: Stack
+    mask: Mask
     scale: IntensityRange
-    image: Reader
-    mask: Reader
-    truth: Reader | None
+    truth: Stack | None
     grey: Mapping[str, Reader]
     spread: Mapping[str, Reader]
-    first: tuple[int, int, int]
-    voxel_size: tuple[float, float, float] | None
-    unit: str
 
 
 @dataclass(frozen=True)
@@ -71,15 +64,15 @@ def embedded(volume: ShownVolume, room: int) -> dict[str, Any]:
     part = _part(volume, room)
     numbers = range(part.box[0].start, part.box[0].stop, part.step)
     inside = tuple(slice(side.start, side.stop, part.step) for side in part.box[1:])
-    mask_ZYX = np.stack([volume.mask(index)[inside] for index in numbers])
-    base_ZYX = np.stack([volume.image(index)[inside] for index in numbers]).astype(np.float64)
+    mask_ZYX = np.stack([volume.mask.read(index)[inside] for index in numbers])
+    base_ZYX = np.stack([volume.stack.read(index)[inside] for index in numbers]).astype(np.float64)
     masked = [(index, mask_YX) for index, mask_YX in zip(numbers, mask_ZYX, strict=True) if mask_YX.any()]
 
     def under_mask(read: Reader) -> np.ndarray:
         found = [read(index)[inside][mask_YX].astype(np.float64) for index, mask_YX in masked]
         return np.concatenate([np.zeros(0), *found])
 
-    base_ZYX[mask_ZYX] = volume.scale.low if volume.truth is None else under_mask(volume.truth)
+    base_ZYX[mask_ZYX] = volume.scale.low if volume.truth is None else under_mask(volume.truth.read)
     known_ZYX = np.isfinite(base_ZYX) & (~mask_ZYX if volume.truth is None else True)
     low, high = window(base_ZYX, known_ZYX, mask_ZYX, volume.scale)
     layers: list[dict[str, Any]] = [
@@ -89,15 +82,15 @@ def embedded(volume: ShownVolume, room: int) -> dict[str, Any]:
     top = max((float(np.quantile(values, 0.99)) for values in spreads.values() if values.size), default=0.0)
     for name, values in spreads.items():
         layers.append({"name": name, "voxels": _packed(to_grey8(values, 0.0, top)), "top": top})
-    size, unit = (volume.voxel_size, volume.unit) if volume.voxel_size else ((1.0, 1.0, 1.0), "voxels")
+    kept, first = volume.stack.metadata, start_of(volume.stack.region)
     return {
-        "name": volume.name,
-        "mask": volume.mask_name,
+        "name": volume.stack.name,
+        "mask": volume.mask.name,
         "shape": mask_ZYX.shape,
-        "first": [a + side.start for a, side in zip(volume.first, part.box, strict=True)],
+        "first": [a + side.start for a, side in zip(first, part.box, strict=True)],
         "step": part.step,
-        "size": [part.step * side for side in size],
-        "unit": unit,
+        "size": [part.step * side for side in kept.voxel_size or (1.0, 1.0, 1.0)],
+        "unit": unit_symbol(kept.unit) if kept.voxel_size else "voxels",
         "told": part.told,
         "at": part.middle,
         "regions": [[[side.start, side.stop] for side in box] for box in _regions(mask_ZYX)[0][:MOST_REGIONS]],
@@ -112,20 +105,22 @@ def embedded(volume: ShownVolume, room: int) -> dict[str, Any]:
 
 def _part(volume: ShownVolume, room: int) -> Part:
     """The first part of a volume that fits."""
-    step = [-(-side // CELLS) for side in volume.shape]
-    cells_ZYX = np.zeros([-(-side // by) for side, by in zip(volume.shape, step, strict=True)], bool)
-    for index in range(volume.shape[0]):
-        rows_YX = np.logical_or.reduceat(volume.mask(index), np.arange(0, volume.shape[1], step[1]), axis=0)
-        cells_ZYX[index // step[0]] |= np.logical_or.reduceat(rows_YX, np.arange(0, volume.shape[2], step[2]), axis=1)
+    shape = volume.stack.shape
+    step = [-(-side // CELLS) for side in shape]
+    starts = [np.arange(0, side, by) for side, by in zip(shape, step, strict=True)]
+    cells_ZYX = np.zeros([*map(len, starts)], bool)
+    for index in range(shape[0]):
+        rows_YX = np.logical_or.reduceat(volume.mask.read(index), starts[1], axis=0)
+        cells_ZYX[index // step[0]] |= np.logical_or.reduceat(rows_YX, starts[2], axis=1)
     layers = len(volume.grey) + len(volume.spread)
-    whole = tuple(slice(0, side) for side in volume.shape)
+    whole = tuple(slice(0, side) for side in shape)
     near = []
-    for axis, (by, side) in enumerate(zip(step, volume.shape, strict=True)):
+    for axis, (by, side) in enumerate(zip(step, shape, strict=True)):
         found = np.flatnonzero(cells_ZYX.any(axis=tuple({0, 1, 2} - {axis})))
         first, last = (int(found[0]) * by, int(found[-1] + 1) * by) if found.size else (0, side)
         near.append(slice(max(0, first - MARGIN), min(side, last + MARGIN)))
     middle = [by * at + by // 2 for by, at in zip(step, _regions(cells_ZYX)[1], strict=True)]
-    box, every = _around(middle, volume.shape, room / (VOXEL_BYTES + layers)), 1
+    box, every = _around(middle, shape, room / (VOXEL_BYTES + layers)), 1
     told = "every voxel of the part around the masked region of median size"
     for larger, apart, of_larger in (
         (tuple(near), 2, "every second voxel along each axis of the part around the mask"),

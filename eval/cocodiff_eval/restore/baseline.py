@@ -32,21 +32,17 @@ def biharmonic(image01_YX: np.ndarray, mask_YX: np.ndarray) -> np.ndarray:
 
 
 def _solve(known_YX: np.ndarray, mask_YX: np.ndarray) -> np.ndarray:
+    """mask_YX: with at least one voxel."""
+    from scipy import ndimage
     from skimage.restoration import inpaint_biharmonic
 
-    if _largest_hole(mask_YX) <= LARGEST_HOLE:
+    labels_YX, _ = ndimage.label(mask_YX)
+    if np.bincount(labels_YX.ravel())[1:].max() <= LARGEST_HOLE:
         return np.asarray(inpaint_biharmonic(known_YX, mask_YX))
     coarse, weight = downsample(known_YX, (~mask_YX).astype(np.float64))
     hidden = weight < 0.5
     solved = _solve(coarse, hidden) if hidden.any() else fill_from_outside(coarse, weight == 0)
     return upsample(solved, (known_YX.shape[0], known_YX.shape[1]))
-
-
-def _largest_hole(mask_YX: np.ndarray) -> int:
-    from scipy import ndimage
-
-    labels_YX, count = ndimage.label(mask_YX)
-    return int(np.bincount(labels_YX.ravel(), minlength=2)[1:].max()) if count else 0
 
 
 CELL, REACH = 64, 32  # voxels of a side that are solved at once, and so many more around them
@@ -75,31 +71,25 @@ def linear(image01: np.ndarray, mask: np.ndarray, axis: int) -> tuple[np.ndarray
 def laplace(image01: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """The harmonic continuation into the mask, by conjugate gradients: each masked voxel is the mean of its neighbours;
     no gradient across the borders of the array. float64 of the same shape. At least one voxel must be known."""
-    from scipy.sparse import coo_matrix
+    from scipy.sparse import coo_matrix, diags
     from scipy.sparse.linalg import cg
 
     known = np.where(mask, 0.0, image01).astype(np.float64)
     if not mask.any():
         return known
-    unknowns = int(mask.sum())
-    number = np.full(mask.shape, -1, dtype=np.int64)
-    number[mask] = np.arange(unknowns)
-    rows, columns = [], []
-    degree, right = np.zeros(unknowns), np.zeros(unknowns)
+    index, hidden_N = np.arange(mask.size).reshape(mask.shape), mask.ravel()
+    pairs = []  # of each masked voxel and a neighbour
     for axis in range(mask.ndim):
-        front, back = (np.moveaxis(number, axis, 0)[part].ravel() for part in (slice(None, -1), slice(1, None)))
-        values = [np.moveaxis(known, axis, 0)[part].ravel() for part in (slice(None, -1), slice(1, None))]
-        for own, other, of_other in ((front, back, values[1]), (back, front, values[0])):
-            inner, outer = (own >= 0) & (other >= 0), (own >= 0) & (other < 0)
-            rows.append(own[inner])
-            columns.append(other[inner])
-            np.add.at(degree, own[own >= 0], 1.0)
-            np.add.at(right, own[outer], of_other[outer])
-    place = np.arange(unknowns)
-    entries = np.concatenate([-np.ones(sum(map(len, rows))), degree])
-    at = (np.concatenate([*rows, place]), np.concatenate([*columns, place]))
-    matrix = coo_matrix((entries, at), shape=(unknowns, unknowns)).tocsr()
-    known[mask], _ = cg(matrix, right, x0=np.full(unknowns, known[~mask].mean()), rtol=1e-4, maxiter=2000)
+        front, back = (np.moveaxis(index, axis, 0)[part].ravel() for part in (slice(None, -1), slice(1, None)))
+        pairs += [(own[hidden_N[own]], other[hidden_N[own]]) for own, other in ((front, back), (back, front))]
+    own, other = map(np.concatenate, zip(*pairs, strict=True))
+    inner, number_N = hidden_N[other], np.cumsum(hidden_N) - 1
+    degree_P = np.bincount(own, minlength=mask.size)[hidden_N].astype(np.float64)
+    right_P = np.bincount(own[~inner], known.ravel()[other[~inner]], mask.size)[hidden_N]
+    places = number_N[own[inner]], number_N[other[inner]]
+    links = coo_matrix((np.ones(len(places[0])), places), shape=(len(right_P), len(right_P)))
+    start_P = np.full(len(right_P), known[~mask].mean())
+    known[mask], _ = cg(diags(degree_P) - links.tocsr(), right_P, x0=start_P, rtol=1e-4, maxiter=2000)
     return known
 
 

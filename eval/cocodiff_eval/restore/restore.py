@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from cocodiff_eval.data.intensity import downsample, fill_from_outside, upsample
-from cocodiff_eval.restore.tiling import Level, RestorationPlan, TilePass, TilingSettings, plan_restoration, tile_window
+from cocodiff_eval.restore.tiling import Level, RestorationPlan, TilePass, plan_restoration
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,13 +51,10 @@ Limits = tuple[float, float]  # of restored voxels, normalised
 Restoration = Generator[Request, np.ndarray, np.ndarray]  # takes what the model made of each request; float64 [B, Y, X]
 
 
-def plan_slice(
-    mask_YX: np.ndarray, inpainter: Inpainter, batch: int, settings: TilingSettings | None = None
-) -> RestorationPlan:
+def plan_slice(mask_YX: np.ndarray, inpainter: Inpainter, batch: int, strength: float = 1.0) -> RestorationPlan:
     """The plan that `restore_slices` runs for each slice; `tile_steps(steps)` is for progress bars."""
-    native, multiple = inpainter.native_size, inpainter.multiple
-    assert native > 0 and native % multiple == 0, f"native size {native} is no multiple of {multiple}"
-    return plan_restoration(mask_YX, native, batch, settings, multiple if inpainter.thin else None)
+    multiple = inpainter.multiple if inpainter.thin else None
+    return plan_restoration(mask_YX, inpainter.native_size, batch, strength, multiple)
 
 
 def restore_slices(
@@ -66,7 +63,7 @@ def restore_slices(
     inpainter: Inpainter,
     *,
     batch: int = 8,
-    settings: TilingSettings | None = None,
+    strength: float = 1.0,
     samples: Sequence[int] | None = None,
     limits: Limits = (0.0, 1.0),
 ) -> list[np.ndarray]:
@@ -75,7 +72,7 @@ def restore_slices(
 
     images_YX: float32 [Y, X] in [0, 1], already filled under the mask (`prepare_slice`): what lies there is not read.
     masks_YX: boolean [Y, X], True where to restore. batch: tiles a model call; it changes speed and memory, not the
-    noise.
+    noise. strength: as of `plan_restoration`.
     A model of videos takes slices of the same sample for frames, in the order given: they have one plan, that of all
     their masks together.
     In each round the first slice that is not done and those after it whose next tiles run at the same strength share
@@ -90,10 +87,9 @@ def restore_slices(
     started: dict[int, Restoration] = {}
     for video in videos:
         mask_YX = np.logical_or.reduce([masks_YX[number] for number in video])
-        plan = plan_slice(mask_YX, inpainter, batch, settings) if mask_YX.any() else None
+        plan = plan_slice(mask_YX, inpainter, batch, strength) if mask_YX.any() else None
         for number in video:
-            one = images_YX[number], masks_YX[number], plan, len(video) > 1
-            started[number] = _restoration(*one, samples[number], limits)
+            started[number] = _restoration(images_YX[number], masks_YX[number], plan, samples[number], limits)
     restored: dict[int, np.ndarray] = {}
     waiting: dict[int, Request] = {}
 
@@ -148,20 +144,19 @@ def sample_keys(sample: int) -> int:
 
 
 def _restoration(
-    image_YX: np.ndarray, mask_YX: np.ndarray, plan: RestorationPlan | None, shared: bool, sample: int, limits: Limits
+    image_YX: np.ndarray, mask_YX: np.ndarray, plan: RestorationPlan | None, sample: int, limits: Limits
 ) -> Restoration:
-    """One slice, request by request. plan: None where nothing is masked; shared: it is of other slices' masks too."""
-    assert image_YX.shape == mask_YX.shape and mask_YX.dtype == bool, (image_YX.shape, mask_YX.shape, mask_YX.dtype)
+    """One slice, request by request. plan: of its mask, or of a whole video's; None where nothing is masked."""
     if plan is None:
         return image_YX.astype(np.float32)
-    known = _known_pyramid(image_YX, mask_YX, plan, shared)
+    known = _known_pyramid(image_YX, mask_YX, plan)
     coarser: np.ndarray | None = None
     for level, (image, unknown_YX) in zip(reversed(plan.levels), reversed(known), strict=True):
         if coarser is not None:
             image = np.where(unknown_YX, upsample(coarser, level.shape), image)
         for number, tile_pass in enumerate(level.passes):
             keys_from = (level.exponent * 2 + number) * PASS_KEYS + sample_keys(sample)
-            image = yield from _run_pass(image, unknown_YX, level, tile_pass, plan, keys_from)
+            image = yield from _run_pass(image, unknown_YX, level, tile_pass, keys_from)
         coarser = image
     assert coarser is not None
     restored_YX = np.clip(coarser, *limits).astype(np.float32)
@@ -169,10 +164,10 @@ def _restoration(
 
 
 def _known_pyramid(
-    image_YX: np.ndarray, mask_YX: np.ndarray, plan: RestorationPlan, shared: bool
+    image_YX: np.ndarray, mask_YX: np.ndarray, plan: RestorationPlan
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """The slice on every level of the plan, holes filled from their surroundings on that level, float64 [Y, X], and
-    which voxels are mostly unknown: of the plan's, where it is shared, those of this slice."""
+    which voxels are mostly unknown: of the plan's those of this slice."""
     image = np.where(mask_YX, 0.0, image_YX).astype(np.float64)
     weight = (~mask_YX).astype(np.float64)
     found = []
@@ -180,36 +175,33 @@ def _known_pyramid(
         if level.exponent > 0:
             image, weight = downsample(image, weight)
         # Where the whole level is hidden (a hole as large as the slice), the smallest trace of known voxels must do.
-        unknown_YX = level.mask_YX & (weight < 0.5) if shared else level.mask_YX
+        unknown_YX = level.mask_YX & (weight < 0.5)
         hidden = unknown_YX if not unknown_YX.all() else weight == 0
         found.append((fill_from_outside(image, hidden | (weight == 0)), unknown_YX))
     return found
 
 
-def _run_pass(
-    image: np.ndarray, unknown_YX: np.ndarray, level: Level, tile_pass: TilePass, plan: RestorationPlan, keys_from: int
-) -> Restoration:
-    """Run a pass on the level's image [Y, X], and blend what its tiles restored into it where the slice is unknown."""
+def _run_pass(image: np.ndarray, unknown_YX: np.ndarray, level: Level, tile_pass: TilePass, key: int) -> Restoration:
+    """Run a pass on the level's image [Y, X], and blend what its tiles restored into it where the slice is unknown.
+    key: of the noise of its first tile."""
     padding = level.padding
     # Reflection shows a small slice to the model at its native size without inventing an edge.
     image_padded = np.pad(image, padding, mode="symmetric")
     hidden_padded = np.pad(tile_pass.hidden_YX & unknown_YX, padding, mode="symmetric")
     labels_padded = np.pad(np.where(unknown_YX, level.labels_YX, 0), padding)  # reflections are never written
     total, weights = np.zeros(level.padded), np.zeros(level.padded)
-    key, (rows, columns) = keys_from, plan.tile
     for tiles in tile_pass.batches:
         keys = range(key, key + len(tiles))
         key += len(tiles)
-        places = [np.s_[tile.row : tile.row + rows, tile.column : tile.column + columns] for tile in tiles]
+        places = [level.box(tile) for tile in tiles]
         images, hidden = ([whole[here] for here in places] for whole in (image_padded, hidden_padded))
         outputs = yield Request(images, hidden, tile_pass.strength, keys)
         for tile, here, *of_tile in zip(tiles, places, outputs, images, hidden, strict=True):
-            window = tile_window(tile, level.padded, plan.tile, plan.overlap)
-            weight = window * np.isin(labels_padded[here], tile.holes)
+            weight = level.weights(tile) * np.isin(labels_padded[here], tile.holes)
             total[here] += weight * match_surroundings(*of_tile)
             weights[here] += weight
     blended = np.divide(total, weights, out=image_padded.copy(), where=weights > 0)
-    (top, _), (left, _) = padding
+    top, left = level.offset
     return blended[top : top + level.shape[0], left : left + level.shape[1]]
 
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 import numpy as np
 
-from cocodiff_eval.data.intensity import downsample, halve_shape
+from cocodiff_eval.data.intensity import downsample
 
 # A tile that reaches the mask only with a smaller weight is left out: every voxel has another with at least a quarter.
 FAINT = 0.02
@@ -23,15 +24,7 @@ FAINT = 0.02
 HOLE_LIMIT = 0.5  # longest side of a hole that one tile restores from noise
 DEPTH_LIMIT = 0.125  # a larger hole is also restored so where no voxel is farther than this from known ones
 OVERLAP = 0.25  # of neighbouring tiles; the blend takes the middle half of it
-
-
-@dataclass(frozen=True)
-class TilingSettings:
-    """refine_strength: noise level from which finer levels are refined; 1 would forget the coarser result. strength:
-    that from which a hole is first restored; below 1 the fill from around it shines through."""
-
-    refine_strength: float = 0.2
-    strength: float = 1.0
+REFINE_STRENGTH = 0.2  # noise level from which finer levels are refined; 1 would forget the coarser result
 
 
 @dataclass(frozen=True)
@@ -113,8 +106,24 @@ class Level:
     @property
     def padding(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """How far the level is padded before and after each axis, as `numpy.pad` takes it."""
-        (top, left), (rows, columns) = self.offset, self.shape
-        return ((top, self.padded[0] - rows - top), (left, self.padded[1] - columns - left))
+        (top, left), (below, right) = self.offset, np.subtract(self.padded, self.shape).tolist()
+        return ((top, below - top), (left, right - left))
+
+    @property
+    def overlap(self) -> int:
+        """Of neighbouring tiles, in voxels."""
+        return max(4, round(self.native * OVERLAP))
+
+    def box(self, tile: Tile) -> tuple[slice, slice]:
+        """Where a tile lies in the padded level."""
+        return slice(tile.row, tile.row + self.tile[0]), slice(tile.column, tile.column + self.tile[1])
+
+    def weights(self, tile: Tile) -> np.ndarray:
+        """For blending a tile, float64 of its shape; all 1 for a tile that has its holes to itself."""
+        if not tile.blend:
+            return np.ones(self.tile)
+        starts = zip((tile.row, tile.column), self.padded, self.tile, strict=True)
+        return np.outer(*(axis_window(start, length, side, self.overlap) for start, length, side in starts))
 
     @cached_property
     def holes(self) -> _Holes:
@@ -136,8 +145,6 @@ class Level:
 class RestorationPlan:
     """All levels of one slice, finest first; they run from the last to the first."""
 
-    tile: tuple[int, int]
-    overlap: int
     levels: tuple[Level, ...]
 
     def tile_steps(self, steps: int) -> int:
@@ -151,22 +158,19 @@ def steps_at(steps: int, strength: float) -> int:
 
 
 def plan_restoration(
-    mask_YX: np.ndarray, native: int, batch: int, settings: TilingSettings | None = None, multiple: int | None = None
+    mask_YX: np.ndarray, native: int, batch: int, strength: float = 1.0, multiple: int | None = None
 ) -> RestorationPlan:
-    """Plan one slice for a model of `native` x `native` voxels and at most `batch` tiles a call. multiple: tiles of a
-    thinner slice are as thin as this number's multiples allow; else they are square."""
-    settings = settings or TilingSettings()
-    assert native >= 8 and batch >= 1, (native, batch)
+    """Plan one slice for a model of `native` x `native` voxels and at most `batch` tiles a call. strength: noise level
+    from which a hole is first restored; below 1 the fill from around it shines through. multiple: tiles of a thinner
+    slice are as thin as this number's multiples allow; else they are square."""
     tile = (native, native)
     if multiple is not None:
         rows, columns = (min(native, -(-side // multiple) * multiple) for side in mask_YX.shape)
         tile = (rows, columns)
     grids = _grids(mask_YX, native, tile)
     starts = _starts(grids)
-    overlap = max(4, round(native * OVERLAP))
     deepest = int(starts.max(initial=0))
-    levels = tuple(_level(grid, starts, overlap, batch, settings) for grid in grids[: deepest + 1])
-    return RestorationPlan(tile, overlap, levels)
+    return RestorationPlan(tuple(_level(grid, starts, batch, strength) for grid in grids[: deepest + 1]))
 
 
 def _grids(mask_YX: np.ndarray, native: int, tile: tuple[int, int]) -> list[Level]:
@@ -178,15 +182,15 @@ def _grids(mask_YX: np.ndarray, native: int, tile: tuple[int, int]) -> list[Leve
     grids = [Level(0, (mask_YX.shape[0], mask_YX.shape[1]), native, tile, mask_YX.copy(), labels_YX)]
     while max(grids[-1].shape) > native:
         finer = grids[-1]
-        shape = halve_shape(finer.shape)
-        known_YX = downsample(known_YX, np.ones_like(known_YX))[0]
+        known_YX, _ = downsample(known_YX, np.ones_like(known_YX))
+        rows, columns = known_YX.shape
         even = np.pad(labels_YX, [(0, side % 2) for side in finer.shape])
-        labels_YX = even.reshape(shape[0], 2, shape[1], 2).max(axis=(1, 3))
+        labels_YX = even.reshape(rows, 2, columns, 2).max(axis=(1, 3))
         # A sample can be mostly unknown though its own four are not: it then belongs to a neighbouring hole.
         labels_YX = np.where(labels_YX > 0, labels_YX, ndimage.grey_dilation(labels_YX, size=(3, 3)))
         coarse_mask_YX = (known_YX < 0.5) & (labels_YX > 0)
         labels = np.where(coarse_mask_YX, labels_YX, 0)
-        grids.append(Level(finer.exponent + 1, shape, native, tile, coarse_mask_YX, labels))
+        grids.append(Level(finer.exponent + 1, (rows, columns), native, tile, coarse_mask_YX, labels))
     return grids
 
 
@@ -207,25 +211,23 @@ def _starts(grids: list[Level]) -> np.ndarray:
     return starts
 
 
-def _level(grid: Level, starts: np.ndarray, overlap: int, batch: int, settings: TilingSettings) -> Level:
+def _level(grid: Level, starts: np.ndarray, batch: int, strength: float) -> Level:
     labels_K = grid.holes.labels_K
     older_K = labels_K[starts[labels_K] > grid.exponent]
     fresh = grid.holes.only(starts[labels_K] == grid.exponent)
     passes = []
     if len(fresh.labels_K):
         # Holes of other levels are not known yet at this resolution, so the model may not take them for context.
-        tiles = _tiles_from_noise(grid, fresh, overlap)
-        passes.append(TilePass(settings.strength, grid.mask_YX, tiles, batch))
+        passes.append(TilePass(strength, grid.mask_YX, _tiles_from_noise(grid, fresh), batch))
     if len(older_K):
         # Whatever is not being refined is by now as good as it gets here, and serves as context.
         hidden_YX = np.isin(grid.labels_YX, older_K)
-        tiles = tuple(_grid_tiles(grid, older_K, overlap))
-        strength = min(settings.refine_strength, settings.strength)
-        passes.append(TilePass(strength, hidden_YX, tiles, batch))
+        tiles = tuple(_grid_tiles(grid, older_K))
+        passes.append(TilePass(min(REFINE_STRENGTH, strength), hidden_YX, tiles, batch))
     return replace(grid, passes=tuple(passes))
 
 
-def _tiles_from_noise(grid: Level, fresh: _Holes, overlap: int) -> tuple[Tile, ...]:
+def _tiles_from_noise(grid: Level, fresh: _Holes) -> tuple[Tile, ...]:
     """A tile around each hole that fits one, shared with the holes near it; a grid over the long and thin."""
     if grid.padded == grid.tile:
         return (Tile(0, 0, tuple(fresh.labels_K.tolist()), blend=False),)
@@ -237,21 +239,16 @@ def _tiles_from_noise(grid: Level, fresh: _Holes, overlap: int) -> tuple[Tile, .
     while len(waiting.labels_K):
         together_K = _company(waiting, grid, margin)
         group = waiting.only(together_K)
-        top, left = group.boxes_K4[:, :2].min(axis=0).tolist()
-        bottom, right = group.boxes_K4[:, 2:].max(axis=0).tolist()
-        row = _centred(top + grid.offset[0], bottom + grid.offset[0], grid.tile[0], grid.padded[0])
-        column = _centred(left + grid.offset[1], right + grid.offset[1], grid.tile[1], grid.padded[1])
+        # They lie in its middle, as far as it stays inside the padded level.
+        ends = group.boxes_K4[:, :2].min(axis=0) + group.boxes_K4[:, 2:].max(axis=0)
+        start = (ends - grid.tile) // 2 + grid.offset
+        row, column = np.clip(start, 0, np.subtract(grid.padded, grid.tile)).tolist()
         tiles.append(Tile(row, column, tuple(group.labels_K.tolist()), blend=False))
         waiting = waiting.only(~together_K)
     large_K = fresh.labels_K[fresh.sides_K > limit]
     if len(large_K):
-        tiles.extend(_grid_tiles(grid, large_K, overlap))
+        tiles.extend(_grid_tiles(grid, large_K))
     return tuple(tiles)
-
-
-def _centred(start: int, stop: int, side: int, length: int) -> int:
-    """Where a window of `side` begins that has [start, stop) in its middle and stays inside [0, length)."""
-    return min(max((start + stop - side) // 2, 0), length - side)
 
 
 def _company(waiting: _Holes, grid: Level, margin: int) -> np.ndarray:
@@ -291,21 +288,12 @@ def axis_window(start: int, length: int, native: int, overlap: int) -> np.ndarra
     return window
 
 
-def tile_window(tile: Tile, padded: tuple[int, int], shape: tuple[int, int], overlap: int) -> np.ndarray:
-    """Blending weights of a tile, float64 of its shape; all 1 for a tile that has its holes to itself."""
-    if not tile.blend:
-        return np.ones(shape)
-    rows = axis_window(tile.row, padded[0], shape[0], overlap)
-    columns = axis_window(tile.column, padded[1], shape[1], overlap)
-    return rows[:, None] * columns[None, :]
-
-
-def _grid_tiles(grid: Level, labels_K: np.ndarray, overlap: int) -> Iterator[Tile]:
+def _grid_tiles(grid: Level, labels_K: np.ndarray) -> Iterator[Tile]:
     """Tiles of an even grid that write at least one voxel of the given labels, row by row."""
     wanted_YX = np.pad(np.where(np.isin(grid.labels_YX, labels_K), grid.labels_YX, 0), grid.padding)
-    for row in axis_starts(grid.padded[0], grid.tile[0], overlap):
-        for column in axis_starts(grid.padded[1], grid.tile[1], overlap):
-            here = wanted_YX[row : row + grid.tile[0], column : column + grid.tile[1]]
-            window = tile_window(Tile(row, column, (), blend=True), grid.padded, grid.tile, overlap)
-            if (here[window > FAINT] > 0).any():
-                yield Tile(row, column, tuple(np.unique(here[here > 0]).tolist()), blend=True)
+    along = (axis_starts(length, side, grid.overlap) for length, side in zip(grid.padded, grid.tile, strict=True))
+    for row, column in product(*along):
+        tile = Tile(row, column, (), blend=True)
+        here = wanted_YX[grid.box(tile)]
+        if (here[grid.weights(tile) > FAINT] > 0).any():
+            yield replace(tile, holes=tuple(np.unique(here[here > 0]).tolist()))
