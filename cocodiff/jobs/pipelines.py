@@ -244,10 +244,7 @@ def _fetched(name: str, file: str) -> Path:
 def import_pipeline(request: Request) -> None:
     """Imports the pipeline's class and all it needs: before ranks are forked, so that they share it."""
     import_late("scipy.stats")  # another tenth: schedulers import it, and use it for one kind of schedule
-    gc.disable()  # a tenth of the time would go into a search for garbage among what stays
     _pipeline_class(request)
-    gc.freeze()  # ranks do not search it either: each would copy 120 MB of pages, as the collector writes to them
-    gc.enable()
 
 
 # On every rank --------------------------------------------------------------------------------------------------------

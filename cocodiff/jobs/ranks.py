@@ -7,6 +7,7 @@ device nor MPI nor a thread pool may exist before the fork.
 from __future__ import annotations
 
 import fcntl
+import gc
 import json
 import os
 import secrets
@@ -66,6 +67,8 @@ def run_ranks(
     settings: what all ranks must have been started with alike, beside `config`.
     left: says what a run that ended badly has left behind, in words.
     """
+    gc.freeze()  # ranks do not search what is there now: each would copy 120 MB of pages, as the collector writes to them
+    gc.enable()
     run = partial(_run_rank, config, settings, work)
     if launch.kind != "alone":
         if ranks is not None and launch.size is not None and ranks != launch.size:
@@ -344,6 +347,7 @@ def _report(ends: dict[int, End], ranks: int, left: str) -> int:
 def settle(values: dict[str, Any], launch: Launch) -> int:
     """Quiets libraries and shares the cores among ranks, before numpy or torch are imported. Returns how many ranks.
     Raises UserError where this host has no room for so many."""
+    gc.disable()  # until ranks run: a tenth of the time would go into a search for garbage among what imports leave
     quiet_libraries(values["log_level"])
     ranks = (values["ranks"] if launch.kind == "alone" else launch.size) or 1
     limit_threads(launch.local_size or ranks)

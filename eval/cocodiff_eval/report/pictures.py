@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from scipy import ndimage
 
 from cocodiff_eval.data.intensity import IntensityRange, fences
 from cocodiff_eval.data.slices import to_grey8
@@ -234,6 +233,8 @@ def _mean_where(values_YX: np.ndarray, known_YX: np.ndarray, side: int) -> np.nd
 
 def _near(mask_YX: np.ndarray) -> np.ndarray:
     """Pixels of WebP's blocks that hold masked pixels or lie beside one."""
+    from scipy import ndimage
+
     rows, columns = mask_YX.shape
     near_YX = np.pad(ndimage.binary_dilation(mask_YX, iterations=2), ((0, -rows % BLOCK), (0, -columns % BLOCK)))
     blocks = near_YX.reshape(near_YX.shape[0] // BLOCK, BLOCK, near_YX.shape[1] // BLOCK, BLOCK).any((1, 3))
