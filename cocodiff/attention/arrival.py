@@ -21,8 +21,8 @@ from torch import Tensor
 
 from cocodiff.attention.stateful import TENSORS, LayerState, Noted, StatefulCall, StatefulCodec
 from cocodiff.attention.strategy import LayerKey
-from cocodiff.config.machine import Topology
-from cocodiff.config.registry import CODECS, SELECTIONS, load
+from cocodiff.comm.transport import Transport
+from cocodiff.config.registry import CODECS, load
 from cocodiff.exchange.codec import AllRanks, Codec, StepInfo, StepNotes
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.messages import EncodedBlocks
@@ -78,7 +78,7 @@ class DisplacedStep:
     awaited: float = 0.0
     inner: Any = None
 
-    def add(self, displaced: frozenset[str], share: float) -> None:
+    def add(self, displaced: frozenset[str] = frozenset(), share: float = 1.0) -> None:
         """A call. share: of a whole tensor's bytes that each takes."""
         self.sets["".join(name for name in TENSORS if name in displaced)] += 1
         self.awaited += (len(TENSORS) - len(displaced)) * share
@@ -101,31 +101,27 @@ class DisplacedStep:
         }
 
 
-class Displaced(StatefulCodec[LayerArrivals, DisplacedStep]):
+class Displaced(StatefulCodec):
     """Has calls go on without some of what they send, by another codec."""
 
-    def __init__(self, inner: Codec, exchange: Exchange | None, everyone: AllRanks, settings: Any) -> None:
-        """everyone: that share the sequence, who decide together. settings: arrival, tau, fine_steps, see `Config`."""
-        super().__init__(settings, exchange, everyone, LayerArrivals, DisplacedStep)
-        self.notes = getattr(inner, "notes", self.notes)
-        self.inner = inner
+    layer_state, step_notes = LayerArrivals, DisplacedStep
+
+    def __init__(self, settings: Any, exchange: Exchange | None, ranks: Transport, everyone: AllRanks) -> None:
+        """settings: arrival, tau, fine_steps, and the inner codec's, see `Config`."""
+        super().__init__(settings, exchange, ranks, everyone)
+        inner = Codec if settings.codec == "none" else load(CODECS, settings.codec)
+        self.inner: Codec = inner(settings, exchange, ranks, everyone)
+        self.notes = getattr(self.inner, "notes", self.notes)
         self.measures = settings.arrival == "adaptive"  # how tensors change
+        self.transfer = DisplacedTransfer
 
-    @classmethod
-    def of(
-        cls, settings: Any, topology: Topology, exchange: Exchange | None, transport: Any, everyone: AllRanks
-    ) -> Displaced:
-        codes = settings.codec != "none"
-        inner: type[Codec] = load(CODECS, settings.codec) if codes else load(SELECTIONS, settings.selection)
-        return cls(inner.of(settings, topology, exchange, transport, everyone), exchange, everyone, settings)
-
-    def transfer(self, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> Transfer:
-        return DisplacedTransfer(exchange, DisplacedCall(self, exchange, layout, layer_key), layer_key.kind)
+    def call(self, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> EncodedCall:
+        return DisplacedCall(self, exchange, layout, layer_key)
 
     # Lifecycle --------------------------------------------------------------------------------------------------------
 
     def note_whole(self) -> None:
-        self._report[self.moment.step].add(frozenset(), 1.0)
+        super().note_whole()
         self.inner.note_whole()
 
     def begin_step(self, moment: StepInfo) -> None:
@@ -161,21 +157,6 @@ class Displaced(StatefulCodec[LayerArrivals, DisplacedStep]):
         super().forget_report()
         self.inner.forget_report()
 
-    # Deciding ---------------------------------------------------------------------------------------------------------
-
-    def begin_call(self, call: DisplacedCall, like_BLHD: Tensor) -> None:
-        """Decides what is displaced, alike on all ranks, and receives what the last call left."""
-        notes, state, inner = self.begun(call, like_BLHD), call.state, call.inner
-        inner.begin(like_BLHD)
-        call.displaced = self.displaced(state, inner)
-        inner.displace(call.displaced)
-        state.catch_up()
-        if self.measures and not inner.measures and state.follows:
-            call.measured = notes.of_call(like_BLHD.device)
-        for noted in filter(None, (inner.noted, call.measured)):
-            noted.takers.append(state.take_notes)
-        self._report[self.moment.step].add(call.displaced, inner.share)
-
     def displaced(self, state: LayerArrivals, inner: EncodedCall) -> frozenset[str]:
         """The tensors that this call does not wait for: attention takes what the last call left."""
         if not state.follows or self.fine:
@@ -190,11 +171,12 @@ class Displaced(StatefulCodec[LayerArrivals, DisplacedStep]):
         return frozenset(name for name in TENSORS if state.changes.get(name, math.inf) < limit)
 
 
-class DisplacedCall(StatefulCall[LayerArrivals]):
+class DisplacedCall(StatefulCall):
     """displaced: the tensors in whose place operands are taken, once the call has begun. measured: where it is noted
     how tensors change, if the codec does not do that itself."""
 
     _codec: Displaced
+    state: LayerArrivals
     displaced: frozenset[str]
     measured: Noted | None = None
 
@@ -203,7 +185,18 @@ class DisplacedCall(StatefulCall[LayerArrivals]):
         self.inner = codec.inner.call(exchange, layout, layer_key)
 
     def begin(self, like_BLHD: Tensor) -> None:
-        self._codec.begin_call(self, like_BLHD)
+        """Decides what is displaced, alike on all ranks, and receives what the last call left."""
+        super().begin(like_BLHD)
+        codec, state, inner = self._codec, self.state, self.inner
+        inner.begin(like_BLHD)
+        self.displaced = codec.displaced(state, inner)
+        inner.displace(self.displaced)
+        state.catch_up()
+        if inner.noted is not None:
+            inner.noted.takers.append(state.take_notes)
+        if codec.measures and not inner.measures and state.follows:
+            self.measured = self._notes.of_call(like_BLHD.device, state.take_notes)
+        codec.noted_step.add(self.displaced, inner.share)
 
     def comes_in_stages(self) -> None:
         self.inner.comes_in_stages()

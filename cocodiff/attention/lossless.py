@@ -25,8 +25,7 @@ from torch import Tensor
 
 from cocodiff.attention.stateful import TENSORS, CodedStep, End, LayerEnds, StatefulCall, StatefulCodec
 from cocodiff.attention.strategy import LayerKey
-from cocodiff.comm.transport import Ranks
-from cocodiff.config.machine import Topology
+from cocodiff.comm.transport import Transport
 from cocodiff.exchange.codec import AllRanks
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.messages import EncodedBlocks
@@ -70,39 +69,20 @@ class LosslessStep(CodedStep):
         return super().merged(parts) | {"linear_fraction": None, "overflows": overflows}
 
 
-class Lossless(StatefulCodec[SiteState, LosslessStep]):
+class Lossless(StatefulCodec):
     """Sends streams."""
 
-    def __init__(self, exchange: Exchange | None, ranks: Ranks, everyone: AllRanks, settings: Any) -> None:
-        """ranks: of the Ulysses group."""
-        super().__init__(settings, exchange, everyone, SiteState, LosslessStep)
-        self.ranks, self.factor = ranks, CONTINUED[settings.predictor]
+    layer_state, step_notes = SiteState, LosslessStep
 
-    @classmethod
-    def of(
-        cls, settings: Any, topology: Topology, exchange: Exchange | None, transport: Any, everyone: AllRanks
-    ) -> Lossless:
-        return cls(exchange, transport, everyone, settings)
+    def __init__(self, settings: Any, exchange: Exchange | None, ranks: Transport, everyone: AllRanks) -> None:
+        """ranks: of the Ulysses group."""
+        super().__init__(settings, exchange, ranks, everyone)
+        self.ranks, self.factor = ranks, CONTINUED[settings.predictor]
 
     def call(self, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> EncodedCall:
         return LosslessCall(self, exchange, layout, layer_key)
 
-    def note_whole(self) -> None:
-        self._report[self.moment.step].add(False, 1.0)
-
-    def begin_call(self, call: LosslessCall, like_BLHD: Tensor) -> None:
-        notes, state, head_dim = self.begun(call, like_BLHD), call.state, like_BLHD.shape[-1]
-        call.factor = state.factor * self.factor
-        call.noted_step, call.codes = self._report[self.moment.step], like_BLHD.dtype in CODED
-        if call.codes:
-            there = state.sent if state.follows else TENSORS
-            call.rooms = {name: self._room(state, name, head_dim) for name in TENSORS if name in there}
-            call.share = sum(call.rooms.values()) / (len(call.rooms) * 2 * head_dim)
-            call.noted = notes.of_call(like_BLHD.device, largest=True)
-            call.noted.takers.append(state.take_notes)
-        call.noted_step.add(bool(call.rooms), call.share)
-
-    def _room(self, state: SiteState, name: str, head_dim: int) -> int:
+    def room(self, state: SiteState, name: str, head_dim: int) -> int:
         """Bytes for a token and head of the first part of a tensor's streams: what the last call needed, and more where
         the noise level moves farther now than it did then, as a bit more holds twice the difference."""
         whole, needed = 2 * head_dim, state.needed.get(name, 0)
@@ -134,12 +114,13 @@ class Arrived(NamedTuple):
     found: Tensor | None
 
 
-class LosslessCall(StatefulCall[SiteState]):
+class LosslessCall(StatefulCall):
     """What follows is known once the call has begun. codes: whether tensors are of a type that is coded; others travel
     whole. factor: of the continuation, 0 where the last values stand alone. rooms: of every tensor that is coded the
     bytes for a token and head of the first part."""
 
     _codec: Lossless
+    state: SiteState
     codes: bool
     factor: float
     noted_step: LosslessStep
@@ -157,8 +138,17 @@ class LosslessCall(StatefulCall[SiteState]):
         self._staged = self._exchange.staged
 
     def begin(self, like_BLHD: Tensor) -> None:
+        super().begin(like_BLHD)
         self._like, self._batch, self._head_dim = like_BLHD.new_empty(0), len(like_BLHD), like_BLHD.shape[-1]
-        self._codec.begin_call(self, like_BLHD)
+        codec, state = self._codec, self.state
+        self.factor = state.factor * codec.factor
+        self.noted_step, self.codes = codec.noted_step, like_BLHD.dtype in CODED
+        if self.codes:
+            there = state.sent if state.follows else TENSORS
+            self.rooms = {name: codec.room(state, name, self._head_dim) for name in TENSORS if name in there}
+            self.share = sum(self.rooms.values()) / (len(self.rooms) * 2 * self._head_dim)
+            self.noted = self._notes.of_call(like_BLHD.device, state.take_notes, largest=True)
+        self.noted_step.add(bool(self.rooms), self.share)
 
     def cell_bytes(self, x_BLHD: Tensor) -> int:
         width = max(self.rooms.values()) if self.rooms else x_BLHD.shape[-1] * x_BLHD.element_size()

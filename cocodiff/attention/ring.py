@@ -26,7 +26,7 @@ from torch import Tensor
 from cocodiff.attention.local import Keys, LocalAttention, Partial, mask_in_rank_order
 from cocodiff.attention.strategy import LazyQKV
 from cocodiff.comm.trace import Trace
-from cocodiff.comm.transport import Group, LaneFuture, Pending, Ranks
+from cocodiff.comm.transport import Group, LaneFuture, Pending, Transport
 from cocodiff.kernels import Kernels, views
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.layout import Layout
@@ -44,7 +44,7 @@ class Ring:
     def __init__(
         self,
         mesh: Mesh,
-        transport: Ranks,
+        transport: Transport,
         trace: Trace,
         kernels: Kernels | None = None,
         local: LocalAttention | None = None,
@@ -155,7 +155,7 @@ class Came(NamedTuple):
 class TokenRing(Ring):
     """One rank's place in its ring. Its messages are whole, whatever the Ulysses part sends."""
 
-    def __init__(self, mesh: Mesh, transport: Ranks, *more: Any) -> None:
+    def __init__(self, mesh: Mesh, transport: Transport, *more: Any) -> None:
         """As `Ring`."""
         super().__init__(mesh, transport, *more)
         self._nodes, self._steps = (visits_of(mesh, self.rank, along) for along in ((NODE,), (CARD, TILE)))

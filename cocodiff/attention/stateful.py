@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cocodiff.attention.strategy import LayerKey
 from cocodiff.comm.trace import Trace
-from cocodiff.comm.transport import LaneFuture
+from cocodiff.comm.transport import LaneFuture, Transport
 from cocodiff.exchange.codec import AllRanks, Codec, StepInfo, StepNotes
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.outgoing import OUTPUT, EncodedCall
@@ -129,14 +129,14 @@ class SharedNotes:
         self._blocks: list[Tensor] = []  # theirs, of so many layers each
         self._deciding: tuple[list[Noted], LaneFuture[list[Any] | None]] | None = None
 
-    def of_call(self, device: torch.device, largest: bool = False) -> Noted:
+    def of_call(self, device: torch.device, taker: TakeNotes, largest: bool = False) -> Noted:
         """Room for the notes of one more call. largest: of which ranks take the largest, not the sum."""
         first = len(self._noted) % NOTED_SITES * len(TENSORS)
         if not first:
             self._blocks.append(torch.zeros(NOTED_SITES * len(TENSORS), NOTES, dtype=torch.int64, device=device))
         if largest:
             self._largest += range(len(TENSORS) * len(self._noted), len(TENSORS) * (len(self._noted) + 1))
-        self._noted.append(Noted(self._blocks[-1][first : first + len(TENSORS)], []))
+        self._noted.append(Noted(self._blocks[-1][first : first + len(TENSORS)], [taker]))
         return self._noted[-1]
 
     def begin_step(self, moment: StepInfo) -> None:
@@ -228,7 +228,7 @@ class CodedStep:
     linear: int = 0
     sent: float = 0.0
 
-    def add(self, coded: bool, share: float, linear: int = 0) -> None:
+    def add(self, coded: bool = False, share: float = 1.0, linear: int = 0) -> None:
         """A call. share: of a whole tensor's bytes that each takes. linear: of its tensors, predicted linearly."""
         self.calls += 1
         self.coded += coded
@@ -251,24 +251,19 @@ class CodedStep:
         }
 
 
-S = TypeVar("S", bound=LayerState)
-N = TypeVar("N", bound=StepNotes)
-
-
-class StatefulCodec(Codec, Generic[S, N]):
+class StatefulCodec(Codec):
     """Keeps every layer's last values, and decides by what all ranks noted of the last call. One rank codes nothing."""
 
-    keeps_state = prefers_ulysses = True
+    keeps_state = True
     fixed_kind: FixedKind | None = None  # every call is of this kind, in recordings
+    step_notes: type[StepNotes]
+    _report: defaultdict[int, Any]
 
-    def __init__(
-        self, settings: Any, exchange: Exchange | None, everyone: AllRanks, layer: type[S], step: type[N]
-    ) -> None:
-        """everyone: that share the sequence, who decide together. layer, step: make what is kept of one, and noted."""
-        self._settings, self.kept = settings, values_kept(settings)
+    def __init__(self, settings: Any, exchange: Exchange | None, ranks: Transport | None, everyone: AllRanks) -> None:
+        """everyone: that share the sequence, who decide together."""
+        super().__init__(settings, exchange)
+        self.kept, self._report = values_kept(settings), defaultdict(self.step_notes)
         self.notes = None if exchange is None else SharedNotes(everyone, exchange.trace)
-        self._layers: dict[LayerKey, S] = {}
-        self._new_layer, self._report = layer, defaultdict[int, N](step)
 
     @property
     def fine(self) -> bool:
@@ -277,54 +272,51 @@ class StatefulCodec(Codec, Generic[S, N]):
             return self.fixed_kind.fine
         return self.moment.steps is not None and self.moment.step >= self.moment.steps - self._settings.fine_steps
 
-    def state_of(self, layer_key: LayerKey) -> S:
-        return self._layers.setdefault(layer_key, self._new_layer())
+    @property
+    def noted_step(self) -> Any:
+        """Where calls of this step are noted."""
+        return self._report[self.moment.step]
 
-    def begun(self, call: StatefulCall[S], like_BLHD: Tensor) -> SharedNotes:
-        """Takes the notes of earlier calls, and tells a call which one of its layer it is; returns where it notes."""
-        assert self.notes is not None, "one rank alone codes nothing"
-        self.notes.hand_out()
-        anew = self.fixed_kind is not None and self.fixed_kind.anew
-        call.state.begin(like_BLHD, call.layout, self.moment, anew)
-        call.number = call.state.follows
-        return self.notes
+    def note_whole(self) -> None:
+        self.noted_step.add()
 
     def begin_step(self, moment: StepInfo) -> None:
         """Has all ranks' notes of the last call summed, behind what comes before the first attention."""
-        if self.notes is None:
-            return
-        if moment.run != self.moment.run:  # a new image: nothing of the last one may be seen
-            self.end()
-        self.moment = moment
-        self.notes.begin_step(moment)
-
-    def forget(self, layer_key: LayerKey) -> None:
-        self._layers.pop(layer_key, None)
+        super().begin_step(moment)
+        if self.notes is not None:
+            self.notes.begin_step(moment)
 
     def end(self, drain: bool = True) -> None:
         if self.notes is not None:
             if drain:
                 self.notes.hand_out()
             self.notes.clear()
-        self._layers.clear()
-
-    def bytes_held(self) -> int:
-        return sum(state.bytes_held() for state in self._layers.values())
-
-    def report(self) -> dict[int, StepNotes]:
-        return {**self._report}
-
-    def forget_report(self) -> None:
-        self._report.clear()
+        super().end(drain)
 
 
-class StatefulCall(EncodedCall, Generic[S]):
-    """One attention call of such a codec. number: among calls that follow one another, from 0, once it has begun."""
+class LayerCall(EncodedCall):
+    """One attention call of a codec that keeps a state of its layer."""
 
-    number: int
-    noted: Noted | None = None
+    state: LayerState
 
-    def __init__(self, codec: StatefulCodec[S, Any], exchange: Exchange, layout: Layout, layer_key: LayerKey) -> None:
+    def __init__(self, codec: Codec, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> None:
         super().__init__(layout)
         self._codec, self.state, self._layer = codec, codec.state_of(layer_key), layer_key.kind
         self._exchange, self._kernels, self._trace = exchange, exchange.kernels, exchange.trace
+
+
+class StatefulCall(LayerCall):
+    """number: among calls that follow one another, from 0, once it has begun."""
+
+    _codec: StatefulCodec
+    number: int
+    noted: Noted | None = None
+
+    def begin(self, like_BLHD: Tensor) -> None:
+        """Takes the notes of earlier calls, and learns which one of its layer this is."""
+        codec = self._codec
+        assert codec.notes is not None, "one rank alone codes nothing"
+        self._notes = codec.notes
+        self._notes.hand_out()
+        self.state.begin(like_BLHD, self.layout, codec.moment, codec.fixed_kind is not None and codec.fixed_kind.anew)
+        self.number = self.state.follows

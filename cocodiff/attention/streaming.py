@@ -25,7 +25,7 @@ from torch import Tensor
 from cocodiff.attention.local import Keys, Partial, mask_in_rank_order
 from cocodiff.attention.ring import LANE, Ring
 from cocodiff.attention.strategy import LazyQKV
-from cocodiff.comm.transport import Pending, Ranks
+from cocodiff.comm.transport import Pending, Transport
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.routes.rounds import rounds_of
@@ -63,7 +63,7 @@ class PiecesInFlight:
 class Streaming(Ring):
     """One rank's place among ranks that keep their keys. Its messages are whole, whatever the Ulysses part sends."""
 
-    def __init__(self, mesh: Mesh, transport: Ranks, *more: Any) -> None:
+    def __init__(self, mesh: Mesh, transport: Transport, *more: Any) -> None:
         """As `Ring`."""
         super().__init__(mesh, transport, *more)
         grid = rounds_of(mesh)[mesh.group_and_slot(self.rank)[1]]

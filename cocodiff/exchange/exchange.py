@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from cocodiff.comm.trace import Trace
-from cocodiff.comm.transport import Group, Lane, LaneFuture, Ranks
+from cocodiff.comm.transport import Group, Lane, LaneFuture, Transport
 from cocodiff.config.machine import Topology
 from cocodiff.config.registry import EXCHANGES, load
 from cocodiff.exchange.messages import BlockSet, InOrder, Port, Target, run_phase, run_pipelined
@@ -34,7 +34,7 @@ class Exchange:
         self,
         name: str,
         topology: Topology,
-        transport: Ranks,
+        transport: Transport,
         trace: Trace,
         table: ExchangeTable | None = None,
         nic_balance: bool = True,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from cocodiff.comm.transport import Group, LaneFuture, Pending, Ranks
+from cocodiff.comm.transport import Group, LaneFuture, Pending, Transport
 from cocodiff.exchange.messages import BlockSet, InFlight, Port, Sent, Target
 from cocodiff.exchange.outgoing import CallEnd, Outgoing, OutputToRows, TensorFuture, TensorsToHeads
 from cocodiff.topology.layout import Layout
@@ -38,7 +38,7 @@ class Unstaged(Protocol):
 class StagedExchange:
     """One rank's end of an exchange in stages. What is passed on has groups of its own: no two lanes post in one."""
 
-    def __init__(self, exchange: Unstaged, transport: Ranks, stages: Stages, from_mb: float) -> None:
+    def __init__(self, exchange: Unstaged, transport: Transport, stages: Stages, from_mb: float) -> None:
         """from_mb: of q, k and v per rank, the size from which stages are worth it."""
         self.exchange, self.chunks, self.sequence, self._from_mb = exchange, stages.chunks, stages.sequence, from_mb
         self.hearing = stages.hearing
@@ -197,7 +197,7 @@ class OutputSender:
         return self._end.coded.decode_output(out_BLHW)
 
 
-def staged_exchange(exchange: Unstaged, transport: Ranks, chunking: Chunking) -> StagedExchange | None:
+def staged_exchange(exchange: Unstaged, transport: Transport, chunking: Chunking) -> StagedExchange | None:
     """None on machines whose tokens make one chunk."""
     stages = Stages(exchange.port.topology, exchange.port.rank, chunking.chunks)
     return StagedExchange(exchange, transport, stages, chunking.from_mb) if len(stages.chunks) > 1 else None

@@ -30,6 +30,7 @@ from cocodiff.attention.v_major.codec import VMajor
 from cocodiff.comm.loopback import LoopbackTransport, run_ranks
 from cocodiff.comm.trace import LINK_CLASSES, Trace
 from cocodiff.comm.transport import Part
+from cocodiff.config.config import Config
 from cocodiff.config.machine import Topology
 from cocodiff.exchange.codec import StepInfo
 from cocodiff.exchange.exchange import Exchange
@@ -61,7 +62,11 @@ def strategy(
     if mesh.ulysses > 1:
         chunking = Chunking(chunks)
         ours = Exchange(exchange, mesh.parts[group], members, trace, nic_balance=False, chunking=chunking)
-    codec = None if v_major is None else VMajor(ours, members, *v_major)
+    codec = None
+    if v_major is not None:
+        schedule, scoring, reference = v_major
+        codec = VMajor(Config(scoring=scoring, reference=reference), ours, members)
+        codec.schedule = schedule
     return Ulysses(mesh.parts[group], ours, trace, order, codec, ring=ring)
 
 
