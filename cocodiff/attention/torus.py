@@ -18,6 +18,7 @@ from torch import Tensor
 from cocodiff.attention.local import Keys, LocalAttention, Partial, mask_in_rank_order
 from cocodiff.attention.strategy import LazyQKV
 from cocodiff.exchange.outgoing import TensorFuture
+from cocodiff.exchange.staged import OutputSender
 from cocodiff.exchange.transfer import Transfer
 from cocodiff.topology.layout import Layout
 
@@ -37,8 +38,8 @@ class Torus:
         layouts: Sequence[Layout],
     ) -> None:
         """sent: q, k and v. ring: brings the keys of other groups, attended to last; layouts: of all groups."""
-        staged = transfer.exchange.staged
-        assert staged is not None, "Torus attends to what comes in stages"
+        assert transfer.exchange.staged is not None, "Torus attends to what comes in stages"
+        self._staged = staged = transfer.exchange.staged
         self._transfer, self._local, self._ring, self._layouts = transfer, local, ring, layouts
         self._arriving = sent
         self._kernels, self._trace = transfer.exchange.kernels, transfer.exchange.trace
@@ -54,7 +55,7 @@ class Torus:
         self._expect_in_order()
         numbers, layer = range(len(self._rows)), self._transfer.layer
         between = len(self._key_groups) - 2 + (self._ring.mesh.ring - 1 if self._ring else 0)
-        back, keys = self._transfer.back_in_stages(), self._keys(qkv)
+        back, keys = OutputSender(self._staged, self._transfer.end), self._keys(qkv)
         with self._trace.span("attention", layer=layer):
             first, running = next(keys), []
             for number in numbers:

@@ -127,6 +127,11 @@ class Outgoing(ABC):
     def target(self, here: BlockSet) -> Target:
         """Allocates the tensors that blocks like these fill."""
 
+    def placed(self, here: BlockSet) -> Target:
+        target = self.target(here)
+        target.place(here.blocks)
+        return target
+
     @abstractmethod
     def decode(self, received: Sequence[Tensor], rows: slice | None = None) -> list[Tensor]:
         """The tensors, of what came in their place. rows: those that have just arrived, None for all."""

@@ -38,11 +38,11 @@ class Unstaged(Protocol):
 class StagedExchange:
     """One rank's end of an exchange in stages. What is passed on has groups of its own: no two lanes post in one."""
 
-    def __init__(self, exchange: Unstaged, transport: Transport, stages: Stages, from_mb: float) -> None:
-        """from_mb: of q, k and v per rank, the size from which stages are worth it."""
-        self.exchange, self.chunks, self.sequence, self._from_mb = exchange, stages.chunks, stages.sequence, from_mb
-        self.hearing = stages.hearing
+    def __init__(self, exchange: Unstaged, transport: Transport, chunking: Chunking) -> None:
         topology = exchange.port.topology
+        stages = Stages(topology, exchange.port.rank, chunking.chunks)
+        self.exchange, self._from_mb = exchange, chunking.from_mb
+        self.chunks, self.sequence, self.hearing = stages.chunks, stages.sequence, stages.hearing
         self.several_nodes = topology.nodes > 1
         ways = ("forward", "back")
         self.plans = {way: {name: stages.of(plan, way) for name, plan in exchange.plans.items()} for way in ways}
@@ -85,9 +85,6 @@ class StagedExchange:
             return outgoing.decode([landed(number).wait()], self.rows(outgoing.layout, number))[0]
 
         return TensorFuture(outgoing.label, wait_for_chunk, len(stages), landed)
-
-    def output_sender(self, end: CallEnd) -> OutputSender:
-        return OutputSender(self, end)
 
     def post(self, started: Started, number: int, in_order: bool = False) -> Stage:
         """Has a stage of a tensor posted and passed on. in_order: after the last one's messages have left this node."""
@@ -195,12 +192,6 @@ class OutputSender:
         out_BLHW = [landed.wait() for landed in self._landed][-1]
         self._staged.finish()
         return self._end.coded.decode_output(out_BLHW)
-
-
-def staged_exchange(exchange: Unstaged, transport: Transport, chunking: Chunking) -> StagedExchange | None:
-    """None on machines whose tokens make one chunk."""
-    stages = Stages(exchange.port.topology, exchange.port.rank, chunking.chunks)
-    return StagedExchange(exchange, transport, stages, chunking.from_mb) if len(stages.chunks) > 1 else None
 
 
 def _parts_in_use(plans: Mapping[str, list[StageParts]], number: int) -> list[int]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -20,9 +19,6 @@ from cocodiff.comm.transport import LaneFuture
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.messages import Target
 from cocodiff.exchange.outgoing import CallEnd, EncodedCall, Outgoing, OutputToRows, TensorFuture, TensorsToHeads
-
-if TYPE_CHECKING:
-    from cocodiff.exchange.staged import OutputSender
 
 TENSORS = 3  # of a call: q, k and v, in whichever order they are sent
 
@@ -89,11 +85,6 @@ class Transfer:
         pending = self.exchange.submit(outgoing)
         with self.exchange.trace.span(f"wait for {outgoing.label}", layer=self.layer):
             return outgoing.decode(pending.wait().tensors)[0]
-
-    def back_in_stages(self) -> OutputSender:
-        """The way back, chunk by chunk."""
-        assert self.exchange.staged is not None, "what came in stages goes back in stages"
-        return self.exchange.staged.output_sender(self.end)
 
 
 def arriving_whole(outgoing: Outgoing, pending: LaneFuture[Target]) -> dict[str, TensorFuture]:

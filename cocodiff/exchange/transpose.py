@@ -108,22 +108,15 @@ class Transpose:
         exchange, forward = self._exchange, self._way == "forward"
         rows, columns = piece if forward else piece[::-1]
         end = CallEnd(exchange.rank, exchange.kernels, EncodedCall(self._grid.layout(rows, columns)), self._layer)
-        of_rows = self._of_rows(x_BRCD if forward else into_BRCD, rows, columns)
-        of_columns = self._of_columns(into_BRCD if forward else x_BRCD, rows, columns)
-        given, taken = (of_rows, of_columns) if forward else (of_columns, of_rows)
-        return TransposedPiece(end, self._way, given, taken, into_BRCD)
+        given = self._blocks(x_BRCD, not forward, rows, columns)
+        return TransposedPiece(end, self._way, given, self._blocks(into_BRCD, forward, rows, columns), into_BRCD)
 
-    def _of_rows(self, x_BRCD: Tensor, rows: range, columns: range) -> dict[Block, Tensor]:
-        """The blocks of a tensor with this rank's rows and all columns."""
+    def _blocks(self, x_BRCD: Tensor, all_rows: bool, rows: range, columns: range) -> dict[Block, Tensor]:
+        """The blocks of a tensor with all rows and this rank's columns, or with this rank's rows and all columns."""
         own, (side, other) = self._exchange.rank, self._grid
-        x_BRCD = x_BRCD[:, side.own(own, rows)]
-        return {Block(own, peer): x_BRCD[:, :, other.whole(peer, columns)] for peer in range(len(other.shares))}
-
-    def _of_columns(self, x_BRCD: Tensor, rows: range, columns: range) -> dict[Block, Tensor]:
-        """The blocks of a tensor with all rows and this rank's columns."""
-        own, (other, side) = self._exchange.rank, self._grid
-        x_BRCD = x_BRCD[:, :, side.own(own, columns)]
-        return {Block(peer, own): x_BRCD[:, other.whole(peer, rows)] for peer in range(len(other.shares))}
+        at_rows, at_columns = (side.whole, other.own) if all_rows else (side.own, other.whole)
+        blocks = [Block(peer, own) if all_rows else Block(own, peer) for peer in range(len(side.shares))]
+        return {one: x_BRCD[:, at_rows(one.rows, rows), at_columns(one.heads, columns)] for one in blocks}
 
 
 class CodedTranspose:

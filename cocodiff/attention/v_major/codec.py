@@ -29,12 +29,12 @@ from cocodiff.comm.transport import LaneFuture, Transport
 from cocodiff.config.errors import UserError
 from cocodiff.exchange.codec import AllRanks, Codec, StepInfo, StepNotes
 from cocodiff.exchange.exchange import Exchange
-from cocodiff.exchange.messages import BlockSet, Payload, Target
+from cocodiff.exchange.messages import BlockSet, Payload
 from cocodiff.exchange.outgoing import Encoded, EncodedCall, TensorFuture, TensorsToHeads
 from cocodiff.exchange.transfer import Transfer, arriving_whole
 from cocodiff.kernels import Rows
 from cocodiff.topology.layout import Layout, slices
-from cocodiff.topology.routes.plans import Block, Phase
+from cocodiff.topology.routes.plans import Block
 
 
 @dataclass
@@ -247,9 +247,9 @@ class CardTransfer(SelectiveTransfer):
             return super().post(others)
         outgoing, lanes = WholeFirst(self.end, {"v": tensors_BLHD["v"]}), self.exchange.lanes
         first, second = self.exchange.plans["tapa"]  # also those without messages for this rank
-        swapped = lanes["sibling"].submit(partial(self.exchange.phase, first, None), outgoing)
-        landed = lanes["plane"].submit(partial(self.coded.second_phase, second, swapped), outgoing)
-        v = arriving_whole(outgoing, landed)
+        swapped = lanes["sibling"].submit(partial(self.exchange.phase, first, outgoing.blocks), outgoing)
+        chosen = partial(self.coded.choose, swapped, outgoing)
+        v = arriving_whole(outgoing, lanes["plane"].submit(partial(self.exchange.last_phase, second, chosen), outgoing))
         return v | super().post(others) if others else v
 
 
@@ -263,16 +263,17 @@ class CardCall(SelectiveCall):
     def selection(self) -> Selection:
         return self.chosen.result().wait()
 
-    def second_phase(self, phase: Phase, swapped: LaneFuture[BlockSet], outgoing: TensorsToHeads) -> Target:
+    def choose(self, swapped: LaneFuture[BlockSet], outgoing: TensorsToHeads) -> BlockSet:
+        """Waits for v's first phase; what of it takes the second one."""
         on_card = swapped.wait()
-        if self.full:
-            scored_BNHD = self._scored_rows(on_card)
-            if scored_BNHD is not None:
-                self.renew_reference(scored_BNHD)
-        else:
-            on_card = self._active_rows(on_card)
-            outgoing.layout = on_card.layout
-        return self._exchange.last_phase(phase, outgoing, on_card)
+        if not self.full:
+            active = self._active_rows(on_card)
+            outgoing.layout = active.layout
+            return active
+        scored_BNHD = self._scored_rows(on_card)
+        if scored_BNHD is not None:
+            self.renew_reference(scored_BNHD)
+        return on_card
 
     def _scored_rows(self, on_card: BlockSet) -> Tensor | None:
         """The card's image tokens with its first tile's plane's heads: on that tile, [B, N, H_k, D]; else None."""
