@@ -8,6 +8,7 @@ others. `Kernels.merge_partials` does the merging.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,6 +32,22 @@ class Keys(NamedTuple):
     k_BSHD: Tensor
     v_BSHD: Tensor
     mask_B11S: Tensor | None
+
+
+class Call(NamedTuple):
+    """One attention call behind the exchange. layouts: of every Ulysses group. layer: its kind, for the trace."""
+
+    qkv: LazyQKV
+    layouts: Sequence[Layout]
+    layer: str = ""
+
+    @property
+    def rows(self) -> list[int]:
+        """Of every group."""
+        return [sum(layout.rows) for layout in self.layouts]
+
+    def mask(self, group: int) -> Tensor | None:
+        return mask_in_rank_order(self.qkv, self.layouts[group])
 
 
 def mask_in_rank_order(qkv: LazyQKV, layout: Layout) -> Tensor | None:

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import is_full, topologies, topology_of
 
+from cocodiff.attention.local import mask_in_rank_order
 from cocodiff.attention.strategy import LazyQKV
-from cocodiff.attention.ulysses import mask_in_rank_order
 from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Topology
 from cocodiff.config.registry import EXCHANGES, load
