@@ -25,7 +25,6 @@ from cocodiff.comm.transport import Transport
 from cocodiff.config.registry import CODECS, load
 from cocodiff.exchange.codec import AllRanks, Codec, StepInfo, StepNotes
 from cocodiff.exchange.exchange import Exchange
-from cocodiff.exchange.messages import EncodedBlocks
 from cocodiff.exchange.outgoing import OUTPUT, Encoded, EncodedCall, OutputToRows, TensorFuture, TensorsToHeads
 from cocodiff.exchange.transfer import Transfer
 from cocodiff.topology.layout import Layout
@@ -208,26 +207,18 @@ class DisplacedCall(StatefulCall):
     def cell_bytes(self, x_BLHD: Tensor) -> int:
         return self.inner.cell_bytes(x_BLHD)
 
-    def encode(self, tensors_BLHD: Mapping[str, Tensor]) -> Encoded:
-        for name, x_BLHD in tensors_BLHD.items():
-            self._measure(name, x_BLHD, slice(0, x_BLHD.shape[1]), x_BLHD.shape[1])
-        return self.inner.encode(tensors_BLHD)
+    def encode(self, tensors: Mapping[str, Tensor], rows: slice) -> Encoded:
+        for name, x_BTHD in tensors.items():
+            self._measure(name, x_BTHD, rows)
+        return self.inner.encode(tensors, rows)
 
-    def decode(self, received_BSGW: Mapping[str, Tensor], rows: slice) -> list[Tensor]:
-        found = self.inner.decode(received_BSGW, rows)
-        self.state.last |= zip(received_BSGW, found, strict=True)
+    def decode(self, received: Mapping[str, Tensor], rows: slice) -> list[Tensor]:
+        found = self.inner.decode(received, rows)
+        self.state.last |= zip(received, found, strict=True)
         return found
 
-    def encode_output(self, out_BTGD: Tensor, rows: slice) -> Tensor | EncodedBlocks:
-        self._measure(OUTPUT, out_BTGD, rows, sum(self.layout.rows))
-        return self.inner.encode_output(out_BTGD, rows)
-
-    def decode_output(self, received_BLHW: Tensor) -> Tensor:
-        self.state.last[OUTPUT] = out_BLHD = self.inner.decode_output(received_BLHW)
-        return out_BLHD
-
-    def _measure(self, name: str, x_BTHD: Tensor, rows: slice, length: int) -> None:
-        """Notes by some of a tensor's `length` rows how it has changed since the last call; `rows` of them are here."""
+    def _measure(self, name: str, x_BTHD: Tensor, rows: slice) -> None:
+        """Notes by some of a tensor's rows how it has changed since the last call; `rows` of them are here."""
         if not self._codec.measures or self.inner.measures:
             return
         sampled = self.state.sampled
@@ -235,7 +226,7 @@ class DisplacedCall(StatefulCall):
         some_BNHD = x_BTHD[:, first::SAMPLING]
         if name not in sampled:
             B, _, H, D = x_BTHD.shape
-            sampled[name] = x_BTHD.new_empty(B, -(-length // SAMPLING), H, D)
+            sampled[name] = x_BTHD.new_empty(B, -(-self.sent_rows(name) // SAMPLING), H, D)
         start = (rows.start + first) // SAMPLING
         last_BNHD = sampled[name][:, start : start + some_BNHD.shape[1]]
         if self.measured is None:

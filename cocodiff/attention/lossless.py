@@ -29,7 +29,7 @@ from cocodiff.comm.transport import Transport
 from cocodiff.exchange.codec import AllRanks
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.messages import EncodedBlocks
-from cocodiff.exchange.outgoing import Encoded, EncodedCall
+from cocodiff.exchange.outgoing import OUTPUT, Encoded, EncodedCall
 from cocodiff.exchange.staged import StagedExchange
 from cocodiff.kernels.lossless import CODED, PARTS, Cut, Known, least_room, room_of, stream_places
 from cocodiff.topology.layout import Layout
@@ -166,26 +166,22 @@ class LosslessCall(StatefulCall):
 
     # The sender's end -------------------------------------------------------------------------------------------------
 
-    def encode(self, tensors_BLHD: Mapping[str, Tensor]) -> Encoded:
-        cut, length = Cut(2, tuple(self.layout.heads)), self.layout.rows[self._exchange.rank]
-        how = slice(0, length), length, cut, range(len(cut.sizes))
-        return Encoded([self._encoded(name, x_BLHD, *how) for name, x_BLHD in tensors_BLHD.items()], self.layout)
-
-    def encode_output(self, out_BTGD: Tensor, rows: slice) -> Tensor | EncodedBlocks:
-        ranks: Sequence[int] = self.layout.in_sequence
-        if self._staged is not None:  # the last chunk goes first
-            ranks = self._staged.chunks[-1 - next(self._stages["o"])]
-        cut = Cut(1, tuple(self.layout.rows[rank] for rank in ranks))
-        return self._encoded("o", out_BTGD, rows, sum(self.layout.rows), cut, ranks)
-
-    def _encoded(
-        self, name: str, x_BTHD: Tensor, rows: slice, length: int, cut: Cut, ranks: Sequence[int]
-    ) -> Tensor | EncodedBlocks:
-        """What travels in the place of `rows` of a tensor's `length` rows, a block for each of `ranks`."""
+    def encode(self, tensors: Mapping[str, Tensor], rows: slice) -> Encoded:
         if not self.codes:
-            return x_BTHD
+            return super().encode(tensors, rows)
+        ranks: Sequence[int] = range(len(self.layout.heads))
+        cut = Cut(2, tuple(self.layout.heads))
+        if OUTPUT in tensors:
+            ranks = self.layout.in_sequence
+            if self._staged is not None:  # the last chunk goes first
+                ranks = self._staged.chunks[-1 - next(self._stages[OUTPUT])]
+            cut = Cut(1, tuple(self.layout.rows[rank] for rank in ranks))
+        return Encoded([self._encoded(name, x, rows, cut, ranks) for name, x in tensors.items()], self.layout)
+
+    def _encoded(self, name: str, x_BTHD: Tensor, rows: slice, cut: Cut, ranks: Sequence[int]) -> EncodedBlocks:
+        """What travels in the place of a tensor's `rows`, a block for each of `ranks`."""
         B, T, H, _ = x_BTHD.shape
-        known = self._known(self.state.sent, name, (B, length, H), rows)
+        known = self._known(self.state.sent, name, (B, self.sent_rows(name), H), rows)
         assert self.noted is not None, "a coded call has notes"
         cells, room = cut.cells(x_BTHD.shape), self.rooms[name]
         places = stream_places(cells, self._head_dim)
@@ -204,30 +200,23 @@ class LosslessCall(StatefulCall):
 
     # The receiver's end -----------------------------------------------------------------------------------------------
 
-    def decode(self, received_BSGW: Mapping[str, Tensor], rows: slice) -> list[Tensor]:
-        ranks = hearing = self.layout.in_sequence
-        if self._staged is not None:
-            number = next(self._stages["".join(received_BSGW)])
-            ranks, hearing = self._staged.chunks[number], self._staged.hearing[number]
-        cut = Cut(1, tuple(self.layout.rows[rank] for rank in ranks))
-        return self._decoded(received_BSGW, rows, cut, ranks, hearing)
-
-    def decode_output(self, received_BLHW: Tensor) -> Tensor:
-        cut = Cut(2, tuple(self.layout.heads))
-        ranks, rows = range(len(cut.sizes)), slice(0, received_BLHW.shape[1])
-        return self._decoded({"o": received_BLHW}, rows, cut, ranks, ranks)[0]
-
-    def _decoded(
-        self, received_BTHW: Mapping[str, Tensor], rows: slice, cut: Cut, ranks: Sequence[int], hearing: Sequence[int]
-    ) -> list[Tensor]:
-        """All rows of some tensors, of which `rows` have just come, a block from each of `ranks`. hearing: the ranks
-        that take what this one has sent them, at the same time."""
-        ends = self.state.received
+    def decode(self, received: Mapping[str, Tensor], rows: slice) -> list[Tensor]:
         if not self.codes:
-            return list(received_BTHW.values())
-        arrived = list[Arrived]()
-        with self._trace.span(f"lengths {''.join(received_BTHW)}", "main", self._layer):
-            for name, x_BTHW in received_BTHW.items():
+            return super().decode(received, rows)
+        # A block comes from each of `ranks`, while those of `hearing` take what this one has sent them.
+        ranks: Sequence[int] = self.layout.in_sequence
+        hearing = ranks
+        if OUTPUT in received:
+            ranks = hearing = range(len(self.layout.heads))
+            cut = Cut(2, tuple(self.layout.heads))
+        else:
+            if self._staged is not None:
+                number = next(self._stages["".join(received)])
+                ranks, hearing = self._staged.chunks[number], self._staged.hearing[number]
+            cut = Cut(1, tuple(self.layout.rows[rank] for rank in ranks))
+        ends, arrived = self.state.received, list[Arrived]()
+        with self._trace.span(f"lengths {''.join(received)}", "main", self._layer):
+            for name, x_BTHW in received.items():
                 code_BTHW, known = _rows_in_turn(x_BTHW, rows), self._known(ends, name, x_BTHW.shape[:3], rows)
                 lengths_N = code_BTHW.new_empty(len(cut.sizes), dtype=torch.int64)
                 found = self._kernels.stream_lengths(code_BTHW, cut, known.written, lengths_N)
@@ -236,7 +225,7 @@ class LosslessCall(StatefulCall):
         for (name, code_BTHW, known, lengths_N, found), rest in zip(arrived, rests, strict=True):
             with self._trace.span(f"decode {name}", "codec", self._layer):
                 self._kernels.decode_lossless(code_BTHW, rest, lengths_N, found, known, cut)
-        return [ends[name].written(self.number) for name in received_BTHW]
+        return [ends[name].written(self.number) for name in received]
 
     def _rests(
         self, arrived: Sequence[Arrived], cut: Cut, ranks: Sequence[int], hearing: Sequence[int]

@@ -118,24 +118,16 @@ class ResidualCall(StatefulCall):
 
     # On the wire ------------------------------------------------------------------------------------------------------
 
-    def encode(self, tensors_BLHD: Mapping[str, Tensor]) -> Encoded:
-        payloads = [self._sent(name, x, slice(0, x.shape[1]), x.shape[1]) for name, x in tensors_BLHD.items()]
-        return Encoded(payloads, self.layout)
+    def encode(self, tensors: Mapping[str, Tensor], rows: slice) -> Encoded:
+        return Encoded([self._sent(name, x, rows) for name, x in tensors.items()], self.layout)
 
-    def decode(self, received_BSGW: Mapping[str, Tensor], rows: slice) -> list[Tensor]:
-        return [self._received(name, x, rows) for name, x in received_BSGW.items()]
+    def decode(self, received: Mapping[str, Tensor], rows: slice) -> list[Tensor]:
+        return [self._received(name, x, rows) for name, x in received.items()]
 
-    def encode_output(self, out_BTGD: Tensor, rows: slice) -> Tensor:
-        return self._sent("o", out_BTGD, rows, sum(self.layout.rows))
-
-    def decode_output(self, received_BLHW: Tensor) -> Tensor:
-        return self._received("o", received_BLHW, slice(0, received_BLHW.shape[1]))
-
-    def _sent(self, name: str, x_BTHD: Tensor, rows: slice, length: int) -> Tensor:
-        """Encodes `rows` of a tensor's `length` rows."""
+    def _sent(self, name: str, x_BTHD: Tensor, rows: slice) -> Tensor:
         ends = self.state.sent
         if name not in ends:
-            ends[name] = self._end(x_BTHD, length)
+            ends[name] = self._end(x_BTHD, self.sent_rows(name))
         if self.bits is None:
             ends[name].written(self.number)[:, rows] = x_BTHD
             return x_BTHD

@@ -304,6 +304,10 @@ class LayerCall(EncodedCall):
         self._codec, self.state, self._layer = codec, codec.state_of(layer_key), layer_key.kind
         self._exchange, self._kernels, self._trace = exchange, exchange.kernels, exchange.trace
 
+    def sent_rows(self, name: str) -> int:
+        """Of a tensor that is sent: of the output all of the sequence, of others this rank's."""
+        return sum(self.layout.rows) if name == OUTPUT else self.layout.rows[self._exchange.rank]
+
 
 class StatefulCall(LayerCall):
     """number: among calls that follow one another, from 0, once it has begun."""

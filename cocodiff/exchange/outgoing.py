@@ -46,22 +46,15 @@ class EncodedCall:
         """Bytes that one token of one head of a tensor like this takes on the wire, over the batch."""
         return len(x_BLHD) * x_BLHD.shape[-1] * x_BLHD.element_size()
 
-    def encode(self, tensors_BLHD: Mapping[str, Tensor]) -> Encoded:
-        """The payloads in the tensors' place. Runs on a lane, where it may wait for what it depends on."""
-        return Encoded(list(tensors_BLHD.values()), self.layout)
+    def encode(self, tensors: Mapping[str, Tensor], rows: slice) -> Encoded:
+        """The payloads in tensors' place: of q, k and v [B, L, H, D] with this rank's rows, or of OUTPUT [B, T, G, D]
+        with some `rows` of the sequence. Runs on a lane, where it may wait for what it depends on."""
+        return Encoded(list(tensors.values()), self.layout)
 
-    def decode(self, received_BSGW: Mapping[str, Tensor], rows: slice) -> list[Tensor]:
-        """The tensors [B, S, G, D] of all rows of this rank's heads, from payloads of which `rows` have just arrived.
-        Runs on the thread that attends."""
-        return list(received_BSGW.values())
-
-    def encode_output(self, out_BTGD: Tensor, rows: slice) -> Tensor | EncodedBlocks:
-        """The payload for some rows of attention's output, [B, T, G, W]: `rows` of the sequence. Runs on a lane."""
-        return out_BTGD
-
-    def decode_output(self, received_BLHW: Tensor) -> Tensor:
-        """All heads of this rank's rows of the output, [B, L, H, D]."""
-        return received_BLHW
+    def decode(self, received: Mapping[str, Tensor], rows: slice) -> list[Tensor]:
+        """The tensors, of payloads of which `rows` have just arrived: all rows of q, k and v for this rank's heads,
+        [B, S, G, D], or all heads of this rank's rows of OUTPUT, [B, L, H, D]. Runs on the thread that attends."""
+        return list(received.values())
 
     # Where calls do not wait for all that they send, see `attention/arrival.py` ---------------------------------------
 
@@ -99,6 +92,7 @@ class Outgoing(ABC):
         self.label = " ".join(filter(None, (purpose, "".join(tensors))))
         self.layout: Layout = end.coded.layout
         self._whole = self.layout, whole_cell(tensors.values())
+        self._rows = slice(0, self.layout.rows[end.rank])  # of the sequence, or of this rank's
         self._encoded: Encoded | None = None
         self._in_turn = False  # whether blocks lie one after the other, each encoded by itself
 
@@ -115,9 +109,9 @@ class Outgoing(ABC):
         self._in_turn = isinstance(payloads[0], EncodedBlocks)
         return BlockSet(self.cut(payloads), self.layout, self._whole)
 
-    @abstractmethod
     def encoded(self) -> Encoded:
         """The payloads that travel in the tensors' place."""
+        return self.coded.encode(self._tensors, self._rows)
 
     @abstractmethod
     def cut(self, payloads: Sequence[Payload | EncodedBlocks]) -> Blocks:
@@ -132,18 +126,16 @@ class Outgoing(ABC):
         target.place(here.blocks)
         return target
 
-    @abstractmethod
     def decode(self, received: Sequence[Tensor], rows: slice | None = None) -> list[Tensor]:
         """The tensors, of what came in their place. rows: those that have just arrived, None for all."""
+        by_name = dict(zip(self.names, received, strict=True))
+        return self.coded.decode(by_name, rows or slice(0, received[0].shape[1]))
 
 
 class TensorsToHeads(Outgoing):
     """Tensors [B, L, H, D] on their way from the ranks of their rows to the ranks of their heads."""
 
     way = "forward"
-
-    def encoded(self) -> Encoded:
-        return self.coded.encode(self._tensors)
 
     def cut(self, payloads: Sequence[Payload | EncodedBlocks]) -> Blocks:
         own, parts = self.end.rank, [x.split_with_sizes(self.layout.heads, 2) for x in payloads]
@@ -158,10 +150,6 @@ class TensorsToHeads(Outgoing):
         places = {Block(rank, own): parts for rank, parts in zip(ranks, of_ranks, strict=True)}
         return Target(received_BSGW, places, self.end.kernels)
 
-    def decode(self, received_BSGW: Sequence[Tensor], rows: slice | None = None) -> list[Tensor]:
-        by_name = dict(zip(self.names, received_BSGW, strict=True))
-        return self.coded.decode(by_name, rows or slice(0, sum(self.layout.rows)))
-
 
 class OutputToRows(Outgoing):
     """Rows of attention's output [B, T, G, D] on their way from the ranks of its heads to the ranks of its rows."""
@@ -173,12 +161,8 @@ class OutputToRows(Outgoing):
     ) -> None:
         """ranks: whose rows these are, consecutive in the sequence; None for all."""
         super().__init__(end, {OUTPUT: out_BTGD}, purpose)
-        self._ranks = self.layout.in_sequence if ranks is None else ranks
-
-    def encoded(self) -> Encoded:
-        where, (out_BTGD,) = self.layout.row_slices, self._tensors.values()
-        rows = slice(where[self._ranks[0]].start, where[self._ranks[-1]].stop)
-        return Encoded([self.coded.encode_output(out_BTGD, rows)], self.layout)
+        self._ranks, where = self.layout.in_sequence if ranks is None else ranks, self.layout.row_slices
+        self._rows = slice(where[self._ranks[0]].start, where[self._ranks[-1]].stop)
 
     def cut(self, payloads: Sequence[Payload | EncodedBlocks]) -> Blocks:
         parts: Sequence[Payload] = payloads[0].split_with_sizes([self.layout.rows[rank] for rank in self._ranks], 1)
@@ -190,10 +174,6 @@ class OutputToRows(Outgoing):
         parts = blocks_of(out_BLHW, layout.heads, 2, self._in_turn)
         places = {Block(own, rank): [part] for rank, part in enumerate(parts)}
         return Target([out_BLHW], places, self.end.kernels)
-
-    def decode(self, received_BLHW: Sequence[Tensor], rows: slice | None = None) -> list[Tensor]:
-        """All heads of this rank's rows, [B, L, H, D]."""
-        return [self.coded.decode_output(*received_BLHW)]
 
 
 class TensorFuture:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cocodiff.comm.transport import Group, LaneFuture, Pending, Transport
 from cocodiff.exchange.messages import BlockSet, InFlight, Port, Sent, Target
-from cocodiff.exchange.outgoing import CallEnd, Outgoing, OutputToRows, TensorFuture, TensorsToHeads
+from cocodiff.exchange.outgoing import OUTPUT, CallEnd, Outgoing, OutputToRows, TensorFuture, TensorsToHeads
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.routes.chunks import Chunking, StageParts, Stages, megabytes_per_rank
 from cocodiff.topology.routes.plans import Block, Plan
@@ -191,7 +191,7 @@ class OutputSender:
         """All heads of this rank's rows, [B, L, H, D], when every chunk of every rank was pushed."""
         out_BLHW = [landed.wait() for landed in self._landed][-1]
         self._staged.finish()
-        return self._end.coded.decode_output(out_BLHW)
+        return self._end.coded.decode({OUTPUT: out_BLHW}, slice(0, out_BLHW.shape[1]))[0]
 
 
 def _parts_in_use(plans: Mapping[str, list[StageParts]], number: int) -> list[int]:

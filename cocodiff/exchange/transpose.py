@@ -21,7 +21,7 @@ from cocodiff.comm.transport import LaneFuture
 from cocodiff.exchange.codec import Codec
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.messages import Blocks, BlockSet, EncodedBlocks, Payload, Target
-from cocodiff.exchange.outgoing import CallEnd, Encoded, EncodedCall, Outgoing
+from cocodiff.exchange.outgoing import CallEnd, EncodedCall, Outgoing
 from cocodiff.exchange.transfer import Transfer
 from cocodiff.topology.layout import Layout, Segment, ShardedSegment
 from cocodiff.topology.routes.chunks import Piece, Side, pieces
@@ -54,17 +54,11 @@ class TransposedPiece(Outgoing):
     def contained_tensors(self) -> Sequence[object]:
         return (*self._given.values(), self._into)
 
-    def encoded(self) -> Encoded:
-        return Encoded([*self._given.values()], self.layout)
-
     def cut(self, payloads: Sequence[Payload | EncodedBlocks]) -> Blocks:
         return {block: [x] for block, x in self._given.items()}
 
     def target(self, here: BlockSet) -> Target:
         return Target([self._into], {block: [place] for block, place in self._taken.items()}, self.end.kernels)
-
-    def decode(self, received: Sequence[Tensor], rows: slice | None = None) -> list[Tensor]:
-        return list(received)
 
 
 class Transpose:

@@ -30,7 +30,7 @@ from cocodiff.config.errors import UserError
 from cocodiff.exchange.codec import AllRanks, Codec, StepInfo, StepNotes
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.messages import BlockSet, Payload
-from cocodiff.exchange.outgoing import Encoded, EncodedCall, TensorFuture, TensorsToHeads
+from cocodiff.exchange.outgoing import OUTPUT, Encoded, EncodedCall, TensorFuture, TensorsToHeads
 from cocodiff.exchange.transfer import Transfer, arriving_whole
 from cocodiff.kernels import Rows
 from cocodiff.topology.layout import Layout, slices
@@ -123,27 +123,29 @@ class SelectiveCall(LayerCall, ABC):
         state.begin(like_BLHD, self.layout, codec.moment, anew=state.last_step != step - 1)
         self.full = not state.follows or codec.schedule.is_full(step, codec.moment.steps or 0)
 
-    def encode(self, tensors_BLHD: Mapping[str, Tensor]) -> Encoded:
-        if self.full:
-            return super().encode(tensors_BLHD)
+    def encode(self, tensors: Mapping[str, Tensor], rows: slice) -> Encoded:
+        if self.full or OUTPUT in tensors:
+            return super().encode(tensors, rows)
         selection = self.selection()
         own = selection.of_rank[self._codec.rank]
-        return Encoded([self.chosen_rows(name, x, own) for name, x in tensors_BLHD.items()], selection.layout)
+        return Encoded([self.chosen_rows(name, x, own) for name, x in tensors.items()], selection.layout)
 
     def chosen_rows(self, name: str, x_BLHD: Tensor, index_N: Tensor) -> Rows:
         """The chosen rows of all batch rows in one, [1, N, H, D], gathered where they are packed."""
         return Rows(x_BLHD.flatten(0, 1), index_N)
 
-    def decode(self, received_BSGW: Mapping[str, Tensor], rows: slice) -> list[Tensor]:
-        """Into the caches: everything, or in one launch those rows that came."""
+    def decode(self, received: Mapping[str, Tensor], rows: slice) -> list[Tensor]:
+        """Of q, k and v into the caches: everything, or in one launch those rows that came."""
         caches = self.state.received
+        if OUTPUT in received:
+            return super().decode(received, rows)
         if self.full:
-            caches |= received_BSGW
+            caches |= received
         else:
-            here = [x_1NGD[0, rows] for x_1NGD in received_BSGW.values()]
-            into = [caches[name].flatten(0, 1) for name in received_BSGW]
+            here = [x_1NGD[0, rows] for x_1NGD in received.values()]
+            into = [caches[name].flatten(0, 1) for name in received]
             self._kernels.scatter_rows(here, self.selection().arriving[rows], into)
-        return [caches[name] for name in received_BSGW]
+        return [caches[name] for name in received]
 
     def renew_reference(self, v_BNHD: Tensor) -> None:
         """At a full step, which is scored where there is something to compare with."""
@@ -332,7 +334,7 @@ class WholeFirst(TensorsToHeads):
     """v, of which all rows travel in the first phase."""
 
     def encoded(self) -> Encoded:
-        return EncodedCall.encode(self.coded, self._tensors)
+        return EncodedCall.encode(self.coded, self._tensors, self._rows)
 
 
 def dense(x_BLHD: Payload) -> Tensor:
