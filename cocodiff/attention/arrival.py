@@ -197,9 +197,6 @@ class DisplacedCall(StatefulCall):
             self.measured = self._notes.of_call(like_BLHD.device, state.take_notes)
         codec.noted_step.add(self.displaced, inner.share)
 
-    def comes_in_stages(self) -> None:
-        self.inner.comes_in_stages()
-
     def stand_in(self, name: str) -> Tensor:
         """The operand that attention, or the model, goes on with in a displaced tensor's place."""
         return self.inner.operand(name, self.state.last[name])
@@ -207,13 +204,13 @@ class DisplacedCall(StatefulCall):
     def cell_bytes(self, x_BLHD: Tensor) -> int:
         return self.inner.cell_bytes(x_BLHD)
 
-    def encode(self, tensors: Mapping[str, Tensor], rows: slice) -> Encoded:
+    def encode(self, tensors: Mapping[str, Tensor], rows: slice, ranks: Sequence[int]) -> Encoded:
         for name, x_BTHD in tensors.items():
             self._measure(name, x_BTHD, rows)
-        return self.inner.encode(tensors, rows)
+        return self.inner.encode(tensors, rows, ranks)
 
-    def decode(self, received: Mapping[str, Tensor], rows: slice) -> list[Tensor]:
-        found = self.inner.decode(received, rows)
+    def decode(self, received: Mapping[str, Tensor], rows: slice, ranks: Sequence[int]) -> list[Tensor]:
+        found = self.inner.decode(received, rows, ranks)
         self.state.last |= zip(received, found, strict=True)
         return found
 

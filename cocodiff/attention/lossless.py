@@ -13,10 +13,9 @@ docs/exchange.md has the figures.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -30,7 +29,6 @@ from cocodiff.exchange.codec import AllRanks
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.messages import EncodedBlocks
 from cocodiff.exchange.outgoing import OUTPUT, Encoded, EncodedCall
-from cocodiff.exchange.staged import StagedExchange
 from cocodiff.kernels.lossless import CODED, PARTS, Cut, Known, least_room, room_of, stream_places
 from cocodiff.topology.layout import Layout
 
@@ -130,12 +128,6 @@ class LosslessCall(StatefulCall):
         super().__init__(codec, exchange, layout, layer_key)
         self.rooms = {}
         self._sent: defaultdict[str, dict[int, Sent]] = defaultdict(dict)
-        self._staged: StagedExchange | None = None
-        # By tensor the number of its next stage, of which each comes once and in order.
-        self._stages = defaultdict[str, Iterator[int]](itertools.count)
-
-    def comes_in_stages(self) -> None:
-        self._staged = self._exchange.staged
 
     def begin(self, like_BLHD: Tensor) -> None:
         super().begin(like_BLHD)
@@ -164,18 +156,16 @@ class LosslessCall(StatefulCall):
         before = written if self.number > 1 and self._codec.kept > 1 else None
         return Known(written, end.newest(self.number)[:, rows], before, self.factor)
 
+    def _cut(self, ranks: Sequence[int], by_rows: bool) -> Cut:
+        """By the rows of these ranks, or by all ranks' heads."""
+        return Cut(1, tuple(self.layout.rows[rank] for rank in ranks)) if by_rows else Cut(2, self.layout.heads)
+
     # The sender's end -------------------------------------------------------------------------------------------------
 
-    def encode(self, tensors: Mapping[str, Tensor], rows: slice) -> Encoded:
+    def encode(self, tensors: Mapping[str, Tensor], rows: slice, ranks: Sequence[int]) -> Encoded:
         if not self.codes:
-            return super().encode(tensors, rows)
-        ranks: Sequence[int] = range(len(self.layout.heads))
-        cut = Cut(2, tuple(self.layout.heads))
-        if OUTPUT in tensors:
-            ranks = self.layout.in_sequence
-            if self._staged is not None:  # the last chunk goes first
-                ranks = self._staged.chunks[-1 - next(self._stages[OUTPUT])]
-            cut = Cut(1, tuple(self.layout.rows[rank] for rank in ranks))
+            return super().encode(tensors, rows, ranks)
+        cut = self._cut(ranks, by_rows=OUTPUT in tensors)
         return Encoded([self._encoded(name, x, rows, cut, ranks) for name, x in tensors.items()], self.layout)
 
     def _encoded(self, name: str, x_BTHD: Tensor, rows: slice, cut: Cut, ranks: Sequence[int]) -> EncodedBlocks:
@@ -200,20 +190,10 @@ class LosslessCall(StatefulCall):
 
     # The receiver's end -----------------------------------------------------------------------------------------------
 
-    def decode(self, received: Mapping[str, Tensor], rows: slice) -> list[Tensor]:
+    def decode(self, received: Mapping[str, Tensor], rows: slice, ranks: Sequence[int]) -> list[Tensor]:
         if not self.codes:
-            return super().decode(received, rows)
-        # A block comes from each of `ranks`, while those of `hearing` take what this one has sent them.
-        ranks: Sequence[int] = self.layout.in_sequence
-        hearing = ranks
-        if OUTPUT in received:
-            ranks = hearing = range(len(self.layout.heads))
-            cut = Cut(2, tuple(self.layout.heads))
-        else:
-            if self._staged is not None:
-                number = next(self._stages["".join(received)])
-                ranks, hearing = self._staged.chunks[number], self._staged.hearing[number]
-            cut = Cut(1, tuple(self.layout.rows[rank] for rank in ranks))
+            return super().decode(received, rows, ranks)
+        cut = self._cut(ranks, by_rows=OUTPUT not in received)
         ends, arrived = self.state.received, list[Arrived]()
         with self._trace.span(f"lengths {''.join(received)}", "main", self._layer):
             for name, x_BTHW in received.items():
@@ -221,18 +201,18 @@ class LosslessCall(StatefulCall):
                 lengths_N = code_BTHW.new_empty(len(cut.sizes), dtype=torch.int64)
                 found = self._kernels.stream_lengths(code_BTHW, cut, known.written, lengths_N)
                 arrived.append(Arrived(name, code_BTHW, known, lengths_N, found))
-        rests = self._rests(arrived, cut, ranks, hearing)
+        rests = self._rests(arrived, cut, ranks)
         for (name, code_BTHW, known, lengths_N, found), rest in zip(arrived, rests, strict=True):
             with self._trace.span(f"decode {name}", "codec", self._layer):
                 self._kernels.decode_lossless(code_BTHW, rest, lengths_N, found, known, cut)
         return [ends[name].written(self.number) for name in received]
 
-    def _rests(
-        self, arrived: Sequence[Arrived], cut: Cut, ranks: Sequence[int], hearing: Sequence[int]
-    ) -> list[Tensor]:
+    def _rests(self, arrived: Sequence[Arrived], cut: Cut, ranks: Sequence[int]) -> list[Tensor]:
         """What did not fit in first parts, every tensor's in one: exchanged straight between the two ends. All ranks
         come here in one order, each for what it decodes next; it is two ranks' affair whether there is a message."""
-        own = self._exchange.rank
+        own, staged, hearing = self._exchange.rank, self._exchange.staged, ranks
+        if staged is not None and ranks in staged.chunks:  # a chunk goes to other ranks than it comes from
+            hearing = staged.hearing[staged.chunks.index(ranks)]
         ours = [(one.name, rank, self._sent[one.name][rank]) for one in arrived for rank in hearing]
         own_lengths = {id(sent.lengths_N): sent.lengths_N for _, _, sent in ours}
         numbers = _numbers([*(one.lengths_N for one in arrived), *own_lengths.values()])

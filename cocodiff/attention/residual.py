@@ -8,7 +8,7 @@ the number of ranks. `cocodiff.kernels.residual` defines the arithmetic, docs/ex
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -118,10 +118,10 @@ class ResidualCall(StatefulCall):
 
     # On the wire ------------------------------------------------------------------------------------------------------
 
-    def encode(self, tensors: Mapping[str, Tensor], rows: slice) -> Encoded:
+    def encode(self, tensors: Mapping[str, Tensor], rows: slice, ranks: Sequence[int]) -> Encoded:
         return Encoded([self._sent(name, x, rows) for name, x in tensors.items()], self.layout)
 
-    def decode(self, received: Mapping[str, Tensor], rows: slice) -> list[Tensor]:
+    def decode(self, received: Mapping[str, Tensor], rows: slice, ranks: Sequence[int]) -> list[Tensor]:
         return [self._received(name, x, rows) for name, x in received.items()]
 
     def _sent(self, name: str, x_BTHD: Tensor, rows: slice) -> Tensor:

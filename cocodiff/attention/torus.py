@@ -36,7 +36,7 @@ class Torus:
         self._transfer, self._local, self._ring, self._call = transfer, local, ring, call
         self._arriving = sent
         self._kernels, self._trace = transfer.exchange.kernels, transfer.exchange.trace
-        self._rows = [staged.rows(transfer.layout, number) for number in range(len(staged.chunks))]
+        self._rows = [transfer.layout.rows_of(ranks) for ranks in staged.chunks]
         # The chunks of keys that are attended to together. On one node every card has links of its own and all others'
         # keys arrive at once: one pass over them saves launches and merging.
         chunks = len(self._rows)

@@ -39,21 +39,20 @@ class EncodedCall:
     def begin(self, like_BLHD: Tensor) -> None:
         """Called once, on the thread that attends, before the first tensor is sent. like_BLHD: that tensor."""
 
-    def comes_in_stages(self) -> None:
-        """Told before the first tensor is sent, where chunks come one by one, in order, the output's last one first."""
-
     def cell_bytes(self, x_BLHD: Tensor) -> int:
         """Bytes that one token of one head of a tensor like this takes on the wire, over the batch."""
         return len(x_BLHD) * x_BLHD.shape[-1] * x_BLHD.element_size()
 
-    def encode(self, tensors: Mapping[str, Tensor], rows: slice) -> Encoded:
+    def encode(self, tensors: Mapping[str, Tensor], rows: slice, ranks: Sequence[int]) -> Encoded:
         """The payloads in tensors' place: of q, k and v [B, L, H, D] with this rank's rows, or of OUTPUT [B, T, G, D]
-        with some `rows` of the sequence. Runs on a lane, where it may wait for what it depends on."""
+        with some `rows` of the sequence. ranks: to which blocks go. Runs on a lane, where it may wait for what it
+        depends on."""
         return Encoded(list(tensors.values()), self.layout)
 
-    def decode(self, received: Mapping[str, Tensor], rows: slice) -> list[Tensor]:
-        """The tensors, of payloads of which `rows` have just arrived: all rows of q, k and v for this rank's heads,
-        [B, S, G, D], or all heads of this rank's rows of OUTPUT, [B, L, H, D]. Runs on the thread that attends."""
+    def decode(self, received: Mapping[str, Tensor], rows: slice, ranks: Sequence[int]) -> list[Tensor]:
+        """The tensors, of payloads of which `rows` have just arrived, blocks of `ranks`: all rows of q, k and v for
+        this rank's heads, [B, S, G, D], or all heads of this rank's rows of OUTPUT, [B, L, H, D]. Runs on the thread
+        that attends."""
         return list(received.values())
 
     # Where calls do not wait for all that they send, see `attention/arrival.py` ---------------------------------------
@@ -93,6 +92,7 @@ class Outgoing(ABC):
         self.layout: Layout = end.coded.layout
         self._whole = self.layout, whole_cell(tensors.values())
         self._rows = slice(0, self.layout.rows[end.rank])  # of the sequence, or of this rank's
+        self._ranks: Sequence[int] = range(len(self.layout.heads))  # to which blocks go
         self._encoded: Encoded | None = None
         self._in_turn = False  # whether blocks lie one after the other, each encoded by itself
 
@@ -111,7 +111,7 @@ class Outgoing(ABC):
 
     def encoded(self) -> Encoded:
         """The payloads that travel in the tensors' place."""
-        return self.coded.encode(self._tensors, self._rows)
+        return self.coded.encode(self._tensors, self._rows, self._ranks)
 
     @abstractmethod
     def cut(self, payloads: Sequence[Payload | EncodedBlocks]) -> Blocks:
@@ -126,16 +126,26 @@ class Outgoing(ABC):
         target.place(here.blocks)
         return target
 
-    def decode(self, received: Sequence[Tensor], rows: slice | None = None) -> list[Tensor]:
-        """The tensors, of what came in their place. rows: those that have just arrived, None for all."""
+    def decode(self, received: Sequence[Tensor], chunk: Sequence[int] | None = None) -> list[Tensor]:
+        """The tensors, of what came in their place. chunk: the ranks whose rows have just arrived, None for all."""
         by_name = dict(zip(self.names, received, strict=True))
-        return self.coded.decode(by_name, rows or slice(0, received[0].shape[1]))
+        rows = slice(0, received[0].shape[1]) if chunk is None else self.layout.rows_of(chunk)
+        return self.coded.decode(by_name, rows, self.senders if chunk is None else chunk)
+
+    @property
+    def senders(self) -> Sequence[int]:
+        """The ranks that blocks come from, in their order."""
+        return range(len(self.layout.heads))
 
 
 class TensorsToHeads(Outgoing):
     """Tensors [B, L, H, D] on their way from the ranks of their rows to the ranks of their heads."""
 
     way = "forward"
+
+    @property
+    def senders(self) -> Sequence[int]:
+        return self.layout.in_sequence
 
     def cut(self, payloads: Sequence[Payload | EncodedBlocks]) -> Blocks:
         own, parts = self.end.rank, [x.split_with_sizes(self.layout.heads, 2) for x in payloads]
@@ -161,8 +171,8 @@ class OutputToRows(Outgoing):
     ) -> None:
         """ranks: whose rows these are, consecutive in the sequence; None for all."""
         super().__init__(end, {OUTPUT: out_BTGD}, purpose)
-        self._ranks, where = self.layout.in_sequence if ranks is None else ranks, self.layout.row_slices
-        self._rows = slice(where[self._ranks[0]].start, where[self._ranks[-1]].stop)
+        self._ranks = self.layout.in_sequence if ranks is None else ranks
+        self._rows = self.layout.rows_of(self._ranks)
 
     def cut(self, payloads: Sequence[Payload | EncodedBlocks]) -> Blocks:
         parts: Sequence[Payload] = payloads[0].split_with_sizes([self.layout.rows[rank] for rank in self._ranks], 1)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cocodiff.comm.transport import Group, LaneFuture, Pending, Transport
 from cocodiff.exchange.messages import BlockSet, InFlight, Port, Sent, Target
-from cocodiff.exchange.outgoing import OUTPUT, CallEnd, Outgoing, OutputToRows, TensorFuture, TensorsToHeads
+from cocodiff.exchange.outgoing import CallEnd, Outgoing, OutputToRows, TensorFuture, TensorsToHeads
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.routes.chunks import Chunking, StageParts, Stages, megabytes_per_rank
 from cocodiff.topology.routes.plans import Block, Plan
@@ -61,11 +61,6 @@ class StagedExchange:
         """Whether a call goes in stages: the same on all ranks. cell_bytes: of a token and head of one tensor."""
         return megabytes_per_rank(layout, 3 * cell_bytes) >= self._from_mb
 
-    def rows(self, layout: Layout, number: int) -> slice:
-        """Where a chunk stands in the sequence."""
-        where, ranks = layout.row_slices, self.chunks[number]
-        return slice(where[ranks[0]].start, where[ranks[-1]].stop)
-
     def send(self, tensors: Sequence[TensorsToHeads], all_sent: bool) -> dict[str, TensorFuture]:
         """Starts sending some tensors, each on its own. all_sent: whether the last of them is the last one of the call:
         its chunks come one by one over the links that they share."""
@@ -82,7 +77,7 @@ class StagedExchange:
         landed = cache(lambda number: self.land(stages[number]))
 
         def wait_for_chunk(number: int) -> Tensor:
-            return outgoing.decode([landed(number).wait()], self.rows(outgoing.layout, number))[0]
+            return outgoing.decode([landed(number).wait()], self.chunks[number])[0]
 
         return TensorFuture(outgoing.label, wait_for_chunk, len(stages), landed)
 
@@ -189,9 +184,10 @@ class OutputSender:
 
     def wait(self) -> Tensor:
         """All heads of this rank's rows, [B, L, H, D], when every chunk of every rank was pushed."""
+        assert self._first is not None, "there is a chunk"
         out_BLHW = [landed.wait() for landed in self._landed][-1]
         self._staged.finish()
-        return self._end.coded.decode({OUTPUT: out_BLHW}, slice(0, out_BLHW.shape[1]))[0]
+        return self._first.outgoing.decode([out_BLHW])[0]
 
 
 def _parts_in_use(plans: Mapping[str, list[StageParts]], number: int) -> list[int]:

@@ -53,8 +53,6 @@ class Transfer:
         like_BLHD = next(iter(tensors_BLHD.values()))
         self.coded.begin(like_BLHD)
         self.in_stages = self.stages_pay(like_BLHD)
-        if self.in_stages:
-            self.coded.comes_in_stages()
 
     def stages_pay(self, like_BLHD: Tensor) -> bool:
         """Whether the call goes in stages, as tensors of this form do where they are large enough."""

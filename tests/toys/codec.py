@@ -23,9 +23,9 @@ class HalfCall(EncodedCall):
     def cell_bytes(self, x_BLHD):
         return super().cell_bytes(x_BLHD) * 2 // x_BLHD.element_size()
 
-    def encode(self, tensors, rows):
+    def encode(self, tensors, rows, ranks):
         self.dtype = next(iter(tensors.values())).dtype
         return Encoded([x.half() for x in tensors.values()], self.layout)
 
-    def decode(self, received, rows):
+    def decode(self, received, rows, ranks):
         return [x.to(self.dtype) for x in received.values()]

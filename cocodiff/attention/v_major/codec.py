@@ -13,7 +13,7 @@ selections are gathered while q and k are made. That needs TAPA's two phases, so
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -123,9 +123,9 @@ class SelectiveCall(LayerCall, ABC):
         state.begin(like_BLHD, self.layout, codec.moment, anew=state.last_step != step - 1)
         self.full = not state.follows or codec.schedule.is_full(step, codec.moment.steps or 0)
 
-    def encode(self, tensors: Mapping[str, Tensor], rows: slice) -> Encoded:
+    def encode(self, tensors: Mapping[str, Tensor], rows: slice, ranks: Sequence[int]) -> Encoded:
         if self.full or OUTPUT in tensors:
-            return super().encode(tensors, rows)
+            return super().encode(tensors, rows, ranks)
         selection = self.selection()
         own = selection.of_rank[self._codec.rank]
         return Encoded([self.chosen_rows(name, x, own) for name, x in tensors.items()], selection.layout)
@@ -134,11 +134,11 @@ class SelectiveCall(LayerCall, ABC):
         """The chosen rows of all batch rows in one, [1, N, H, D], gathered where they are packed."""
         return Rows(x_BLHD.flatten(0, 1), index_N)
 
-    def decode(self, received: Mapping[str, Tensor], rows: slice) -> list[Tensor]:
+    def decode(self, received: Mapping[str, Tensor], rows: slice, ranks: Sequence[int]) -> list[Tensor]:
         """Of q, k and v into the caches: everything, or in one launch those rows that came."""
         caches = self.state.received
         if OUTPUT in received:
-            return super().decode(received, rows)
+            return super().decode(received, rows, ranks)
         if self.full:
             caches |= received
         else:
@@ -334,7 +334,7 @@ class WholeFirst(TensorsToHeads):
     """v, of which all rows travel in the first phase."""
 
     def encoded(self) -> Encoded:
-        return EncodedCall.encode(self.coded, self._tensors, self._rows)
+        return EncodedCall.encode(self.coded, self._tensors, self._rows, self._ranks)
 
 
 def dense(x_BLHD: Payload) -> Tensor:
