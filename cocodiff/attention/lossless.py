@@ -22,12 +22,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cocodiff.attention.stateful import TENSORS, CodedStep, End, LayerEnds, StatefulCall, StatefulCodec
+from cocodiff.attention.stateful import NEEDED, TENSORS, CodedStep, End, LayerEnds, StatefulCall, StatefulCodec
 from cocodiff.attention.strategy import LayerKey
 from cocodiff.comm.transport import Transport
 from cocodiff.exchange.codec import AllRanks
 from cocodiff.exchange.exchange import Exchange
-from cocodiff.exchange.messages import EncodedBlocks
 from cocodiff.exchange.outgoing import OUTPUT, Encoded, EncodedCall
 from cocodiff.kernels.lossless import CODED, PARTS, Cut, Known, least_room, room_of, stream_places
 from cocodiff.topology.layout import Layout
@@ -35,7 +34,6 @@ from cocodiff.topology.layout import Layout
 FIRST_ROOMS = (0.68, 0.4)  # of a whole tensor: of the first part in a layer's first and second call, which none tells
 MARGIN = 0.125  # bits for a number that the first part has room for beyond what the last call needed
 CONTINUED = {"last": 0.0, "taylor": 0.5}  # by the setting `predictor`: times the continuation's factor
-NEEDED = 1  # the number of the note that tells how much room streams need; the first one, of what fits no scale, is 0
 OVERFLOW = "overflow"  # what the bytes of rests are counted for besides
 
 
@@ -139,7 +137,7 @@ class LosslessCall(StatefulCall):
             there = state.sent if state.follows else TENSORS
             self.rooms = {name: codec.room(state, name, self._head_dim) for name in TENSORS if name in there}
             self.share = sum(self.rooms.values()) / (len(self.rooms) * 2 * self._head_dim)
-            self.noted = self._notes.of_call(like_BLHD.device, state.take_notes, largest=True)
+            self.noted = self._notes.of_call(like_BLHD.device, state.take_notes)
         self.noted_step.add(bool(self.rooms), self.share)
 
     def cell_bytes(self, x_BLHD: Tensor) -> int:
@@ -168,7 +166,7 @@ class LosslessCall(StatefulCall):
         cut = self._cut(ranks, by_rows=OUTPUT in tensors)
         return Encoded([self._encoded(name, x, rows, cut, ranks) for name, x in tensors.items()], self.layout)
 
-    def _encoded(self, name: str, x_BTHD: Tensor, rows: slice, cut: Cut, ranks: Sequence[int]) -> EncodedBlocks:
+    def _encoded(self, name: str, x_BTHD: Tensor, rows: slice, cut: Cut, ranks: Sequence[int]) -> list[Tensor]:
         """What travels in the place of a tensor's `rows`, a block for each of `ranks`."""
         B, T, H, _ = x_BTHD.shape
         known = self._known(self.state.sent, name, (B, self.sent_rows(name), H), rows)
@@ -180,13 +178,13 @@ class LosslessCall(StatefulCall):
         needed_1 = self.noted.of(name)[NEEDED : NEEDED + 1]
         with self._trace.span(f"encode {name}", "codec", self._layer):
             self._kernels.encode_lossless(x_BTHD, known, cut, streams, lengths_N, needed_1)
-        found = []
+        found = list[Tensor]()
         for number, (rank, of_block, count) in enumerate(zip(ranks, cut.sizes, cells, strict=True)):
             stream = streams[places[number] : places[number + 1]]
             self._sent[name][rank] = Sent(stream, lengths_N, number, room_of(count, room))
             shape = (B, of_block, H, room) if cut.dim == 1 else (B, T, of_block, room)
             found.append(stream[: room * count].view(shape))
-        return EncodedBlocks(found)
+        return found
 
     # The receiver's end -----------------------------------------------------------------------------------------------
 

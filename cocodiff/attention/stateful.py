@@ -24,6 +24,7 @@ from cocodiff.kernels.residual import NOTES, Reconstructions
 from cocodiff.topology.layout import Layout
 
 TENSORS = ("q", "k", "v", OUTPUT)
+NEEDED = 1  # the note of which the largest of all ranks counts, not the sum: of how much room streams need
 NEWEST = 3  # noise levels that a continuation needs
 NOTED_SITES = 64  # whose notes are one tensor: nobody tells a first step how many there are
 TakeNotes = Callable[[Sequence[Sequence[int]]], None]
@@ -63,8 +64,8 @@ class LayerState:
 
     def take_notes(self, notes: Sequence[Sequence[int]]) -> None:
         """Takes what was noted in the last call, summed over all ranks, of each of TENSORS: how many groups had no
-        scale; the lossless codec's need of room; and, in eighths of an octave, the sizes of changes less those of the
-        values, and over how many groups."""
+        scale; the lossless codec's need of room (the largest); and, in eighths of an octave, the sizes of changes less
+        those of the values, and over how many groups."""
         self.fits = not any(unfit for unfit, *_ in notes)
 
     @property
@@ -125,17 +126,14 @@ class SharedNotes:
         self._everyone, self._trace = everyone, trace
         self._moment: StepInfo | None = None
         self._noted: list[Noted] = []
-        self._largest: list[int] = []  # of the rows of these, those of which the largest counts
         self._blocks: list[Tensor] = []  # theirs, of so many layers each
         self._deciding: tuple[list[Noted], LaneFuture[list[Any] | None]] | None = None
 
-    def of_call(self, device: torch.device, taker: TakeNotes, largest: bool = False) -> Noted:
-        """Room for the notes of one more call. largest: of which ranks take the largest, not the sum."""
+    def of_call(self, device: torch.device, taker: TakeNotes) -> Noted:
+        """Room for the notes of one more call."""
         first = len(self._noted) % NOTED_SITES * len(TENSORS)
         if not first:
             self._blocks.append(torch.zeros(NOTED_SITES * len(TENSORS), NOTES, dtype=torch.int64, device=device))
-        if largest:
-            self._largest += range(len(TENSORS) * len(self._noted), len(TENSORS) * (len(self._noted) + 1))
         self._noted.append(Noted(self._blocks[-1][first : first + len(TENSORS)], [taker]))
         return self._noted[-1]
 
@@ -149,8 +147,8 @@ class SharedNotes:
         if self._noted:
             whole = torch.cat(self._blocks) if len(self._blocks) > 1 else self._blocks[0]
             own = whole[: len(self._noted) * len(TENSORS)]
-            self._deciding = self._noted, self._everyone.ranks.control.submit(self._sum, own, self._largest)
-            self._noted, self._largest, self._blocks = [], [], []
+            self._deciding = self._noted, self._everyone.ranks.control.submit(self._sum, own)
+            self._noted, self._blocks = [], []
 
     def hand_out(self) -> None:
         """Waits for the sums and hands them out: alike on all ranks."""
@@ -164,9 +162,9 @@ class SharedNotes:
                 take_notes(sums[number * len(TENSORS) : (number + 1) * len(TENSORS)])
 
     def clear(self) -> None:
-        self._noted, self._largest, self._blocks, self._deciding = [], [], [], None
+        self._noted, self._blocks, self._deciding = [], [], None
 
-    def _sum(self, own: Tensor, largest: list[int]) -> list[Any] | None:
+    def _sum(self, own: Tensor) -> list[Any] | None:
         """Every rank's notes in one message to each; None for tensors without numbers, as predictions have them."""
         topology, ranks = self._everyone
         with self._trace.span("gather notes", "control"):
@@ -176,8 +174,7 @@ class SharedNotes:
             self._trace.count(topology.link_class(ranks.rank, peer), own.nbytes, purpose="notes")
         of_ranks = torch.stack(parts)
         total = of_ranks.sum(0)
-        if largest:
-            total[largest] = of_ranks[:, largest].amax(0)
+        total[:, NEEDED] = of_ranks[..., NEEDED].amax(0)
         return None if total.is_meta else total.tolist()
 
 

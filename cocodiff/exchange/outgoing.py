@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from cocodiff.exchange.messages import Blocks, BlockSet, EncodedBlocks, Payload, Target, blocks_of, whole_cell
+from cocodiff.exchange.messages import Blocks, BlockSet, Payload, Target, blocks_of, whole_cell
 from cocodiff.kernels import Kernels
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.routes.plans import Block
@@ -21,9 +21,10 @@ OUTPUT = "o"  # the name of attention's output among the tensors of a call
 
 
 class Encoded(NamedTuple):
-    """Some tensors as they travel: payloads [B, L, H, W] of one dtype, and the layout that has every rank's rows L."""
+    """Some tensors as they travel: payloads [B, L, H, W] of one dtype, or of each its blocks [B, rows, heads, W], where
+    every block was encoded by itself; and the layout that has every rank's rows L."""
 
-    payloads: Sequence[Payload | EncodedBlocks]
+    payloads: Sequence[Payload | list[Tensor]]
     layout: Layout
 
 
@@ -106,7 +107,7 @@ class Outgoing(ABC):
 
     def blocks(self) -> BlockSet:
         (payloads, self.layout), self._encoded = self._encoded or self.encoded(), None
-        self._in_turn = isinstance(payloads[0], EncodedBlocks)
+        self._in_turn = isinstance(payloads[0], list)
         return BlockSet(self.cut(payloads), self.layout, self._whole)
 
     def encoded(self) -> Encoded:
@@ -114,7 +115,7 @@ class Outgoing(ABC):
         return self.coded.encode(self._tensors, self._rows, self._ranks)
 
     @abstractmethod
-    def cut(self, payloads: Sequence[Payload | EncodedBlocks]) -> Blocks:
+    def cut(self, payloads: Sequence[Payload | list[Tensor]]) -> Blocks:
         """The payloads as blocks."""
 
     @abstractmethod
@@ -147,8 +148,9 @@ class TensorsToHeads(Outgoing):
     def senders(self) -> Sequence[int]:
         return self.layout.in_sequence
 
-    def cut(self, payloads: Sequence[Payload | EncodedBlocks]) -> Blocks:
-        own, parts = self.end.rank, [x.split_with_sizes(self.layout.heads, 2) for x in payloads]
+    def cut(self, payloads: Sequence[Payload | list[Tensor]]) -> Blocks:
+        own, heads = self.end.rank, self.layout.heads
+        parts = [x if isinstance(x, list) else x.split_with_sizes(heads, 2) for x in payloads]
         return {Block(own, peer): list(of_peer) for peer, of_peer in enumerate(zip(*parts, strict=True))}
 
     def target(self, here: BlockSet) -> Target:
@@ -174,8 +176,9 @@ class OutputToRows(Outgoing):
         self._ranks = self.layout.in_sequence if ranks is None else ranks
         self._rows = self.layout.rows_of(self._ranks)
 
-    def cut(self, payloads: Sequence[Payload | EncodedBlocks]) -> Blocks:
-        parts: Sequence[Payload] = payloads[0].split_with_sizes([self.layout.rows[rank] for rank in self._ranks], 1)
+    def cut(self, payloads: Sequence[Payload | list[Tensor]]) -> Blocks:
+        (x,), rows = payloads, [self.layout.rows[rank] for rank in self._ranks]
+        parts: Sequence[Payload] = x if isinstance(x, list) else x.split_with_sizes(rows, 1)
         return {Block(rank, self.end.rank): [part] for rank, part in zip(self._ranks, parts, strict=True)}
 
     def target(self, here: BlockSet) -> Target:

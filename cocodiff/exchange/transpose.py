@@ -20,7 +20,7 @@ from torch import Tensor
 from cocodiff.comm.transport import LaneFuture
 from cocodiff.exchange.codec import Codec
 from cocodiff.exchange.exchange import Exchange
-from cocodiff.exchange.messages import Blocks, BlockSet, EncodedBlocks, Payload, Target
+from cocodiff.exchange.messages import Blocks, BlockSet, Payload, Target
 from cocodiff.exchange.outgoing import CallEnd, EncodedCall, Outgoing
 from cocodiff.exchange.transfer import Transfer
 from cocodiff.topology.layout import Layout, Segment, ShardedSegment
@@ -54,7 +54,7 @@ class TransposedPiece(Outgoing):
     def contained_tensors(self) -> Sequence[object]:
         return (*self._given.values(), self._into)
 
-    def cut(self, payloads: Sequence[Payload | EncodedBlocks]) -> Blocks:
+    def cut(self, payloads: Sequence[Payload | list[Tensor]]) -> Blocks:
         return {block: [x] for block, x in self._given.items()}
 
     def target(self, here: BlockSet) -> Target:
