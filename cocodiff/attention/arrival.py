@@ -25,7 +25,7 @@ from cocodiff.comm.transport import Transport
 from cocodiff.config.registry import CODECS, load
 from cocodiff.exchange.codec import AllRanks, Codec, StepInfo, StepNotes
 from cocodiff.exchange.exchange import Exchange
-from cocodiff.exchange.outgoing import OUTPUT, Encoded, EncodedCall, OutputToRows, TensorFuture, TensorsToHeads
+from cocodiff.exchange.outgoing import OUTPUT, Encoded, EncodedCall, Outgoing, TensorFuture
 from cocodiff.exchange.transfer import Transfer
 from cocodiff.topology.layout import Layout
 
@@ -255,20 +255,20 @@ class DisplacedTransfer(Transfer):
         operands = {name: self._operand(name, "".join(late)) for name in late}
         self._late |= late
         if self._late and self.all_sent:
-            self._send_late(TensorsToHeads(self.end, self._late, purpose=LATE), self._late.values())
+            self._send_late(Outgoing(self.end, self._late, purpose=LATE), self._late.values())
         return sent | operands
 
     def back(self, out_BSGD: Tensor) -> Tensor:
         if OUTPUT not in self.coded.displaced:
             return super().back(out_BSGD)
-        self._send_late(OutputToRows(self.end, out_BSGD, purpose=LATE), [out_BSGD])
+        self._send_late(Outgoing(self.end, {OUTPUT: out_BSGD}, purpose=LATE), [out_BSGD])
         return self.coded.stand_in(OUTPUT)
 
     def _operand(self, name: str, together: str) -> TensorFuture:
         x_BSGD = self.coded.stand_in(name)
         return TensorFuture(together, lambda _chunk: x_BSGD)  # it is here, and so never comes in chunks
 
-    def _send_late(self, outgoing: TensorsToHeads | OutputToRows, tensors: Iterable[Tensor]) -> None:
+    def _send_late(self, outgoing: Outgoing, tensors: Iterable[Tensor]) -> None:
         """Sends tensors that the next call of the layer receives. Its wait has a span of its own, without decoding."""
         trace, state, layout, own = self.exchange.trace, self.coded.state, self.layout, self.exchange.rank
         # Tokens and heads of what this rank sends of a tensor, and of what it receives.

@@ -1,12 +1,11 @@
 """Tensors that an exchange sends: to the ranks of their heads, or attention's output to the ranks of its rows.
 
 Either is encoded (`EncodedCall`) and cut into blocks by the lane that sends it first, and tells where blocks go that
-are here. a tensor on its way is a `TensorFuture` for whoever waits for it.
+are here. A tensor on its way is a `TensorFuture` for whoever waits for it.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -80,22 +79,35 @@ class CallEnd(NamedTuple):
     layer: str
 
 
-class Outgoing(ABC):
-    """Tensors that travel together. label: of their spans in the trace. layout: of what travels, once it was encoded.
-    purpose: the one that their bytes are counted for besides attention, if any."""
+class Outgoing:
+    """Tensors that travel together: q, k and v [B, L, H, D] "forward" from the ranks of their rows to the ranks of
+    their heads, or rows of attention's output, OUTPUT [B, T, G, D], "back" to the ranks of these rows.
 
-    way: str  # "forward" or "back"
+    label: of their spans in the trace. layout: of what travels, once it was encoded. purpose: the one that their bytes
+    are counted for besides attention, if any."""
 
-    def __init__(self, end: CallEnd, tensors: Mapping[str, Tensor], purpose: str | None = None) -> None:
+    def __init__(
+        self,
+        end: CallEnd,
+        tensors: Mapping[str, Tensor],
+        ranks: Sequence[int] | None = None,
+        purpose: str | None = None,
+    ) -> None:
+        """ranks: whose rows of OUTPUT these are, consecutive in the sequence; None for all."""
         self.end, self.coded, self.layer, self.purpose = end, end.coded, end.layer, purpose
         self.names, self._tensors = tuple(tensors), tensors
         self.label = " ".join(filter(None, (purpose, "".join(tensors))))
         self.layout: Layout = end.coded.layout
         self._whole = self.layout, whole_cell(tensors.values())
-        self._rows = slice(0, self.layout.rows[end.rank])  # of the sequence, or of this rank's
-        self._ranks: Sequence[int] = range(len(self.layout.heads))  # to which blocks go
         self._encoded: Encoded | None = None
         self._in_turn = False  # whether blocks lie one after the other, each encoded by itself
+        self.way = "back" if OUTPUT in tensors else "forward"
+        # To which blocks go, and the rows that are here: of this rank's, or of the sequence.
+        self._ranks: Sequence[int] = range(len(self.layout.heads))
+        self._rows = slice(0, self.layout.rows[end.rank])
+        if self.way == "back":
+            self._ranks = self.layout.in_sequence if ranks is None else ranks
+            self._rows = self.layout.rows_of(self._ranks)
 
     def contained_tensors(self) -> Sequence[object]:
         """The tensors that `blocks` is made of."""
@@ -114,13 +126,24 @@ class Outgoing(ABC):
         """The payloads that travel in the tensors' place."""
         return self.coded.encode(self._tensors, self._rows, self._ranks)
 
-    @abstractmethod
     def cut(self, payloads: Sequence[Payload | list[Tensor]]) -> Blocks:
         """The payloads as blocks."""
+        forward, own, layout = self.way == "forward", self.end.rank, self.layout
+        sizes, dim = (layout.heads, 2) if forward else ([layout.rows[rank] for rank in self._ranks], 1)
+        parts = [x if isinstance(x, list) else x.split_with_sizes(sizes, dim) for x in payloads]
+        blocks = [Block(own, rank) if forward else Block(rank, own) for rank in self._ranks]
+        return dict(zip(blocks, zip(*parts, strict=True), strict=True))
 
-    @abstractmethod
     def target(self, here: BlockSet) -> Target:
         """Allocates the tensors that blocks like these fill."""
+        forward, own, layout, senders = self.way == "forward", self.end.rank, here.layout, self.senders
+        rows, heads = (sum(layout.rows), layout.heads[own]) if forward else (layout.rows[own], sum(layout.heads))
+        sizes, dim = ([layout.rows[rank] for rank in senders], 1) if forward else (layout.heads, 2)
+        received = [here.like.new_empty((len(here.like), rows, heads, width)) for width in here.widths]
+        parts = [blocks_of(x, sizes, dim, self._in_turn) for x in received]
+        blocks = [Block(rank, own) if forward else Block(own, rank) for rank in senders]
+        places = dict(zip(blocks, zip(*parts, strict=True), strict=True))
+        return Target(received, places, self.end.kernels)
 
     def placed(self, here: BlockSet) -> Target:
         target = self.target(here)
@@ -136,57 +159,7 @@ class Outgoing(ABC):
     @property
     def senders(self) -> Sequence[int]:
         """The ranks that blocks come from, in their order."""
-        return range(len(self.layout.heads))
-
-
-class TensorsToHeads(Outgoing):
-    """Tensors [B, L, H, D] on their way from the ranks of their rows to the ranks of their heads."""
-
-    way = "forward"
-
-    @property
-    def senders(self) -> Sequence[int]:
-        return self.layout.in_sequence
-
-    def cut(self, payloads: Sequence[Payload | list[Tensor]]) -> Blocks:
-        own, heads = self.end.rank, self.layout.heads
-        parts = [x if isinstance(x, list) else x.split_with_sizes(heads, 2) for x in payloads]
-        return {Block(own, peer): list(of_peer) for peer, of_peer in enumerate(zip(*parts, strict=True))}
-
-    def target(self, here: BlockSet) -> Target:
-        own, layout = self.end.rank, here.layout
-        shape, ranks = (len(here.like), sum(layout.rows), layout.heads[own]), layout.in_sequence
-        received_BSGW = [here.like.new_empty((*shape, width)) for width in here.widths]
-        rows = [layout.rows[rank] for rank in ranks]
-        of_ranks = zip(*(blocks_of(x, rows, 1, self._in_turn) for x in received_BSGW), strict=True)
-        places = {Block(rank, own): parts for rank, parts in zip(ranks, of_ranks, strict=True)}
-        return Target(received_BSGW, places, self.end.kernels)
-
-
-class OutputToRows(Outgoing):
-    """Rows of attention's output [B, T, G, D] on their way from the ranks of its heads to the ranks of its rows."""
-
-    way = "back"
-
-    def __init__(
-        self, end: CallEnd, out_BTGD: Tensor, ranks: Sequence[int] | None = None, purpose: str | None = None
-    ) -> None:
-        """ranks: whose rows these are, consecutive in the sequence; None for all."""
-        super().__init__(end, {OUTPUT: out_BTGD}, purpose)
-        self._ranks = self.layout.in_sequence if ranks is None else ranks
-        self._rows = self.layout.rows_of(self._ranks)
-
-    def cut(self, payloads: Sequence[Payload | list[Tensor]]) -> Blocks:
-        (x,), rows = payloads, [self.layout.rows[rank] for rank in self._ranks]
-        parts: Sequence[Payload] = x if isinstance(x, list) else x.split_with_sizes(rows, 1)
-        return {Block(rank, self.end.rank): [part] for rank, part in zip(self._ranks, parts, strict=True)}
-
-    def target(self, here: BlockSet) -> Target:
-        own, layout = self.end.rank, here.layout
-        out_BLHW = here.like.new_empty((len(here.like), layout.rows[own], sum(layout.heads), here.like.shape[-1]))
-        parts = blocks_of(out_BLHW, layout.heads, 2, self._in_turn)
-        places = {Block(own, rank): [part] for rank, part in enumerate(parts)}
-        return Target([out_BLHW], places, self.end.kernels)
+        return self.layout.in_sequence if self.way == "forward" else range(len(self.layout.heads))
 
 
 class TensorFuture:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cocodiff.comm.transport import Group, LaneFuture, Pending, Transport
 from cocodiff.exchange.messages import BlockSet, InFlight, Port, Sent, Target
-from cocodiff.exchange.outgoing import CallEnd, Outgoing, OutputToRows, TensorFuture, TensorsToHeads
+from cocodiff.exchange.outgoing import OUTPUT, CallEnd, Outgoing, TensorFuture
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.routes.chunks import Chunking, StageParts, Stages, megabytes_per_rank
 from cocodiff.topology.routes.plans import Block, Plan
@@ -61,7 +61,7 @@ class StagedExchange:
         """Whether a call goes in stages: the same on all ranks. cell_bytes: of a token and head of one tensor."""
         return megabytes_per_rank(layout, 3 * cell_bytes) >= self._from_mb
 
-    def send(self, tensors: Sequence[TensorsToHeads], all_sent: bool) -> dict[str, TensorFuture]:
+    def send(self, tensors: Sequence[Outgoing], all_sent: bool) -> dict[str, TensorFuture]:
         """Starts sending some tensors, each on its own. all_sent: whether the last of them is the last one of the call:
         its chunks come one by one over the links that they share."""
         sent = {}
@@ -73,7 +73,7 @@ class StagedExchange:
             arriving.expect(0)
         return sent
 
-    def _arriving(self, outgoing: TensorsToHeads, stages: Sequence[Stage]) -> TensorFuture:
+    def _arriving(self, outgoing: Outgoing, stages: Sequence[Stage]) -> TensorFuture:
         landed = cache(lambda number: self.land(stages[number]))
 
         def wait_for_chunk(number: int) -> Tensor:
@@ -178,7 +178,7 @@ class OutputSender:
     def push(self, number: int, out_BTGD: Tensor) -> None:
         """Sends a finished chunk's rows [B, T, G, D]."""
         staged = self._staged
-        started = Started(staged, OutputToRows(self._end, out_BTGD, staged.chunks[number]), self._first)
+        started = Started(staged, Outgoing(self._end, {OUTPUT: out_BTGD}, staged.chunks[number]), self._first)
         self._first = self._first or started
         self._landed.append(staged.land(staged.post(started, number)))
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from cocodiff.comm.transport import LaneFuture
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.messages import Target
-from cocodiff.exchange.outgoing import CallEnd, EncodedCall, Outgoing, OutputToRows, TensorFuture, TensorsToHeads
+from cocodiff.exchange.outgoing import OUTPUT, CallEnd, EncodedCall, Outgoing, TensorFuture
 
 TENSORS = 3  # of a call: q, k and v, in whichever order they are sent
 
@@ -63,9 +63,9 @@ class Transfer:
         """As `send`, with the codec's `encode` as the lane's first work."""
         staged = self.exchange.staged
         if staged is None or not self.in_stages:
-            outgoing = TensorsToHeads(self.end, tensors_BLHD)
+            outgoing = Outgoing(self.end, tensors_BLHD)
             return arriving_whole(outgoing, self.exchange.submit(outgoing))
-        one_by_one = [TensorsToHeads(self.end, {name: x_BLHD}) for name, x_BLHD in tensors_BLHD.items()]
+        one_by_one = [Outgoing(self.end, {name: x_BLHD}) for name, x_BLHD in tensors_BLHD.items()]
         return staged.send(one_by_one, self.all_sent)
 
     def wait(self, sent: Mapping[str, TensorFuture]) -> dict[str, Tensor]:
@@ -79,7 +79,7 @@ class Transfer:
     def back(self, out_BSGD: Tensor) -> Tensor:
         """Sends all rows of this rank's heads of attention's output; returns what the model goes on with in the place
         of all heads of its own rows, [B, L, H, D]. Not where it goes in stages."""
-        outgoing = OutputToRows(self.end, out_BSGD)
+        outgoing = Outgoing(self.end, {OUTPUT: out_BSGD})
         pending = self.exchange.submit(outgoing)
         with self.exchange.trace.span(f"wait for {outgoing.label}", layer=self.layer):
             return outgoing.decode(pending.wait().tensors)[0]

@@ -30,7 +30,7 @@ from cocodiff.config.errors import UserError
 from cocodiff.exchange.codec import AllRanks, Codec, StepInfo, StepNotes
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.messages import BlockSet, Payload
-from cocodiff.exchange.outgoing import OUTPUT, Encoded, EncodedCall, TensorFuture, TensorsToHeads
+from cocodiff.exchange.outgoing import OUTPUT, Encoded, EncodedCall, Outgoing, TensorFuture
 from cocodiff.exchange.transfer import Transfer, arriving_whole
 from cocodiff.kernels import Rows
 from cocodiff.topology.layout import Layout, slices
@@ -265,7 +265,7 @@ class CardCall(SelectiveCall):
     def selection(self) -> Selection:
         return self.chosen.result().wait()
 
-    def choose(self, swapped: LaneFuture[BlockSet], outgoing: TensorsToHeads) -> BlockSet:
+    def choose(self, swapped: LaneFuture[BlockSet], outgoing: Outgoing) -> BlockSet:
         """Waits for v's first phase; what of it takes the second one."""
         on_card = swapped.wait()
         if not self.full:
@@ -330,7 +330,7 @@ class CardCall(SelectiveCall):
         return Selection.build(active_BS, layout, cards, codec.fraction)
 
 
-class WholeFirst(TensorsToHeads):
+class WholeFirst(Outgoing):
     """v, of which all rows travel in the first phase."""
 
     def encoded(self) -> Encoded:
