@@ -23,7 +23,7 @@ from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.messages import Blocks, BlockSet, Payload, Target
 from cocodiff.exchange.outgoing import CallEnd, EncodedCall, Outgoing
 from cocodiff.exchange.transfer import Transfer
-from cocodiff.topology.layout import Layout, Segment, ShardedSegment
+from cocodiff.topology.layout import Layout
 from cocodiff.topology.routes.chunks import Piece, Side, pieces
 from cocodiff.topology.routes.plans import Block
 
@@ -38,8 +38,7 @@ class SharedGrid(NamedTuple):
 
     def layout(self, rows: range, columns: range) -> Layout:
         """Of some slices of each."""
-        sizes = self.rows.sizes(rows)
-        return Layout((ShardedSegment(Segment("rows", sum(sizes)), sizes),), self.columns.sizes(columns))
+        return Layout((), self.columns.sizes(columns)).of_rows(self.rows.sizes(rows))
 
 
 class TransposedPiece(Outgoing):
