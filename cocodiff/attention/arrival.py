@@ -12,9 +12,8 @@ taken as it was.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -23,7 +22,7 @@ from cocodiff.attention.stateful import TENSORS, LayerState, Noted, StatefulCall
 from cocodiff.attention.strategy import LayerKey
 from cocodiff.comm.transport import Transport
 from cocodiff.config.registry import CODECS, load
-from cocodiff.exchange.codec import AllRanks, Codec, StepInfo, StepNotes
+from cocodiff.exchange.codec import AllRanks, Codec, StepInfo
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.outgoing import OUTPUT, Encoded, EncodedCall, Outgoing, TensorFuture
 from cocodiff.exchange.transfer import Transfer
@@ -68,49 +67,18 @@ class LayerArrivals(LayerState):
         self.changes = {name: 2 ** (size / (8 * groups)) for name, (_, _, size, groups) in measured.items()}
 
 
-@dataclass
-class DisplacedStep:
-    """Of one step: the calls of attention by the tensors that were displaced, as "qkv". awaited: the tensors' sizes on
-    the wire that attention waited for, a whole one being 1. inner: what the codec notes of the step, if anything."""
-
-    sets: Counter[str] = field(default_factory=Counter)
-    awaited: float = 0.0
-    inner: Any = None
-
-    def add(self, displaced: frozenset[str] = frozenset(), share: float = 1.0) -> None:
-        """A call. share: of a whole tensor's bytes that each takes."""
-        self.sets["".join(name for name in TENSORS if name in displaced)] += 1
-        self.awaited += (len(TENSORS) - len(displaced)) * share
-
-    @classmethod
-    def merged(cls, parts: Sequence[DisplacedStep]) -> dict[str, Any]:
-        """Over ranks, besides what the codec notes: "displaced_fraction" of all tensors, "displaced_sets": the fraction
-        of calls by those displaced together, as {"qkv": 0.25, "": 0.75}; of the bytes that whole tensors of 16 bits
-        take, with heads of whole groups, "sent_fraction" and "exposed_fraction", which attention waited for."""
-        inner = [part.inner for part in parts if part.inner is not None]
-        sets: Counter[str] = sum((part.sets for part in parts), Counter())
-        calls, late = sets.total(), sum(len(names) * count for names, count in sets.items())
-        of_inner = inner[0].merged(inner) if inner else {"coded_fraction": 0.0, "linear_fraction": None}
-        return {
-            "sent_fraction": 1.0,
-            **of_inner,
-            "displaced_fraction": late / (len(TENSORS) * calls),
-            "displaced_sets": {names: count / calls for names, count in sorted(sets.items())},
-            "exposed_fraction": sum(part.awaited for part in parts) / (len(TENSORS) * calls),
-        }
-
-
 class Displaced(StatefulCodec):
     """Has calls go on without some of what they send, by another codec."""
 
-    layer_state, step_notes = LayerArrivals, DisplacedStep
+    layer_state = LayerArrivals
 
     def __init__(self, settings: Any, exchange: Exchange | None, ranks: Transport, everyone: AllRanks) -> None:
         """settings: arrival, tau, fine_steps, and the inner codec's, see `Config`."""
         super().__init__(settings, exchange, ranks, everyone)
         inner = Codec if settings.codec == "none" else load(CODECS, settings.codec)
         self.inner: Codec = inner(settings, exchange, ranks, everyone)
-        self.notes = getattr(self.inner, "notes", self.notes)
+        if isinstance(self.inner, StatefulCodec):
+            self.notes, self._report = self.inner.notes, self.inner._report
         self.measures = settings.arrival == "adaptive"  # how tensors change
         self.transfer = DisplacedTransfer
 
@@ -121,7 +89,7 @@ class Displaced(StatefulCodec):
 
     def note_whole(self) -> None:
         super().note_whole()
-        self.inner.note_whole()
+        self.noted_step.displace()
 
     def begin_step(self, moment: StepInfo) -> None:
         super().begin_step(moment)
@@ -147,14 +115,6 @@ class Displaced(StatefulCodec):
         """Received values are the codec's own where that keeps something, and counted there."""
         own = not self.inner.keeps_state
         return self.inner.bytes_held() + sum(state.bytes_held(own) for state in self._layers.values())
-
-    def report(self) -> dict[int, StepNotes]:
-        of_inner = self.inner.report()
-        return {step: replace(own, inner=of_inner.get(step)) for step, own in self._report.items()}
-
-    def forget_report(self) -> None:
-        super().forget_report()
-        self.inner.forget_report()
 
     def displaced(self, state: LayerArrivals, inner: EncodedCall) -> frozenset[str]:
         """The tensors that this call does not wait for: attention takes what the last call left."""
@@ -195,7 +155,9 @@ class DisplacedCall(StatefulCall):
             inner.noted.takers.append(state.take_notes)
         if codec.measures and not inner.measures and state.follows:
             self.measured = self._notes.of_call(like_BLHD.device, state.take_notes)
-        codec.noted_step.add(self.displaced, inner.share)
+        if not isinstance(inner, StatefulCall):  # which notes itself how it goes
+            codec.noted_step.add()
+        codec.noted_step.displace(self.displaced, inner.share)
 
     def stand_in(self, name: str) -> Tensor:
         """The operand that attention, or the model, goes on with in a displaced tensor's place."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from cocodiff.attention.stateful import TENSORS, CodedStep, End, LayerEnds, StatefulCall, StatefulCodec
+from cocodiff.attention.stateful import TENSORS, End, LayerEnds, StatefulCall, StatefulCodec
 from cocodiff.attention.strategy import LayerKey
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.outgoing import Encoded, EncodedCall
@@ -46,7 +46,7 @@ class SiteState(LayerEnds):
 class Residual(StatefulCodec):
     """Sends residuals, by the settings codec, predictor, fine_steps and arrival, see `Config`."""
 
-    layer_state, step_notes = SiteState, CodedStep
+    layer_state = SiteState
 
     def call(self, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> EncodedCall:
         return ResidualCall(self, exchange, layout, layer_key)

@@ -6,7 +6,7 @@ Of q, k, v and the output every call has a row of notes, whole numbers that rank
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -218,12 +218,15 @@ class LayerEnds(LayerState):
 class CodedStep:
     """Of one step: the calls of attention, those of them that were coded, and of their tensors (four each) those
     predicted linearly. sent: the tensors' sizes on the wire, a whole one being 1, as a model of 16 bits has them whose
-    heads are whole groups of channels: a small model's actual bytes are in the trace."""
+    heads are whole groups of channels: a small model's actual bytes are in the trace. sets: the calls by the tensors
+    that were displaced, as "qkv", and awaited: of `sent` what attention waited for; both only with displacement."""
 
     calls: int = 0
     coded: int = 0
     linear: int = 0
     sent: float = 0.0
+    sets: Counter[str] = field(default_factory=Counter)
+    awaited: float = 0.0
 
     def add(self, coded: bool = False, share: float = 1.0, linear: int = 0) -> None:
         """A call. share: of a whole tensor's bytes that each takes. linear: of its tensors, predicted linearly."""
@@ -232,19 +235,27 @@ class CodedStep:
         self.linear += linear
         self.sent += len(TENSORS) * share
 
+    def displace(self, names: frozenset[str] = frozenset(), share: float = 1.0) -> None:
+        """The tensors that a call did not wait for."""
+        self.sets["".join(name for name in TENSORS if name in names)] += 1
+        self.awaited += (len(TENSORS) - len(names)) * share
+
     @classmethod
     def merged(cls, parts: Sequence[Any]) -> dict[str, Any]:
         """Over ranks: "coded_fraction" of the calls; "linear_fraction" of the tensors that were coded, None where none
-        was; "sent_fraction", and what attention waited for, as of `DisplacedStep`."""
-        names = ("calls", "coded", "linear", "sent")
-        calls, coded, linear, sent = (sum(getattr(part, name) for part in parts) for name in names)
+        was; "displaced_fraction" of all tensors, "displaced_sets": the fraction of calls by those displaced together,
+        as {"qkv": 0.25, "": 0.75}; of the bytes that whole tensors of 16 bits take, with heads of whole groups,
+        "sent_fraction" and "exposed_fraction", which attention waited for."""
+        names = ("calls", "coded", "linear", "sent", "awaited")
+        calls, coded, linear, sent, awaited = (sum(getattr(part, name) for part in parts) for name in names)
+        sets: Counter[str] = sum((part.sets for part in parts), Counter())
         return {
             "coded_fraction": coded / calls,
             "linear_fraction": linear / (len(TENSORS) * coded) if coded else None,
-            "displaced_fraction": 0.0,
-            "displaced_sets": {"": 1.0},
+            "displaced_fraction": sum(len(names) * count for names, count in sets.items()) / (len(TENSORS) * calls),
+            "displaced_sets": {names: count / calls for names, count in sorted(sets.items())} or {"": 1.0},
             "sent_fraction": sent / (len(TENSORS) * calls),
-            "exposed_fraction": sent / (len(TENSORS) * calls),
+            "exposed_fraction": (awaited if sets else sent) / (len(TENSORS) * calls),
         }
 
 
@@ -253,7 +264,7 @@ class StatefulCodec(Codec):
 
     keeps_state = True
     fixed_kind: FixedKind | None = None  # every call is of this kind, in recordings
-    step_notes: type[StepNotes]
+    step_notes: type[StepNotes] = CodedStep
     _report: defaultdict[int, Any]
 
     def __init__(self, settings: Any, exchange: Exchange | None, ranks: Transport | None, everyone: AllRanks) -> None:
