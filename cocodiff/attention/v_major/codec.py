@@ -247,7 +247,7 @@ class CardTransfer(SelectiveTransfer):
         others = {name: x_BLHD for name, x_BLHD in tensors_BLHD.items() if name != "v"}
         if "v" not in tensors_BLHD:
             return super().post(others)
-        outgoing, lanes = WholeFirst(self.end, {"v": tensors_BLHD["v"]}), self.exchange.lanes
+        outgoing, lanes = Outgoing(self.end, {"v": tensors_BLHD["v"]}), self.exchange.lanes
         first, second = self.exchange.plans["tapa"]  # also those without messages for this rank
         swapped = lanes["sibling"].submit(partial(self.exchange.phase, first, outgoing.blocks), outgoing)
         chosen = partial(self.coded.choose, swapped, outgoing)
@@ -261,6 +261,11 @@ class CardCall(SelectiveCall):
     def begin(self, like_BLHD: Tensor) -> None:
         self.chosen: Future[LaneFuture[Selection]] = Future()
         super().begin(like_BLHD)
+
+    def encode(self, tensors: Mapping[str, Tensor], rows: slice, ranks: Sequence[int]) -> Encoded:
+        """v goes alone, and whole through its first phase."""
+        encode = EncodedCall.encode if "v" in tensors else SelectiveCall.encode
+        return encode(self, tensors, rows, ranks)
 
     def selection(self) -> Selection:
         return self.chosen.result().wait()
@@ -328,13 +333,6 @@ class CardCall(SelectiveCall):
         of_cards_BN = torch.cat([parts[rank].view(batch, -1) for rank in scorers], 1)  # a launch for all cards
         active_BS[:, cards.all_S] = of_cards_BN.bool()
         return Selection.build(active_BS, layout, cards, codec.fraction)
-
-
-class WholeFirst(Outgoing):
-    """v, of which all rows travel in the first phase."""
-
-    def encoded(self) -> Encoded:
-        return EncodedCall.encode(self.coded, self._tensors, self._rows, self._ranks)
 
 
 def dense(x_BLHD: Payload) -> Tensor:
