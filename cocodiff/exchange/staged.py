@@ -42,7 +42,7 @@ class StagedExchange:
         topology = exchange.port.topology
         stages = Stages(topology, exchange.port.rank, chunking.chunks)
         self.exchange, self._from_mb = exchange, chunking.from_mb
-        self.chunks, self.sequence, self.hearing = stages.chunks, stages.sequence, stages.hearing
+        self.chunks, self.sequence, self.hearing = stages.chunks, sum(stages.chunks, ()), stages.hearing
         self.several_nodes = topology.nodes > 1
         ways = ("forward", "back")
         self.plans = {way: {name: stages.of(plan, way) for name, plan in exchange.plans.items()} for way in ways}
