@@ -34,7 +34,7 @@ class Keys(NamedTuple):
     mask_B11S: Tensor | None
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """One attention call behind the exchange. layouts: of every Ulysses group. layer: its kind, for the trace."""
 
     qkv: LazyQKV

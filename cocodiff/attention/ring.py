@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from cocodiff.attention.local import Call, Keys, LocalAttention, Partial
+from cocodiff.attention.local import AttentionCall, Keys, LocalAttention, Partial
 from cocodiff.comm.trace import Trace
 from cocodiff.comm.transport import Group, LaneFuture, Pending, Transport
 from cocodiff.kernels import Kernels, views
@@ -60,7 +60,7 @@ class Ring:
         self._index_of = [members.index(rank) for rank in self._rank_of]
         self._ranks, self._lane = transport.group(members), transport.lane(LANE)
 
-    def attend(self, q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, call: Call) -> Tensor:
+    def attend(self, q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, call: AttentionCall) -> Tensor:
         """Of the group's queries to all groups' keys: [B, S_g, G, D] of the queries' dtype."""
         merged: Partial | None = None
         for block in self.blocks(k_BSGD, v_BSGD, call):
@@ -68,7 +68,7 @@ class Ring:
         assert merged is not None, "a ring has a rank"
         return merged.out_BLHD.to(q_BSGD.dtype)
 
-    def blocks(self, k_BSGD: Tensor, v_BSGD: Tensor, call: Call) -> Iterator[Keys]:
+    def blocks(self, k_BSGD: Tensor, v_BSGD: Tensor, call: AttentionCall) -> Iterator[Keys]:
         """Every group's keys and values for the heads that are here, the own ones first. Until another is asked for,
         each travels on and the next one here; a block is gone when the second after it is asked for."""
         here, rows = [k_BSGD.contiguous(), v_BSGD.contiguous()], call.rows
@@ -156,7 +156,7 @@ class TokenRing(Ring):
         # For what takes another way than queries: on accelerators messages of one communicator follow one another.
         self._back = transport.group(self._ranks.ranks)
 
-    def attend(self, q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, call: Call) -> Tensor:
+    def attend(self, q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, call: AttentionCall) -> Tensor:
         """As `Ring.attend`."""
         own_BSGD, keys = q_BSGD.contiguous(), [k_BSGD.contiguous(), v_BSGD.contiguous()]
         rows, step = call.rows, partial(self._step, TokensInFlight(call.layer))

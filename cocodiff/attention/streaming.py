@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cocodiff.attention.local import Call, Keys, Partial
+from cocodiff.attention.local import AttentionCall, Keys, Partial
 from cocodiff.attention.ring import LANE, Ring
 from cocodiff.comm.transport import Pending, Transport
 from cocodiff.topology.axes import Mesh
@@ -81,7 +81,7 @@ class Streaming(Ring):
         crossing = any(of_slot.shape[0] > 1 for of_slot in rounds_of(mesh))
         self._across = transport.group(self._ranks.ranks) if crossing else self._ranks
 
-    def attend(self, q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, call: Call) -> Tensor:
+    def attend(self, q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, call: AttentionCall) -> Tensor:
         """As `Ring.attend`."""
         keys = Keys(k_BSGD.contiguous(), v_BSGD.contiguous(), call.mask(self.group))
         pieces = self._pieces(q_BSGD.shape[2])

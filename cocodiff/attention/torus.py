@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from cocodiff.attention.local import Call, Keys, LocalAttention, Partial
+from cocodiff.attention.local import AttentionCall, Keys, LocalAttention, Partial
 from cocodiff.exchange.outgoing import TensorFuture
 from cocodiff.exchange.staged import OutputSender
 from cocodiff.exchange.transfer import Transfer
@@ -28,7 +28,12 @@ class Torus:
     """One attention call. k and v lie in memory once: chunks are slices of the whole sequence."""
 
     def __init__(
-        self, transfer: Transfer, sent: Mapping[str, TensorFuture], local: LocalAttention, ring: Ring | None, call: Call
+        self,
+        transfer: Transfer,
+        sent: Mapping[str, TensorFuture],
+        local: LocalAttention,
+        ring: Ring | None,
+        call: AttentionCall,
     ) -> None:
         """sent: q, k and v. ring: brings the keys of other groups, attended to last."""
         assert transfer.exchange.staged is not None, "Torus attends to what comes in stages"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from cocodiff.attention.local import Call, LocalAttention
+from cocodiff.attention.local import AttentionCall, LocalAttention
 from cocodiff.attention.strategy import LayerKey, LazyQKV
 from cocodiff.comm.trace import Trace
 from cocodiff.config.machine import Topology
@@ -78,7 +78,7 @@ class Ulysses:
         self._layouts: dict[tuple[Segments, int], list[Layout]] = {}
 
     def attend(self, qkv: LazyQKV, layer_key: LayerKey) -> Tensor:
-        call = Call(qkv, self.layouts(qkv), layer_key.kind)
+        call = AttentionCall(qkv, self.layouts(qkv), layer_key.kind)
         if self.exchange is None:
             out_BLHD = self._attend_here(qkv.q(), qkv.k(), qkv.v(), call)
             qkv.meanwhile()
@@ -92,7 +92,7 @@ class Ulysses:
         here = transfer.wait(sent)
         return transfer.back(self._attend_here(here["q"], here["k"], here["v"], call))
 
-    def _attend_here(self, q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, call: Call) -> Tensor:
+    def _attend_here(self, q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, call: AttentionCall) -> Tensor:
         """Attention of the queries that are here to all keys, with the heads that are here."""
         with self._trace.span("attention", layer=call.layer):
             if self._ring is not None:
