@@ -20,7 +20,6 @@ from torch import Tensor
 
 from cocodiff.attention.stateful import TENSORS, LayerState, Noted, StatefulCall, StatefulCodec
 from cocodiff.attention.strategy import LayerKey
-from cocodiff.comm.transport import Transport
 from cocodiff.config.registry import CODECS, load
 from cocodiff.exchange.codec import AllRanks, Codec, StepInfo
 from cocodiff.exchange.exchange import Exchange
@@ -72,7 +71,7 @@ class Displaced(StatefulCodec):
 
     layer_state = LayerArrivals
 
-    def __init__(self, settings: Any, exchange: Exchange | None, ranks: Transport, everyone: AllRanks) -> None:
+    def __init__(self, settings: Any, exchange: Exchange | None, ranks: Any, everyone: AllRanks) -> None:
         """settings: arrival, tau, fine_steps, and the inner codec's, see `Config`."""
         super().__init__(settings, exchange, ranks, everyone)
         inner = Codec if settings.codec == "none" else load(CODECS, settings.codec)

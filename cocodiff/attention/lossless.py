@@ -24,8 +24,6 @@ from torch import Tensor
 
 from cocodiff.attention.stateful import NEEDED, TENSORS, CodedStep, End, LayerEnds, StatefulCall, StatefulCodec
 from cocodiff.attention.strategy import LayerKey
-from cocodiff.comm.transport import Transport
-from cocodiff.exchange.codec import AllRanks
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.outgoing import OUTPUT, Encoded, EncodedCall
 from cocodiff.kernels.lossless import CODED, PARTS, Cut, Known, least_room, room_of, stream_places
@@ -70,10 +68,10 @@ class Lossless(StatefulCodec):
 
     layer_state, step_notes = SiteState, LosslessStep
 
-    def __init__(self, settings: Any, exchange: Exchange | None, ranks: Transport, everyone: AllRanks) -> None:
-        """ranks: of the Ulysses group."""
-        super().__init__(settings, exchange, ranks, everyone)
-        self.ranks, self.factor = ranks, CONTINUED[settings.predictor]
+    @property
+    def factor(self) -> float:
+        """Times the continuation's."""
+        return CONTINUED[self._settings.predictor]
 
     def call(self, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> EncodedCall:
         return LosslessCall(self, exchange, layout, layer_key)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cocodiff.attention.strategy import LayerKey
 from cocodiff.comm.trace import Trace
-from cocodiff.comm.transport import LaneFuture, Transport
+from cocodiff.comm.transport import LaneFuture
 from cocodiff.exchange.codec import AllRanks, Codec, StepInfo, StepNotes
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.outgoing import OUTPUT, EncodedCall
@@ -267,9 +267,9 @@ class StatefulCodec(Codec):
     step_notes: type[StepNotes] = CodedStep
     _report: defaultdict[int, Any]
 
-    def __init__(self, settings: Any, exchange: Exchange | None, ranks: Transport | None, everyone: AllRanks) -> None:
+    def __init__(self, settings: Any, exchange: Exchange | None, ranks: Any, everyone: AllRanks) -> None:
         """everyone: that share the sequence, who decide together."""
-        super().__init__(settings, exchange)
+        super().__init__(settings, exchange, ranks)
         self.kept, self._report = values_kept(settings), defaultdict(self.step_notes)
         self.notes = None if exchange is None else SharedNotes(everyone, exchange.trace)
 

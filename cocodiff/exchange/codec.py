@@ -72,12 +72,12 @@ class Codec:
         self,
         settings: Any = None,
         exchange: Exchange | None = None,
-        ranks: Transport | None = None,
+        ranks: Any = None,
         everyone: AllRanks | None = None,
     ) -> None:
         """The codec of one rank of a Ulysses group. settings: the engine's. exchange: of the group; None for one rank.
-        ranks: of the group. everyone: these and, with a ring, those of the other groups."""
-        self._settings, self._exchange = settings, exchange
+        ranks: the group's transport. everyone: these and, with a ring, those of the other groups."""
+        self._settings, self._exchange, self.ranks = settings, exchange, ranks
         self._layers: dict[Any, Any] = {}
         self._report: dict[int, Any] = {}
         self._first: dict[str, None] = {}  # layers of this run, in the order in which they were called

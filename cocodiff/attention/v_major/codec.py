@@ -25,7 +25,7 @@ from torch import Tensor
 from cocodiff.attention.stateful import LayerCall, LayerState
 from cocodiff.attention.strategy import LayerKey
 from cocodiff.attention.v_major.selection import Cards, DriftNotes, Schedule, Selection, scored_blocks, staying
-from cocodiff.comm.transport import LaneFuture, Transport
+from cocodiff.comm.transport import LaneFuture
 from cocodiff.config.errors import UserError
 from cocodiff.exchange.codec import AllRanks, Codec, StepInfo, StepNotes
 from cocodiff.exchange.exchange import Exchange
@@ -57,15 +57,13 @@ class VMajor(Codec):
     keeps_state = True
     layer_state = LayerCache
 
-    def __init__(
-        self, settings: Any, exchange: Exchange | None, ranks: Transport, everyone: AllRanks | None = None
-    ) -> None:
+    def __init__(self, settings: Any, exchange: Exchange | None, ranks: Any, _: AllRanks | None = None) -> None:
         """settings: its schedule (see `Schedule.of`); scoring: "source" (each rank scores its own tokens over all heads
         before they travel) or "card" (after v's first phase the card's first tile scores the card's tokens with its
         plane's heads; TAPA only); reference: "prev" (v at the call before) or "sent" (v as it was last sent)."""
-        super().__init__(settings, exchange)
+        super().__init__(settings, exchange, ranks)
         self.schedule, self.reference = Schedule.of(settings), settings.reference
-        self.rank, self.ranks, self.drift = ranks.rank, ranks, DriftNotes()
+        self.rank, self.drift = ranks.rank, DriftNotes()
         by_source = settings.scoring == "source"
         self._call: type[SelectiveCall] = SourceCall if by_source else CardCall
         self.transfer = SelectiveTransfer if by_source else CardTransfer
