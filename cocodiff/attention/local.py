@@ -47,23 +47,20 @@ class AttentionCall(NamedTuple):
         return [sum(layout.rows) for layout in self.layouts]
 
     def mask(self, group: int) -> Tensor | None:
-        return mask_in_rank_order(self.qkv, self.layouts[group])
-
-
-def mask_in_rank_order(qkv: LazyQKV, layout: Layout) -> Tensor | None:
-    """Which keys are attended to after the exchange, in the layout's order of ranks: [B, 1, 1, S]; None for all."""
-    if not qkv.masks:
-        return None
-    some_BT = next(iter(qkv.masks.values()))
-    of_part = [
-        qkv.masks.get(part.segment.name, some_BT.new_ones(len(some_BT), part.segment.tokens)) for part in layout.parts
-    ]
-    parts_BS = [
-        mask_BT[:, part.slices[rank]]
-        for rank in layout.in_sequence
-        for mask_BT, part in zip(of_part, layout.parts, strict=True)
-    ]
-    return torch.cat(parts_BS, dim=1)[:, None, None]
+        """Which keys of a group are attended to, in its layout's order of ranks: [B, 1, 1, S]; None for all."""
+        if not self.qkv.masks:
+            return None
+        layout, some_BT = self.layouts[group], next(iter(self.qkv.masks.values()))
+        of_part = [
+            self.qkv.masks.get(part.segment.name, some_BT.new_ones(len(some_BT), part.segment.tokens))
+            for part in layout.parts
+        ]
+        parts_BS = [
+            mask_BT[:, part.slices[rank]]
+            for rank in layout.in_sequence
+            for mask_BT, part in zip(of_part, layout.parts, strict=True)
+        ]
+        return torch.cat(parts_BS, dim=1)[:, None, None]
 
 
 class LocalAttention:

@@ -75,7 +75,7 @@ class Exchange:
         if chunking is not None and len(chunk_ranks(topology, self.rank, chunking.chunks)) > 1:
             from cocodiff.exchange.staged import StagedExchange
 
-            self.staged = StagedExchange(self, transport, chunking)
+            self.staged = StagedExchange(self.port, self.plans, self.name_of, self.groups, transport, chunking)
 
     def name_of(self, blocks: BlockSet) -> str:
         """The plan that blocks of this size take: the one there is, or the table's choice."""

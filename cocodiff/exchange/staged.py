@@ -9,14 +9,14 @@ put in place by a fourth, in the order in which attention will need them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from cocodiff.comm.transport import Group, LaneFuture, Pending, Transport
-from cocodiff.exchange.messages import BlockSet, InFlight, Port, Sent, Target
+from cocodiff.comm.transport import LaneFuture, Pending, Transport
+from cocodiff.exchange.messages import BlockSet, Groups, InFlight, Port, Sent, Target
 from cocodiff.exchange.outgoing import OUTPUT, CallEnd, Outgoing, TensorFuture
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.routes.chunks import Chunking, StageParts, Stages, megabytes_per_rank
@@ -25,35 +25,33 @@ from cocodiff.topology.routes.plans import Block, Plan
 PART_LANES = ("plane", "sibling", "late")  # of what leaves at once, what is passed on, what is passed on late
 
 
-class Unstaged(Protocol):
-    """The exchange that is cut into stages, see `Exchange`."""
-
-    port: Port
-    plans: dict[str, Plan]
-    groups: dict[str, Group]
-
-    def name_of(self, blocks: BlockSet) -> str: ...
-
-
 class StagedExchange:
     """One rank's end of an exchange in stages. What is passed on has groups of its own: no two lanes post in one."""
 
-    def __init__(self, exchange: Unstaged, transport: Transport, chunking: Chunking) -> None:
-        topology = exchange.port.topology
-        stages = Stages(topology, exchange.port.rank, chunking.chunks)
-        self.exchange, self._from_mb = exchange, chunking.from_mb
+    def __init__(
+        self,
+        port: Port,
+        plans: Mapping[str, Plan],
+        name_of: Callable[[BlockSet], str],
+        groups: Groups,
+        transport: Transport,
+        chunking: Chunking,
+    ) -> None:
+        """plans: that are cut into stages. name_of: which of them blocks take. groups: for what leaves at once."""
+        topology, stages = port.topology, Stages(port.topology, port.rank, chunking.chunks)
+        self._port, self._from_mb, self.name_of = port, chunking.from_mb, name_of
         self.chunks, self.sequence, self.hearing = stages.chunks, sum(stages.chunks, ()), stages.hearing
         self.several_nodes = topology.nodes > 1
         ways = ("forward", "back")
-        self.plans = {way: {name: stages.of(plan, way) for name, plan in exchange.plans.items()} for way in ways}
+        self.plans = {way: {name: stages.of(plan, way) for name, plan in plans.items()} for way in ways}
         numbers = range(len(self.chunks))
         self._passed_on = {way: [_parts_in_use(plans, n) for n in numbers] for way, plans in self.plans.items()}
         # Which parts there are is told by the machine and the plans' names, alike on all ranks.
-        relays = any(name != "flat" for name in exchange.plans)
+        relays = any(name != "flat" for name in plans)
         lanes = PART_LANES[: 1 + relays + (relays and self.several_nodes)]
         self._lanes = [transport.lane(name) for name in lanes]
         own = [transport.group(range(topology.size)) for _ in lanes[1:]]
-        self._groups = [exchange.groups, *(dict.fromkeys(("sibling", "plane"), group) for group in own)]
+        self._groups = [groups, *(dict.fromkeys(("sibling", "plane"), group) for group in own)]
         self._landing = transport.lane("landing")
         self._sent: deque[Sent] = deque()
 
@@ -98,7 +96,7 @@ class StagedExchange:
 
     def _post(self, number: int, in_order: bool, started: Started) -> tuple[Started, InFlight]:
         """Posts all receives of a stage, and sends what leaves at once."""
-        port, outgoing = self.exchange.port, started.outgoing
+        port, outgoing = self._port, started.outgoing
         with port.trace.span(f"{outgoing.label} plane", "plane", outgoing.layer):
             parts = started.begin()[number]
             flight = InFlight(port, started.blocks)
@@ -122,7 +120,7 @@ class StagedExchange:
     def _land(self, stage: Stage) -> Tensor:
         for passed_on in stage.passed_on:
             passed_on.wait()
-        port, (started, flight) = self.exchange.port, stage.posted.wait()
+        port, (started, flight) = self._port, stage.posted.wait()
         with port.trace.span(f"{started.outgoing.label} plane", "plane", started.outgoing.layer):
             own = Block(port.rank, port.rank)
             if stage.number == 0:  # the block that stays here belongs to the first chunk
@@ -155,7 +153,7 @@ class Started:
         if not self._parts:
             self.blocks = self.outgoing.blocks()
             self.target = self.outgoing.target(self.blocks) if self._first is None else self._first.target
-            self._parts = self._staged.plans[self.outgoing.way][self._staged.exchange.name_of(self.blocks)]
+            self._parts = self._staged.plans[self.outgoing.way][self._staged.name_of(self.blocks)]
         return self._parts
 
 
