@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -22,6 +22,7 @@ from cocodiff.topology.layout import Layout
 from cocodiff.topology.routes.chunks import Chunking, StageParts, Stages, megabytes_per_rank
 from cocodiff.topology.routes.plans import Block, Plan
 
+Stage = Callable[[], LaneFuture[Tensor]]  # one of a tensor, posted: has it put in place
 PART_LANES = ("plane", "sibling", "late")  # of what leaves at once, what is passed on, what is passed on late
 
 
@@ -72,7 +73,7 @@ class StagedExchange:
         return sent
 
     def _arriving(self, outgoing: Outgoing, stages: Sequence[Stage]) -> TensorFuture:
-        landed = cache(lambda number: self.land(stages[number]))
+        landed = cache(lambda number: stages[number]())
 
         def wait_for_chunk(number: int) -> Tensor:
             return outgoing.decode([landed(number).wait()], self.chunks[number])[0]
@@ -80,15 +81,12 @@ class StagedExchange:
         return TensorFuture(outgoing.label, wait_for_chunk, len(stages), landed)
 
     def post(self, started: Started, number: int, in_order: bool = False) -> Stage:
-        """Has a stage of a tensor posted and passed on. in_order: after the last one's messages have left this node."""
+        """Has a stage of a tensor posted and passed on; what is returned has its messages put in place as they come.
+        in_order: after the last one's messages have left this node."""
         posted = self._lanes[0].submit(partial(self._post, number, in_order), started)
         parts = self._passed_on[started.outgoing.way][number]
         passed_on = [self._lanes[part].submit(partial(self._pass_on, posted, number, part)) for part in parts]
-        return Stage(number, posted, passed_on)
-
-    def land(self, stage: Stage) -> LaneFuture[Tensor]:
-        """Has a stage's messages put in place as they come."""
-        return self._landing.submit(partial(self._land, stage))
+        return partial(self._landing.submit, partial(self._land, number, posted, passed_on))
 
     def finish(self) -> None:
         """Returns when all that was sent has left."""
@@ -117,13 +115,15 @@ class StagedExchange:
         parts = started.begin()[number]
         self._sent.extend(flight.send(parts[part], self._groups[part], first=sum(map(len, parts[:part]))))
 
-    def _land(self, stage: Stage) -> Tensor:
-        for passed_on in stage.passed_on:
-            passed_on.wait()
-        port, (started, flight) = self._port, stage.posted.wait()
+    def _land(
+        self, number: int, posted: LaneFuture[tuple[Started, InFlight]], passed_on: list[LaneFuture[None]]
+    ) -> Tensor:
+        for sent in passed_on:
+            sent.wait()
+        port, (started, flight) = self._port, posted.wait()
         with port.trace.span(f"{started.outgoing.label} plane", "plane", started.outgoing.layer):
             own = Block(port.rank, port.rank)
-            if stage.number == 0:  # the block that stays here belongs to the first chunk
+            if number == 0:  # the block that stays here belongs to the first chunk
                 started.target.place({own: started.blocks.blocks[own]})
             flight.land(started.target)
         return started.target.tensors[0]
@@ -157,14 +157,6 @@ class Started:
         return self._parts
 
 
-class Stage(NamedTuple):
-    """One stage of a tensor, posted."""
-
-    number: int
-    posted: LaneFuture[tuple[Started, InFlight]]
-    passed_on: list[LaneFuture[None]]
-
-
 class OutputSender:
     """Sends attention's output to the ranks of its rows, the last chunk first."""
 
@@ -178,7 +170,7 @@ class OutputSender:
         staged = self._staged
         started = Started(staged, Outgoing(self._end, {OUTPUT: out_BTGD}, staged.chunks[number]), self._first)
         self._first = self._first or started
-        self._landed.append(staged.land(staged.post(started, number)))
+        self._landed.append(staged.post(started, number)())
 
     def wait(self) -> Tensor:
         """All heads of this rank's rows, [B, L, H, D], when every chunk of every rank was pushed."""
