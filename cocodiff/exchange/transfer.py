@@ -9,7 +9,7 @@ out_BLHD = transfer.back(out_BSGD)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from itertools import groupby
 
@@ -87,12 +87,9 @@ class Transfer:
 
 def arriving_whole(outgoing: Outgoing, pending: LaneFuture[Target]) -> dict[str, TensorFuture]:
     """By name tensors that travel together, each whole; they are decoded once, together."""
+    decoded = cache(lambda: dict(zip(outgoing.names, outgoing.decode(pending.wait().tensors), strict=True)))
 
-    @cache
-    def decoded() -> Sequence[Tensor]:
-        return outgoing.decode(pending.wait().tensors)
+    def arriving(name: str) -> TensorFuture:
+        return TensorFuture("".join(outgoing.names), lambda _chunk: decoded()[name])
 
-    def arriving(index: int) -> TensorFuture:
-        return TensorFuture("".join(outgoing.names), lambda _chunk: decoded()[index])
-
-    return {name: arriving(index) for index, name in enumerate(outgoing.names)}
+    return {name: arriving(name) for name in outgoing.names}
