@@ -123,7 +123,7 @@ class Displaced(StatefulCodec):
             return self.fixed_kind.displaced
         if not self.measures:
             return frozenset(TENSORS)
-        limit = self._settings.tau / state.pace
+        limit = self.settings.tau / state.pace
         if not inner.continues:
             limit /= LAG
         return frozenset(name for name in TENSORS if state.changes.get(name, math.inf) < limit)

@@ -68,11 +68,6 @@ class Lossless(StatefulCodec):
 
     layer_state, step_notes = SiteState, LosslessStep
 
-    @property
-    def factor(self) -> float:
-        """Times the continuation's."""
-        return CONTINUED[self._settings.predictor]
-
     def call(self, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> EncodedCall:
         return LosslessCall(self, exchange, layout, layer_key)
 
@@ -129,7 +124,7 @@ class LosslessCall(StatefulCall):
         super().begin(like_BLHD)
         self._like, self._batch, self._head_dim = like_BLHD.new_empty(0), len(like_BLHD), like_BLHD.shape[-1]
         codec, state = self._codec, self.state
-        self.factor = state.factor * codec.factor
+        self.factor = state.factor * CONTINUED[codec.settings.predictor]
         self.noted_step, self.codes = codec.noted_step, like_BLHD.dtype in CODED
         if self.codes:
             there = state.sent if state.follows else TENSORS

@@ -51,19 +51,14 @@ class Residual(StatefulCodec):
     def call(self, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> EncodedCall:
         return ResidualCall(self, exchange, layout, layer_key)
 
-    def prediction(self, state: SiteState) -> Prediction:
-        continues = state.factor > 0 and self._settings.predictor == "taylor"
-        # With adaptive arrival encoding tells how tensors change, in the same pass.
-        return Prediction(state.factor, continues, self._settings.arrival == "adaptive" and state.follows > 0)
-
     def bits(self, state: SiteState) -> int | None:
         """Of a channel in a layer's call; None where tensors travel as they are."""
-        bits = BITS[self._settings.codec]
+        bits = BITS[self.settings.codec]
         if bits is None:
             return None
         if state.follows:
             return min(2 * bits, FINEST) if self.fine else bits
-        return FIRST_BITS * bits if codes_first_calls(self._settings.codec) and not state.plain else None
+        return FIRST_BITS * bits if codes_first_calls(self.settings.codec) and not state.plain else None
 
 
 class ResidualCall(StatefulCall):
@@ -80,11 +75,12 @@ class ResidualCall(StatefulCall):
     def begin(self, like_BLHD: Tensor) -> None:
         super().begin(like_BLHD)
         self._head_dim, self._dtype = like_BLHD.shape[-1], like_BLHD.dtype
-        codec, state = self._codec, self.state
+        codec, state, settings = self._codec, self.state, self._codec.settings
         self.bits = codec.bits(state)
         if self.bits is not None:
-            self.how = codec.prediction(state)
-            self.continues = self.how.linear
+            self.continues = state.factor > 0 and settings.predictor == "taylor"
+            measure = settings.arrival == "adaptive" and state.follows > 0  # in the pass that encodes
+            self.how = Prediction(state.factor, self.continues, measure)
             self.share = (self.bits + 8 / GROUP) / 16  # of 16-bit numbers in heads of whole groups
             self.noted = self._notes.of_call(like_BLHD.device, state.take_notes)
         codec.noted_step.add(self.bits is not None, self.share, len(TENSORS) * self.continues)

@@ -278,7 +278,7 @@ class StatefulCodec(Codec):
         """Whether this is one of the last steps, whose errors no later step corrects."""
         if self.fixed_kind is not None:
             return self.fixed_kind.fine
-        return self.moment.steps is not None and self.moment.step >= self.moment.steps - self._settings.fine_steps
+        return self.moment.steps is not None and self.moment.step >= self.moment.steps - self.settings.fine_steps
 
     @property
     def noted_step(self) -> Any:

@@ -77,7 +77,7 @@ class Codec:
     ) -> None:
         """The codec of one rank of a Ulysses group. settings: the engine's. exchange: of the group; None for one rank.
         ranks: the group's transport. everyone: these and, with a ring, those of the other groups."""
-        self._settings, self._exchange, self.ranks = settings, exchange, ranks
+        self.settings, self._exchange, self.ranks = settings, exchange, ranks
         self._layers: dict[Any, Any] = {}
         self._report: dict[int, Any] = {}
         self._first: dict[str, None] = {}  # layers of this run, in the order in which they were called
@@ -95,9 +95,9 @@ class Codec:
 
     def codes(self, layer: str) -> bool:
         """Whether a layer is one of those that are coded: alike on all ranks, whose models call them in one order."""
-        if not self.keeps_state or self._settings.state_layers is None:
+        if not self.keeps_state or self.settings.state_layers is None:
             return True
-        if len(self._first) < self._settings.state_layers:
+        if len(self._first) < self.settings.state_layers:
             self._first[layer] = None
         return layer in self._first
 
