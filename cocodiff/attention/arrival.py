@@ -205,8 +205,9 @@ class DisplacedTransfer(Transfer):
         super().__init__(exchange, coded, layer)
         self._late: dict[str, Tensor] = {}  # to be sent once nothing is left that attention waits for
 
-    def stages_pay(self, like_BLHD: Tensor) -> bool:
-        return not self.coded.displaced and super().stages_pay(like_BLHD)
+    def open(self, tensors_BLHD: Mapping[str, Tensor]) -> None:
+        super().open(tensors_BLHD)
+        self.in_stages &= not self.coded.displaced
 
     def post(self, tensors_BLHD: Mapping[str, Tensor]) -> dict[str, TensorFuture]:
         displaced = self.coded.displaced

@@ -52,12 +52,8 @@ class Transfer:
         """Decides once for the call, by the first tensors that are sent."""
         like_BLHD = next(iter(tensors_BLHD.values()))
         self.coded.begin(like_BLHD)
-        self.in_stages = self.stages_pay(like_BLHD)
-
-    def stages_pay(self, like_BLHD: Tensor) -> bool:
-        """Whether the call goes in stages, as tensors of this form do where they are large enough."""
         staged = self.exchange.staged
-        return staged is not None and staged.pays(self.layout, self.coded.cell_bytes(like_BLHD))
+        self.in_stages = staged is not None and staged.pays(self.layout, self.coded.cell_bytes(like_BLHD))
 
     def post(self, tensors_BLHD: Mapping[str, Tensor]) -> dict[str, TensorFuture]:
         """As `send`, with the codec's `encode` as the lane's first work."""
