@@ -57,7 +57,7 @@ class VMajor(Codec):
     keeps_state = True
     layer_state = LayerCache
 
-    def __init__(self, settings: Any, exchange: Exchange | None, ranks: Any, _: AllRanks | None = None) -> None:
+    def __init__(self, settings: Any, exchange: Exchange | None, ranks: Any, everyone: AllRanks | None = None) -> None:
         """settings: its schedule (see `Schedule.of`); scoring: "source" (each rank scores its own tokens over all heads
         before they travel) or "card" (after v's first phase the card's first tile scores the card's tokens with its
         plane's heads; TAPA only); reference: "prev" (v at the call before) or "sent" (v as it was last sent)."""
