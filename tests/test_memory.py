@@ -104,7 +104,7 @@ def held(topology: Topology, shape: ModelShape, load: Load, dtype: torch.dtype) 
                 for branch in range(load.branches):
                     counts = (segments, shape.heads)
                     some = LazyQKV(torch.empty, torch.empty, torch.empty, *counts)
-                    rows = strategy.layout(some).rows[transport.rank]
+                    rows = strategy.layouts(some)[0].rows[transport.rank]
 
                     def project(rows: int = rows) -> torch.Tensor:
                         return torch.randn(load.batch, rows, shape.heads, shape.head_dim).to(dtype)

@@ -12,21 +12,18 @@ taken as it was.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from cocodiff.attention.stateful import TENSORS, LayerState, Noted, StatefulCall, StatefulCodec
 from cocodiff.attention.strategy import LayerKey
-from cocodiff.config.machine import Topology
-from cocodiff.config.registry import CODECS, SELECTIONS, load
-from cocodiff.exchange.codec import AllRanks, Codec, StepInfo, StepNotes
+from cocodiff.config.registry import CODECS, load
+from cocodiff.exchange.codec import AllRanks, Codec, StepInfo
 from cocodiff.exchange.exchange import Exchange
-from cocodiff.exchange.messages import EncodedBlocks
-from cocodiff.exchange.outgoing import OUTPUT, Encoded, EncodedCall, OutputToRows, TensorFuture, TensorsToHeads
+from cocodiff.exchange.outgoing import OUTPUT, Encoded, EncodedCall, Outgoing, TensorFuture
 from cocodiff.exchange.transfer import Transfer
 from cocodiff.topology.layout import Layout
 
@@ -69,64 +66,29 @@ class LayerArrivals(LayerState):
         self.changes = {name: 2 ** (size / (8 * groups)) for name, (_, _, size, groups) in measured.items()}
 
 
-@dataclass
-class DisplacedStep:
-    """Of one step: the calls of attention by the tensors that were displaced, as "qkv". awaited: the tensors' sizes on
-    the wire that attention waited for, a whole one being 1. inner: what the codec notes of the step, if anything."""
-
-    sets: Counter[str] = field(default_factory=Counter)
-    awaited: float = 0.0
-    inner: Any = None
-
-    def add(self, displaced: frozenset[str], share: float) -> None:
-        """A call. share: of a whole tensor's bytes that each takes."""
-        self.sets["".join(name for name in TENSORS if name in displaced)] += 1
-        self.awaited += (len(TENSORS) - len(displaced)) * share
-
-    @classmethod
-    def merged(cls, parts: Sequence[DisplacedStep]) -> dict[str, Any]:
-        """Over ranks, besides what the codec notes: "displaced_fraction" of all tensors, "displaced_sets": the fraction
-        of calls by those displaced together, as {"qkv": 0.25, "": 0.75}; of the bytes that whole tensors of 16 bits
-        take, with heads of whole groups, "sent_fraction" and "exposed_fraction", which attention waited for."""
-        inner = [part.inner for part in parts if part.inner is not None]
-        sets: Counter[str] = sum((part.sets for part in parts), Counter())
-        calls, late = sets.total(), sum(len(names) * count for names, count in sets.items())
-        of_inner = inner[0].merged(inner) if inner else {"coded_fraction": 0.0, "linear_fraction": None}
-        return {
-            "sent_fraction": 1.0,
-            **of_inner,
-            "displaced_fraction": late / (len(TENSORS) * calls),
-            "displaced_sets": {names: count / calls for names, count in sorted(sets.items())},
-            "exposed_fraction": sum(part.awaited for part in parts) / (len(TENSORS) * calls),
-        }
-
-
-class Displaced(StatefulCodec[LayerArrivals, DisplacedStep]):
+class Displaced(StatefulCodec):
     """Has calls go on without some of what they send, by another codec."""
 
-    def __init__(self, inner: Codec, exchange: Exchange | None, everyone: AllRanks, settings: Any) -> None:
-        """everyone: that share the sequence, who decide together. settings: arrival, tau, fine_steps, see `Config`."""
-        super().__init__(settings, exchange, everyone, LayerArrivals, DisplacedStep)
-        self.notes = getattr(inner, "notes", self.notes)
-        self.inner = inner
+    layer_state = LayerArrivals
+
+    def __init__(self, settings: Any, exchange: Exchange | None, ranks: Any, everyone: AllRanks) -> None:
+        """settings: arrival, tau, fine_steps, and the inner codec's, see `Config`."""
+        super().__init__(settings, exchange, ranks, everyone)
+        inner = Codec if settings.codec == "none" else load(CODECS, settings.codec)
+        self.inner: Codec = inner(settings, exchange, ranks, everyone)
+        if isinstance(self.inner, StatefulCodec):
+            self.notes, self._report = self.inner.notes, self.inner._report
         self.measures = settings.arrival == "adaptive"  # how tensors change
+        self.transfer = DisplacedTransfer
 
-    @classmethod
-    def of(
-        cls, settings: Any, topology: Topology, exchange: Exchange | None, transport: Any, everyone: AllRanks
-    ) -> Displaced:
-        codes = settings.codec != "none"
-        inner: type[Codec] = load(CODECS, settings.codec) if codes else load(SELECTIONS, settings.selection)
-        return cls(inner.of(settings, topology, exchange, transport, everyone), exchange, everyone, settings)
-
-    def transfer(self, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> Transfer:
-        return DisplacedTransfer(exchange, DisplacedCall(self, exchange, layout, layer_key), layer_key.kind)
+    def call(self, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> EncodedCall:
+        return DisplacedCall(self, exchange, layout, layer_key)
 
     # Lifecycle --------------------------------------------------------------------------------------------------------
 
     def note_whole(self) -> None:
-        self._report[self.moment.step].add(frozenset(), 1.0)
-        self.inner.note_whole()
+        super().note_whole()
+        self.noted_step.displace()
 
     def begin_step(self, moment: StepInfo) -> None:
         super().begin_step(moment)
@@ -153,29 +115,6 @@ class Displaced(StatefulCodec[LayerArrivals, DisplacedStep]):
         own = not self.inner.keeps_state
         return self.inner.bytes_held() + sum(state.bytes_held(own) for state in self._layers.values())
 
-    def report(self) -> dict[int, StepNotes]:
-        of_inner = self.inner.report()
-        return {step: replace(own, inner=of_inner.get(step)) for step, own in self._report.items()}
-
-    def forget_report(self) -> None:
-        super().forget_report()
-        self.inner.forget_report()
-
-    # Deciding ---------------------------------------------------------------------------------------------------------
-
-    def begin_call(self, call: DisplacedCall, like_BLHD: Tensor) -> None:
-        """Decides what is displaced, alike on all ranks, and receives what the last call left."""
-        notes, state, inner = self.begun(call, like_BLHD), call.state, call.inner
-        inner.begin(like_BLHD)
-        call.displaced = self.displaced(state, inner)
-        inner.displace(call.displaced)
-        state.catch_up()
-        if self.measures and not inner.measures and state.follows:
-            call.measured = notes.of_call(like_BLHD.device)
-        for noted in filter(None, (inner.noted, call.measured)):
-            noted.takers.append(state.take_notes)
-        self._report[self.moment.step].add(call.displaced, inner.share)
-
     def displaced(self, state: LayerArrivals, inner: EncodedCall) -> frozenset[str]:
         """The tensors that this call does not wait for: attention takes what the last call left."""
         if not state.follows or self.fine:
@@ -184,17 +123,18 @@ class Displaced(StatefulCodec[LayerArrivals, DisplacedStep]):
             return self.fixed_kind.displaced
         if not self.measures:
             return frozenset(TENSORS)
-        limit = self._settings.tau / state.pace
+        limit = self.settings.tau / state.pace
         if not inner.continues:
             limit /= LAG
         return frozenset(name for name in TENSORS if state.changes.get(name, math.inf) < limit)
 
 
-class DisplacedCall(StatefulCall[LayerArrivals]):
+class DisplacedCall(StatefulCall):
     """displaced: the tensors in whose place operands are taken, once the call has begun. measured: where it is noted
     how tensors change, if the codec does not do that itself."""
 
     _codec: Displaced
+    state: LayerArrivals
     displaced: frozenset[str]
     measured: Noted | None = None
 
@@ -203,10 +143,20 @@ class DisplacedCall(StatefulCall[LayerArrivals]):
         self.inner = codec.inner.call(exchange, layout, layer_key)
 
     def begin(self, like_BLHD: Tensor) -> None:
-        self._codec.begin_call(self, like_BLHD)
-
-    def comes_in_stages(self) -> None:
-        self.inner.comes_in_stages()
+        """Decides what is displaced, alike on all ranks, and receives what the last call left."""
+        super().begin(like_BLHD)
+        codec, state, inner = self._codec, self.state, self.inner
+        inner.begin(like_BLHD)
+        self.displaced = codec.displaced(state, inner)
+        inner.displace(self.displaced)
+        state.catch_up()
+        if inner.noted is not None:
+            inner.noted.takers.append(state.take_notes)
+        if codec.measures and not inner.measures and state.follows:
+            self.measured = self._notes.of_call(like_BLHD.device, state.take_notes)
+        if not isinstance(inner, StatefulCall):  # which notes itself how it goes
+            codec.noted_step.add()
+        codec.noted_step.displace(self.displaced, inner.share)
 
     def stand_in(self, name: str) -> Tensor:
         """The operand that attention, or the model, goes on with in a displaced tensor's place."""
@@ -215,26 +165,18 @@ class DisplacedCall(StatefulCall[LayerArrivals]):
     def cell_bytes(self, x_BLHD: Tensor) -> int:
         return self.inner.cell_bytes(x_BLHD)
 
-    def encode(self, tensors_BLHD: Mapping[str, Tensor]) -> Encoded:
-        for name, x_BLHD in tensors_BLHD.items():
-            self._measure(name, x_BLHD, slice(0, x_BLHD.shape[1]), x_BLHD.shape[1])
-        return self.inner.encode(tensors_BLHD)
+    def encode(self, tensors: Mapping[str, Tensor], rows: slice, ranks: Sequence[int]) -> Encoded:
+        for name, x_BTHD in tensors.items():
+            self._measure(name, x_BTHD, rows)
+        return self.inner.encode(tensors, rows, ranks)
 
-    def decode(self, received_BSGW: Mapping[str, Tensor], rows: slice) -> list[Tensor]:
-        found = self.inner.decode(received_BSGW, rows)
-        self.state.last |= zip(received_BSGW, found, strict=True)
+    def decode(self, received: Mapping[str, Tensor], rows: slice, ranks: Sequence[int]) -> list[Tensor]:
+        found = self.inner.decode(received, rows, ranks)
+        self.state.last |= zip(received, found, strict=True)
         return found
 
-    def encode_output(self, out_BTGD: Tensor, rows: slice) -> Tensor | EncodedBlocks:
-        self._measure(OUTPUT, out_BTGD, rows, sum(self.layout.rows))
-        return self.inner.encode_output(out_BTGD, rows)
-
-    def decode_output(self, received_BLHW: Tensor) -> Tensor:
-        self.state.last[OUTPUT] = out_BLHD = self.inner.decode_output(received_BLHW)
-        return out_BLHD
-
-    def _measure(self, name: str, x_BTHD: Tensor, rows: slice, length: int) -> None:
-        """Notes by some of a tensor's `length` rows how it has changed since the last call; `rows` of them are here."""
+    def _measure(self, name: str, x_BTHD: Tensor, rows: slice) -> None:
+        """Notes by some of a tensor's rows how it has changed since the last call; `rows` of them are here."""
         if not self._codec.measures or self.inner.measures:
             return
         sampled = self.state.sampled
@@ -242,7 +184,7 @@ class DisplacedCall(StatefulCall[LayerArrivals]):
         some_BNHD = x_BTHD[:, first::SAMPLING]
         if name not in sampled:
             B, _, H, D = x_BTHD.shape
-            sampled[name] = x_BTHD.new_empty(B, -(-length // SAMPLING), H, D)
+            sampled[name] = x_BTHD.new_empty(B, -(-self.sent_rows(name) // SAMPLING), H, D)
         start = (rows.start + first) // SAMPLING
         last_BNHD = sampled[name][:, start : start + some_BNHD.shape[1]]
         if self.measured is None:
@@ -263,8 +205,9 @@ class DisplacedTransfer(Transfer):
         super().__init__(exchange, coded, layer)
         self._late: dict[str, Tensor] = {}  # to be sent once nothing is left that attention waits for
 
-    def stages_pay(self, like_BLHD: Tensor) -> bool:
-        return not self.coded.displaced and super().stages_pay(like_BLHD)
+    def open(self, tensors_BLHD: Mapping[str, Tensor]) -> None:
+        super().open(tensors_BLHD)
+        self.in_stages &= not self.coded.displaced
 
     def post(self, tensors_BLHD: Mapping[str, Tensor]) -> dict[str, TensorFuture]:
         displaced = self.coded.displaced
@@ -274,20 +217,20 @@ class DisplacedTransfer(Transfer):
         operands = {name: self._operand(name, "".join(late)) for name in late}
         self._late |= late
         if self._late and self.all_sent:
-            self._send_late(TensorsToHeads(self.end, self._late, purpose=LATE), self._late.values())
+            self._send_late(Outgoing(self.end, self._late, purpose=LATE), self._late.values())
         return sent | operands
 
     def back(self, out_BSGD: Tensor) -> Tensor:
         if OUTPUT not in self.coded.displaced:
             return super().back(out_BSGD)
-        self._send_late(OutputToRows(self.end, out_BSGD, purpose=LATE), [out_BSGD])
+        self._send_late(Outgoing(self.end, {OUTPUT: out_BSGD}, purpose=LATE), [out_BSGD])
         return self.coded.stand_in(OUTPUT)
 
     def _operand(self, name: str, together: str) -> TensorFuture:
         x_BSGD = self.coded.stand_in(name)
         return TensorFuture(together, lambda _chunk: x_BSGD)  # it is here, and so never comes in chunks
 
-    def _send_late(self, outgoing: TensorsToHeads | OutputToRows, tensors: Iterable[Tensor]) -> None:
+    def _send_late(self, outgoing: Outgoing, tensors: Iterable[Tensor]) -> None:
         """Sends tensors that the next call of the layer receives. Its wait has a span of its own, without decoding."""
         trace, state, layout, own = self.exchange.trace, self.coded.state, self.layout, self.exchange.rank
         # Tokens and heads of what this rank sends of a tensor, and of what it receives.

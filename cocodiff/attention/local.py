@@ -8,6 +8,7 @@ others. `Kernels.merge_partials` does the merging.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -33,20 +34,33 @@ class Keys(NamedTuple):
     mask_B11S: Tensor | None
 
 
-def mask_in_rank_order(qkv: LazyQKV, layout: Layout) -> Tensor | None:
-    """Which keys are attended to after the exchange, in the layout's order of ranks: [B, 1, 1, S]; None for all."""
-    if not qkv.masks:
-        return None
-    some_BT = next(iter(qkv.masks.values()))
-    of_part = [
-        qkv.masks.get(part.segment.name, some_BT.new_ones(len(some_BT), part.segment.tokens)) for part in layout.parts
-    ]
-    parts_BS = [
-        mask_BT[:, part.slices[rank]]
-        for rank in layout.in_sequence
-        for mask_BT, part in zip(of_part, layout.parts, strict=True)
-    ]
-    return torch.cat(parts_BS, dim=1)[:, None, None]
+class AttentionCall(NamedTuple):
+    """One attention call behind the exchange. layouts: of every Ulysses group. layer: its kind, for the trace."""
+
+    qkv: LazyQKV
+    layouts: Sequence[Layout]
+    layer: str = ""
+
+    @property
+    def rows(self) -> list[int]:
+        """Of every group."""
+        return [sum(layout.rows) for layout in self.layouts]
+
+    def mask(self, group: int) -> Tensor | None:
+        """Which keys of a group are attended to, in its layout's order of ranks: [B, 1, 1, S]; None for all."""
+        if not self.qkv.masks:
+            return None
+        layout, some_BT = self.layouts[group], next(iter(self.qkv.masks.values()))
+        of_part = [
+            self.qkv.masks.get(part.segment.name, some_BT.new_ones(len(some_BT), part.segment.tokens))
+            for part in layout.parts
+        ]
+        parts_BS = [
+            mask_BT[:, part.slices[rank]]
+            for rank in layout.in_sequence
+            for mask_BT, part in zip(of_part, layout.parts, strict=True)
+        ]
+        return torch.cat(parts_BS, dim=1)[:, None, None]
 
 
 class LocalAttention:

@@ -13,10 +13,9 @@ docs/exchange.md has the figures.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,22 +23,16 @@ import torch
 from cocodiff_sycl.streams import Cut, stream_places
 from torch import Tensor
 
-from cocodiff.attention.stateful import TENSORS, CodedStep, End, LayerEnds, StatefulCall, StatefulCodec
+from cocodiff.attention.stateful import NEEDED, TENSORS, CodedStep, End, LayerEnds, StatefulCall, StatefulCodec
 from cocodiff.attention.strategy import LayerKey
-from cocodiff.comm.transport import Ranks
-from cocodiff.config.machine import Topology
-from cocodiff.exchange.codec import AllRanks
 from cocodiff.exchange.exchange import Exchange
-from cocodiff.exchange.messages import EncodedBlocks
-from cocodiff.exchange.outgoing import Encoded, EncodedCall
-from cocodiff.exchange.staged import StagedExchange
+from cocodiff.exchange.outgoing import OUTPUT, Encoded, EncodedCall
 from cocodiff.kernels.lossless import CODED, PARTS, Known, least_room, room_of
 from cocodiff.topology.layout import Layout
 
 FIRST_ROOMS = (0.68, 0.4)  # of a whole tensor: of the first part in a layer's first and second call, which none tells
 MARGIN = 0.125  # bits for a number that the first part has room for beyond what the last call needed
 CONTINUED = {"last": 0.0, "taylor": 0.5}  # by the setting `predictor`: times the continuation's factor
-NEEDED = 1  # the number of the note that tells how much room streams need; the first one, of what fits no scale, is 0
 OVERFLOW = "overflow"  # what the bytes of rests are counted for besides
 
 
@@ -71,39 +64,15 @@ class LosslessStep(CodedStep):
         return super().merged(parts) | {"linear_fraction": None, "overflows": overflows}
 
 
-class Lossless(StatefulCodec[SiteState, LosslessStep]):
+class Lossless(StatefulCodec):
     """Sends streams."""
 
-    def __init__(self, exchange: Exchange | None, ranks: Ranks, everyone: AllRanks, settings: Any) -> None:
-        """ranks: of the Ulysses group."""
-        super().__init__(settings, exchange, everyone, SiteState, LosslessStep)
-        self.ranks, self.factor = ranks, CONTINUED[settings.predictor]
-
-    @classmethod
-    def of(
-        cls, settings: Any, topology: Topology, exchange: Exchange | None, transport: Any, everyone: AllRanks
-    ) -> Lossless:
-        return cls(exchange, transport, everyone, settings)
+    layer_state, step_notes = SiteState, LosslessStep
 
     def call(self, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> EncodedCall:
         return LosslessCall(self, exchange, layout, layer_key)
 
-    def note_whole(self) -> None:
-        self._report[self.moment.step].add(False, 1.0)
-
-    def begin_call(self, call: LosslessCall, like_BLHD: Tensor) -> None:
-        notes, state, head_dim = self.begun(call, like_BLHD), call.state, like_BLHD.shape[-1]
-        call.factor = state.factor * self.factor
-        call.noted_step, call.codes = self._report[self.moment.step], like_BLHD.dtype in CODED
-        if call.codes:
-            there = state.sent if state.follows else TENSORS
-            call.rooms = {name: self._room(state, name, head_dim) for name in TENSORS if name in there}
-            call.share = sum(call.rooms.values()) / (len(call.rooms) * 2 * head_dim)
-            call.noted = notes.of_call(like_BLHD.device, largest=True)
-            call.noted.takers.append(state.take_notes)
-        call.noted_step.add(bool(call.rooms), call.share)
-
-    def _room(self, state: SiteState, name: str, head_dim: int) -> int:
+    def room(self, state: SiteState, name: str, head_dim: int) -> int:
         """Bytes for a token and head of the first part of a tensor's streams: what the last call needed, and more where
         the noise level moves farther now than it did then, as a bit more holds twice the difference."""
         whole, needed = 2 * head_dim, state.needed.get(name, 0)
@@ -135,12 +104,13 @@ class Arrived(NamedTuple):
     found: Tensor | None
 
 
-class LosslessCall(StatefulCall[SiteState]):
+class LosslessCall(StatefulCall):
     """What follows is known once the call has begun. codes: whether tensors are of a type that is coded; others travel
     whole. factor: of the continuation, 0 where the last values stand alone. rooms: of every tensor that is coded the
     bytes for a token and head of the first part."""
 
     _codec: Lossless
+    state: SiteState
     codes: bool
     factor: float
     noted_step: LosslessStep
@@ -150,16 +120,19 @@ class LosslessCall(StatefulCall[SiteState]):
         super().__init__(codec, exchange, layout, layer_key)
         self.rooms = {}
         self._sent: defaultdict[str, dict[int, Sent]] = defaultdict(dict)
-        self._staged: StagedExchange | None = None
-        # By tensor the number of its next stage, of which each comes once and in order.
-        self._stages = defaultdict[str, Iterator[int]](itertools.count)
-
-    def comes_in_stages(self) -> None:
-        self._staged = self._exchange.staged
 
     def begin(self, like_BLHD: Tensor) -> None:
+        super().begin(like_BLHD)
         self._like, self._batch, self._head_dim = like_BLHD.new_empty(0), len(like_BLHD), like_BLHD.shape[-1]
-        self._codec.begin_call(self, like_BLHD)
+        codec, state = self._codec, self.state
+        self.factor = state.factor * CONTINUED[codec.settings.predictor]
+        self.noted_step, self.codes = codec.noted_step, like_BLHD.dtype in CODED
+        if self.codes:
+            there = state.sent if state.follows else TENSORS
+            self.rooms = {name: codec.room(state, name, self._head_dim) for name in TENSORS if name in there}
+            self.share = sum(self.rooms.values()) / (len(self.rooms) * 2 * self._head_dim)
+            self.noted = self._notes.of_call(like_BLHD.device, state.take_notes)
+        self.noted_step.add(bool(self.rooms), self.share)
 
     def cell_bytes(self, x_BLHD: Tensor) -> int:
         width = max(self.rooms.values()) if self.rooms else x_BLHD.shape[-1] * x_BLHD.element_size()
@@ -175,28 +148,22 @@ class LosslessCall(StatefulCall[SiteState]):
         before = written if self.number > 1 and self._codec.kept > 1 else None
         return Known(written, end.newest(self.number)[:, rows], before, self.factor)
 
+    def _cut(self, ranks: Sequence[int], by_rows: bool) -> Cut:
+        """By the rows of these ranks, or by all ranks' heads."""
+        return Cut(1, tuple(self.layout.rows[rank] for rank in ranks)) if by_rows else Cut(2, self.layout.heads)
+
     # The sender's end -------------------------------------------------------------------------------------------------
 
-    def encode(self, tensors_BLHD: Mapping[str, Tensor]) -> Encoded:
-        cut, length = Cut(2, tuple(self.layout.heads)), self.layout.rows[self._exchange.rank]
-        how = slice(0, length), length, cut, range(len(cut.sizes))
-        return Encoded([self._encoded(name, x_BLHD, *how) for name, x_BLHD in tensors_BLHD.items()], self.layout)
-
-    def encode_output(self, out_BTGD: Tensor, rows: slice) -> Tensor | EncodedBlocks:
-        ranks: Sequence[int] = self.layout.in_sequence
-        if self._staged is not None:  # the last chunk goes first
-            ranks = self._staged.chunks[-1 - next(self._stages["o"])]
-        cut = Cut(1, tuple(self.layout.rows[rank] for rank in ranks))
-        return self._encoded("o", out_BTGD, rows, sum(self.layout.rows), cut, ranks)
-
-    def _encoded(
-        self, name: str, x_BTHD: Tensor, rows: slice, length: int, cut: Cut, ranks: Sequence[int]
-    ) -> Tensor | EncodedBlocks:
-        """What travels in the place of `rows` of a tensor's `length` rows, a block for each of `ranks`."""
+    def encode(self, tensors: Mapping[str, Tensor], rows: slice, ranks: Sequence[int]) -> Encoded:
         if not self.codes:
-            return x_BTHD
+            return super().encode(tensors, rows, ranks)
+        cut = self._cut(ranks, by_rows=OUTPUT in tensors)
+        return Encoded([self._encoded(name, x, rows, cut, ranks) for name, x in tensors.items()], self.layout)
+
+    def _encoded(self, name: str, x_BTHD: Tensor, rows: slice, cut: Cut, ranks: Sequence[int]) -> list[Tensor]:
+        """What travels in the place of a tensor's `rows`, a block for each of `ranks`."""
         B, T, H, _ = x_BTHD.shape
-        known = self._known(self.state.sent, name, (B, length, H), rows)
+        known = self._known(self.state.sent, name, (B, self.sent_rows(name), H), rows)
         assert self.noted is not None, "a coded call has notes"
         cells, room = cut.cells(x_BTHD.shape), self.rooms[name]
         places = stream_places(cells, self._head_dim)
@@ -205,56 +172,39 @@ class LosslessCall(StatefulCall[SiteState]):
         needed_1 = self.noted.of(name)[NEEDED : NEEDED + 1]
         with self._trace.span(f"encode {name}", "codec", self._layer):
             self._kernels.encode_lossless(x_BTHD, known, cut, streams, lengths_N, needed_1)
-        found = []
+        found = list[Tensor]()
         for number, (rank, of_block, count) in enumerate(zip(ranks, cut.sizes, cells, strict=True)):
             stream = streams[places[number] : places[number + 1]]
             self._sent[name][rank] = Sent(stream, lengths_N, number, room_of(count, room))
             shape = (B, of_block, H, room) if cut.dim == 1 else (B, T, of_block, room)
             found.append(stream[: room * count].view(shape))
-        return EncodedBlocks(found)
+        return found
 
     # The receiver's end -----------------------------------------------------------------------------------------------
 
-    def decode(self, received_BSGW: Mapping[str, Tensor], rows: slice) -> list[Tensor]:
-        ranks = hearing = self.layout.in_sequence
-        if self._staged is not None:
-            number = next(self._stages["".join(received_BSGW)])
-            ranks, hearing = self._staged.chunks[number], self._staged.hearing[number]
-        cut = Cut(1, tuple(self.layout.rows[rank] for rank in ranks))
-        return self._decoded(received_BSGW, rows, cut, ranks, hearing)
-
-    def decode_output(self, received_BLHW: Tensor) -> Tensor:
-        cut = Cut(2, tuple(self.layout.heads))
-        ranks, rows = range(len(cut.sizes)), slice(0, received_BLHW.shape[1])
-        return self._decoded({"o": received_BLHW}, rows, cut, ranks, ranks)[0]
-
-    def _decoded(
-        self, received_BTHW: Mapping[str, Tensor], rows: slice, cut: Cut, ranks: Sequence[int], hearing: Sequence[int]
-    ) -> list[Tensor]:
-        """All rows of some tensors, of which `rows` have just come, a block from each of `ranks`. hearing: the ranks
-        that take what this one has sent them, at the same time."""
-        ends = self.state.received
+    def decode(self, received: Mapping[str, Tensor], rows: slice, ranks: Sequence[int]) -> list[Tensor]:
         if not self.codes:
-            return list(received_BTHW.values())
-        arrived = list[Arrived]()
-        with self._trace.span(f"lengths {''.join(received_BTHW)}", "main", self._layer):
-            for name, x_BTHW in received_BTHW.items():
+            return super().decode(received, rows, ranks)
+        cut = self._cut(ranks, by_rows=OUTPUT not in received)
+        ends, arrived = self.state.received, list[Arrived]()
+        with self._trace.span(f"lengths {''.join(received)}", "main", self._layer):
+            for name, x_BTHW in received.items():
                 code_BTHW, known = _rows_in_turn(x_BTHW, rows), self._known(ends, name, x_BTHW.shape[:3], rows)
                 lengths_N = code_BTHW.new_empty(len(cut.sizes), dtype=torch.int64)
                 found = self._kernels.stream_lengths(code_BTHW, cut, known.written, lengths_N)
                 arrived.append(Arrived(name, code_BTHW, known, lengths_N, found))
-        rests = self._rests(arrived, cut, ranks, hearing)
+        rests = self._rests(arrived, cut, ranks)
         for (name, code_BTHW, known, lengths_N, found), rest in zip(arrived, rests, strict=True):
             with self._trace.span(f"decode {name}", "codec", self._layer):
                 self._kernels.decode_lossless(code_BTHW, rest, lengths_N, found, known, cut)
-        return [ends[name].written(self.number) for name in received_BTHW]
+        return [ends[name].written(self.number) for name in received]
 
-    def _rests(
-        self, arrived: Sequence[Arrived], cut: Cut, ranks: Sequence[int], hearing: Sequence[int]
-    ) -> list[Tensor]:
+    def _rests(self, arrived: Sequence[Arrived], cut: Cut, ranks: Sequence[int]) -> list[Tensor]:
         """What did not fit in first parts, every tensor's in one: exchanged straight between the two ends. All ranks
         come here in one order, each for what it decodes next; it is two ranks' affair whether there is a message."""
-        own = self._exchange.rank
+        own, staged, hearing = self._exchange.rank, self._exchange.staged, ranks
+        if staged is not None and ranks in staged.chunks:  # a chunk goes to other ranks than it comes from
+            hearing = staged.hearing[staged.chunks.index(ranks)]
         ours = [(one.name, rank, self._sent[one.name][rank]) for one in arrived for rank in hearing]
         own_lengths = {id(sent.lengths_N): sent.lengths_N for _, _, sent in ours}
         numbers = _numbers([*(one.lengths_N for one in arrived), *own_lengths.values()])

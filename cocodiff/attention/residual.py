@@ -8,18 +8,15 @@ the number of ranks. `cocodiff.kernels.residual` defines the arithmetic, docs/ex
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from cocodiff.attention.stateful import TENSORS, CodedStep, End, LayerEnds, StatefulCall, StatefulCodec
+from cocodiff.attention.stateful import TENSORS, End, LayerEnds, StatefulCall, StatefulCodec
 from cocodiff.attention.strategy import LayerKey
-from cocodiff.config.machine import Topology
-from cocodiff.exchange.codec import AllRanks
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.outgoing import Encoded, EncodedCall
 from cocodiff.kernels.residual import GROUP, Onward, Prediction, coded_width
@@ -46,62 +43,47 @@ class SiteState(LayerEnds):
         self.plain = not self.fits
 
 
-class Residual(StatefulCodec[SiteState, CodedStep]):
-    """Sends residuals."""
+class Residual(StatefulCodec):
+    """Sends residuals, by the settings codec, predictor, fine_steps and arrival, see `Config`."""
 
-    def __init__(self, exchange: Exchange | None, everyone: AllRanks, settings: Any) -> None:
-        """settings: codec, predictor, fine_steps and arrival, see `Config`."""
-        super().__init__(settings, exchange, everyone, SiteState, CodedStep)
-        self.measures = settings.arrival == "adaptive"  # encoding tells how tensors change, in the same pass
-
-    @classmethod
-    def of(
-        cls, settings: Any, topology: Topology, exchange: Exchange | None, transport: Any, everyone: AllRanks
-    ) -> Residual:
-        return cls(exchange, everyone, settings)
+    layer_state = SiteState
 
     def call(self, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> EncodedCall:
         return ResidualCall(self, exchange, layout, layer_key)
 
-    def note_whole(self) -> None:
-        self._report[self.moment.step].add(False, 1.0)
-
-    # Deciding ---------------------------------------------------------------------------------------------------------
-
-    def begin_call(self, call: ResidualCall, like_BLHD: Tensor) -> None:
-        notes, state = self.begun(call, like_BLHD), call.state
-        call.bits = self.bits(state)
-        if call.bits is not None:
-            call.continues = state.factor > 0 and self._settings.predictor == "taylor"
-            call.how = Prediction(state.factor, call.continues, self.measures and state.follows > 0)
-            call.share = (call.bits + 8 / GROUP) / 16  # of 16-bit numbers in heads of whole groups
-            call.noted = notes.of_call(like_BLHD.device)
-            call.noted.takers.append(state.take_notes)
-        self._report[self.moment.step].add(call.bits is not None, call.share, len(TENSORS) * call.continues)
-
     def bits(self, state: SiteState) -> int | None:
         """Of a channel in a layer's call; None where tensors travel as they are."""
-        bits = BITS[self._settings.codec]
+        bits = BITS[self.settings.codec]
         if bits is None:
             return None
         if state.follows:
             return min(2 * bits, FINEST) if self.fine else bits
-        return FIRST_BITS * bits if codes_first_calls(self._settings.codec) and not state.plain else None
+        return FIRST_BITS * bits if codes_first_calls(self.settings.codec) and not state.plain else None
 
 
-class ResidualCall(StatefulCall[SiteState]):
+class ResidualCall(StatefulCall):
     """Known once the call has begun: bits, of a channel, None where tensors travel as they are; how, of all tensors
     that are coded, in a first call by zero. displaced: what no call waits for."""
 
     _codec: Residual
+    state: SiteState
     bits: int | None
     how: Prediction
     measures = True
     displaced: frozenset[str] = frozenset()
 
     def begin(self, like_BLHD: Tensor) -> None:
+        super().begin(like_BLHD)
         self._head_dim, self._dtype = like_BLHD.shape[-1], like_BLHD.dtype
-        self._codec.begin_call(self, like_BLHD)
+        codec, state, settings = self._codec, self.state, self._codec.settings
+        self.bits = codec.bits(state)
+        if self.bits is not None:
+            self.continues = state.factor > 0 and settings.predictor == "taylor"
+            measure = settings.arrival == "adaptive" and state.follows > 0  # in the pass that encodes
+            self.how = Prediction(state.factor, self.continues, measure)
+            self.share = (self.bits + 8 / GROUP) / 16  # of 16-bit numbers in heads of whole groups
+            self.noted = self._notes.of_call(like_BLHD.device, state.take_notes)
+        codec.noted_step.add(self.bits is not None, self.share, len(TENSORS) * self.continues)
 
     def width(self, x_BLHD: Tensor) -> int:
         """Bytes of one head of one token on the wire."""
@@ -132,24 +114,16 @@ class ResidualCall(StatefulCall[SiteState]):
 
     # On the wire ------------------------------------------------------------------------------------------------------
 
-    def encode(self, tensors_BLHD: Mapping[str, Tensor]) -> Encoded:
-        payloads = [self._sent(name, x, slice(0, x.shape[1]), x.shape[1]) for name, x in tensors_BLHD.items()]
-        return Encoded(payloads, self.layout)
+    def encode(self, tensors: Mapping[str, Tensor], rows: slice, ranks: Sequence[int]) -> Encoded:
+        return Encoded([self._sent(name, x, rows) for name, x in tensors.items()], self.layout)
 
-    def decode(self, received_BSGW: Mapping[str, Tensor], rows: slice) -> list[Tensor]:
-        return [self._received(name, x, rows) for name, x in received_BSGW.items()]
+    def decode(self, received: Mapping[str, Tensor], rows: slice, ranks: Sequence[int]) -> list[Tensor]:
+        return [self._received(name, x, rows) for name, x in received.items()]
 
-    def encode_output(self, out_BTGD: Tensor, rows: slice) -> Tensor:
-        return self._sent("o", out_BTGD, rows, sum(self.layout.rows))
-
-    def decode_output(self, received_BLHW: Tensor) -> Tensor:
-        return self._received("o", received_BLHW, slice(0, received_BLHW.shape[1]))
-
-    def _sent(self, name: str, x_BTHD: Tensor, rows: slice, length: int) -> Tensor:
-        """Encodes `rows` of a tensor's `length` rows."""
+    def _sent(self, name: str, x_BTHD: Tensor, rows: slice) -> Tensor:
         ends = self.state.sent
         if name not in ends:
-            ends[name] = self._end(x_BTHD, length)
+            ends[name] = self._end(x_BTHD, self.sent_rows(name))
         if self.bits is None:
             ends[name].written(self.number)[:, rows] = x_BTHD
             return x_BTHD

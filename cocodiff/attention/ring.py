@@ -23,13 +23,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from cocodiff.attention.local import Keys, LocalAttention, Partial, mask_in_rank_order
-from cocodiff.attention.strategy import LazyQKV
+from cocodiff.attention.local import AttentionCall, Keys, LocalAttention, Partial
 from cocodiff.comm.trace import Trace
-from cocodiff.comm.transport import Group, LaneFuture, Pending, Ranks
+from cocodiff.comm.transport import Group, LaneFuture, Pending, Transport
 from cocodiff.kernels import Kernels, views
 from cocodiff.topology.axes import Mesh
-from cocodiff.topology.layout import Layout
 from cocodiff.topology.routes.rounds import CARD, NODE, TILE, Move, visits_of
 
 LANE = "ring"
@@ -44,7 +42,7 @@ class Ring:
     def __init__(
         self,
         mesh: Mesh,
-        transport: Ranks,
+        transport: Transport,
         trace: Trace,
         kernels: Kernels | None = None,
         local: LocalAttention | None = None,
@@ -62,44 +60,40 @@ class Ring:
         self._index_of = [members.index(rank) for rank in self._rank_of]
         self._ranks, self._lane = transport.group(members), transport.lane(LANE)
 
-    def attend(
-        self, q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, qkv: LazyQKV, layouts: Sequence[Layout], layer: str = ""
-    ) -> Tensor:
-        """Of the group's queries to all groups' keys: [B, S_g, G, D] of the queries' dtype. layouts: of every group."""
+    def attend(self, q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, call: AttentionCall) -> Tensor:
+        """Of the group's queries to all groups' keys: [B, S_g, G, D] of the queries' dtype."""
         merged: Partial | None = None
-        for block in self.blocks(k_BSGD, v_BSGD, qkv, layouts, layer):
+        for block in self.blocks(k_BSGD, v_BSGD, call):
             merged = self._merge(merged, self._local.part(q_BSGD, *block))
         assert merged is not None, "a ring has a rank"
         return merged.out_BLHD.to(q_BSGD.dtype)
 
-    def blocks(
-        self, k_BSGD: Tensor, v_BSGD: Tensor, qkv: LazyQKV, layouts: Sequence[Layout], layer: str = ""
-    ) -> Iterator[Keys]:
+    def blocks(self, k_BSGD: Tensor, v_BSGD: Tensor, call: AttentionCall) -> Iterator[Keys]:
         """Every group's keys and values for the heads that are here, the own ones first. Until another is asked for,
         each travels on and the next one here; a block is gone when the second after it is asked for."""
-        here, buffers = [k_BSGD.contiguous(), v_BSGD.contiguous()], self._two_buffers(k_BSGD, layouts)
+        here, rows = [k_BSGD.contiguous(), v_BSGD.contiguous()], call.rows
+        buffers = self._two_buffers(k_BSGD, rows)
         for number, visit in enumerate(self._visits):
             coming: LaneFuture[list[Tensor]] | None = None
             if visit.onward is not None:
-                rows = sum(layouts[visit.onward.brings].rows)
-                coming = self._pass_on(here, visit.onward, buffers[number % 2], rows, layer)
-            yield Keys(here[0], here[1], mask_in_rank_order(qkv, layouts[visit.member]))
+                coming = self._pass_on(here, visit.onward, buffers[number % 2], rows, call.layer)
+            yield Keys(here[0], here[1], call.mask(visit.member))
             if coming is not None:
-                with self._trace.span("wait for kv", layer=layer):
+                with self._trace.span("wait for kv", layer=call.layer):
                     here = coming.wait()
 
-    def _two_buffers(self, like_BSGD: Tensor, layouts: Sequence[Layout]) -> list[Tensor]:
+    def _two_buffers(self, like_BSGD: Tensor, rows: Sequence[int]) -> list[Tensor]:
         """Flat memory for two blocks of the largest other group; for one where no more than one comes."""
         B, _, G, D = like_BSGD.shape
-        others = [sum(layouts[visit.member].rows) for visit in self._visits[1:]]
+        others = [rows[visit.member] for visit in self._visits[1:]]
         return [like_BSGD.new_empty(2 * B * max(others) * G * D) for _ in others[:2]]
 
     def _pass_on(
-        self, here: list[Tensor], onward: Move, buffer: Tensor, rows: int, layer: str
+        self, here: list[Tensor], onward: Move, buffer: Tensor, rows: Sequence[int], layer: str
     ) -> LaneFuture[list[Tensor]]:
-        """Starts sending a block on, keys and values, and receiving one of `rows` rows."""
+        """Starts sending a block on, keys and values, and receiving another member's. rows: of every one's."""
         B, _, G, D = here[0].shape
-        shape = (B, rows, G, D)
+        shape = (B, rows[onward.brings], G, D)
         incoming = views(buffer[: 2 * math.prod(shape)], [shape, shape])
 
         def exchange(here: list[Tensor], incoming: list[Tensor]) -> list[Tensor]:
@@ -155,28 +149,26 @@ class Came(NamedTuple):
 class TokenRing(Ring):
     """One rank's place in its ring. Its messages are whole, whatever the Ulysses part sends."""
 
-    def __init__(self, mesh: Mesh, transport: Ranks, *more: Any) -> None:
+    def __init__(self, mesh: Mesh, transport: Transport, *more: Any) -> None:
         """As `Ring`."""
         super().__init__(mesh, transport, *more)
         self._nodes, self._steps = (visits_of(mesh, self.rank, along) for along in ((NODE,), (CARD, TILE)))
         # For what takes another way than queries: on accelerators messages of one communicator follow one another.
         self._back = transport.group(self._ranks.ranks)
 
-    def attend(
-        self, q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, qkv: LazyQKV, layouts: Sequence[Layout], layer: str = ""
-    ) -> Tensor:
+    def attend(self, q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, call: AttentionCall) -> Tensor:
         """As `Ring.attend`."""
         own_BSGD, keys = q_BSGD.contiguous(), [k_BSGD.contiguous(), v_BSGD.contiguous()]
-        rows, step = [sum(layout.rows) for layout in layouts], partial(self._step, TokensInFlight(layer))
+        rows, step = call.rows, partial(self._step, TokensInFlight(call.layer))
         merged: Partial | None = None
         back: Passing | None = None
         for node in self._nodes:
-            mask_B11S, here_BSGD = mask_in_rank_order(qkv, layouts[node.member]), own_BSGD
+            mask_B11S, here_BSGD = call.mask(node.member), own_BSGD
             keys_on = passing(keys, node.onward, rows)
             for visit in self._steps:
                 coming = self._lane.submit(step, passing([here_BSGD], visit.onward, rows), back, keys_on, LAG)
                 part = self._local.part(here_BSGD, keys[0], keys[1], mask_B11S)
-                with self._trace.span("wait for q", layer=layer):
+                with self._trace.span("wait for q", layer=call.layer):
                     came = coming.wait()
                 for arrived in came.parts:
                     merged = self._merge(merged, arrived)
@@ -187,7 +179,7 @@ class TokenRing(Ring):
                 back = passing([x.contiguous() for x in part], returned, rows)
                 here_BSGD = came.queries[0] if came.queries else own_BSGD
             keys = came.keys or keys
-        with self._trace.span("wait for parts", layer=layer):
+        with self._trace.span("wait for parts", layer=call.layer):
             for arrived in self._lane.submit(step, None, back, None, 0).wait().parts:
                 merged = self._merge(merged, arrived)
         assert merged is not None, "a ring has a rank"

@@ -6,10 +6,10 @@ Of q, k, v and the output every call has a row of notes, whole numbers that rank
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from cocodiff.kernels.residual import NOTES, Reconstructions
 from cocodiff.topology.layout import Layout
 
 TENSORS = ("q", "k", "v", OUTPUT)
+NEEDED = 1  # the note of which the largest of all ranks counts, not the sum: of how much room streams need
 NEWEST = 3  # noise levels that a continuation needs
 NOTED_SITES = 64  # whose notes are one tensor: nobody tells a first step how many there are
 TakeNotes = Callable[[Sequence[Sequence[int]]], None]
@@ -63,8 +64,8 @@ class LayerState:
 
     def take_notes(self, notes: Sequence[Sequence[int]]) -> None:
         """Takes what was noted in the last call, summed over all ranks, of each of TENSORS: how many groups had no
-        scale; the lossless codec's need of room; and, in eighths of an octave, the sizes of changes less those of the
-        values, and over how many groups."""
+        scale; the lossless codec's need of room (the largest); and, in eighths of an octave, the sizes of changes less
+        those of the values, and over how many groups."""
         self.fits = not any(unfit for unfit, *_ in notes)
 
     @property
@@ -125,18 +126,15 @@ class SharedNotes:
         self._everyone, self._trace = everyone, trace
         self._moment: StepInfo | None = None
         self._noted: list[Noted] = []
-        self._largest: list[int] = []  # of the rows of these, those of which the largest counts
         self._blocks: list[Tensor] = []  # theirs, of so many layers each
         self._deciding: tuple[list[Noted], LaneFuture[list[Any] | None]] | None = None
 
-    def of_call(self, device: torch.device, largest: bool = False) -> Noted:
-        """Room for the notes of one more call. largest: of which ranks take the largest, not the sum."""
+    def of_call(self, device: torch.device, taker: TakeNotes) -> Noted:
+        """Room for the notes of one more call."""
         first = len(self._noted) % NOTED_SITES * len(TENSORS)
         if not first:
             self._blocks.append(torch.zeros(NOTED_SITES * len(TENSORS), NOTES, dtype=torch.int64, device=device))
-        if largest:
-            self._largest += range(len(TENSORS) * len(self._noted), len(TENSORS) * (len(self._noted) + 1))
-        self._noted.append(Noted(self._blocks[-1][first : first + len(TENSORS)], []))
+        self._noted.append(Noted(self._blocks[-1][first : first + len(TENSORS)], [taker]))
         return self._noted[-1]
 
     def begin_step(self, moment: StepInfo) -> None:
@@ -149,8 +147,8 @@ class SharedNotes:
         if self._noted:
             whole = torch.cat(self._blocks) if len(self._blocks) > 1 else self._blocks[0]
             own = whole[: len(self._noted) * len(TENSORS)]
-            self._deciding = self._noted, self._everyone.ranks.control.submit(self._sum, own, self._largest)
-            self._noted, self._largest, self._blocks = [], [], []
+            self._deciding = self._noted, self._everyone.ranks.control.submit(self._sum, own)
+            self._noted, self._blocks = [], []
 
     def hand_out(self) -> None:
         """Waits for the sums and hands them out: alike on all ranks."""
@@ -164,9 +162,9 @@ class SharedNotes:
                 take_notes(sums[number * len(TENSORS) : (number + 1) * len(TENSORS)])
 
     def clear(self) -> None:
-        self._noted, self._largest, self._blocks, self._deciding = [], [], [], None
+        self._noted, self._blocks, self._deciding = [], [], None
 
-    def _sum(self, own: Tensor, largest: list[int]) -> list[Any] | None:
+    def _sum(self, own: Tensor) -> list[Any] | None:
         """Every rank's notes in one message to each; None for tensors without numbers, as predictions have them."""
         topology, ranks = self._everyone
         with self._trace.span("gather notes", "control"):
@@ -176,8 +174,7 @@ class SharedNotes:
             self._trace.count(topology.link_class(ranks.rank, peer), own.nbytes, purpose="notes")
         of_ranks = torch.stack(parts)
         total = of_ranks.sum(0)
-        if largest:
-            total[largest] = of_ranks[:, largest].amax(0)
+        total[:, NEEDED] = of_ranks[..., NEEDED].amax(0)
         return None if total.is_meta else total.tolist()
 
 
@@ -221,110 +218,117 @@ class LayerEnds(LayerState):
 class CodedStep:
     """Of one step: the calls of attention, those of them that were coded, and of their tensors (four each) those
     predicted linearly. sent: the tensors' sizes on the wire, a whole one being 1, as a model of 16 bits has them whose
-    heads are whole groups of channels: a small model's actual bytes are in the trace."""
+    heads are whole groups of channels: a small model's actual bytes are in the trace. sets: the calls by the tensors
+    that were displaced, as "qkv", and awaited: of `sent` what attention waited for; both only with displacement."""
 
     calls: int = 0
     coded: int = 0
     linear: int = 0
     sent: float = 0.0
+    sets: Counter[str] = field(default_factory=Counter)
+    awaited: float = 0.0
 
-    def add(self, coded: bool, share: float, linear: int = 0) -> None:
+    def add(self, coded: bool = False, share: float = 1.0, linear: int = 0) -> None:
         """A call. share: of a whole tensor's bytes that each takes. linear: of its tensors, predicted linearly."""
         self.calls += 1
         self.coded += coded
         self.linear += linear
         self.sent += len(TENSORS) * share
 
+    def displace(self, names: frozenset[str] = frozenset(), share: float = 1.0) -> None:
+        """The tensors that a call did not wait for."""
+        self.sets["".join(name for name in TENSORS if name in names)] += 1
+        self.awaited += (len(TENSORS) - len(names)) * share
+
     @classmethod
     def merged(cls, parts: Sequence[Any]) -> dict[str, Any]:
         """Over ranks: "coded_fraction" of the calls; "linear_fraction" of the tensors that were coded, None where none
-        was; "sent_fraction", and what attention waited for, as of `DisplacedStep`."""
-        names = ("calls", "coded", "linear", "sent")
-        calls, coded, linear, sent = (sum(getattr(part, name) for part in parts) for name in names)
+        was; "displaced_fraction" of all tensors, "displaced_sets": the fraction of calls by those displaced together,
+        as {"qkv": 0.25, "": 0.75}; of the bytes that whole tensors of 16 bits take, with heads of whole groups,
+        "sent_fraction" and "exposed_fraction", which attention waited for."""
+        names = ("calls", "coded", "linear", "sent", "awaited")
+        calls, coded, linear, sent, awaited = (sum(getattr(part, name) for part in parts) for name in names)
+        sets: Counter[str] = sum((part.sets for part in parts), Counter())
         return {
             "coded_fraction": coded / calls,
             "linear_fraction": linear / (len(TENSORS) * coded) if coded else None,
-            "displaced_fraction": 0.0,
-            "displaced_sets": {"": 1.0},
+            "displaced_fraction": sum(len(names) * count for names, count in sets.items()) / (len(TENSORS) * calls),
+            "displaced_sets": {names: count / calls for names, count in sorted(sets.items())} or {"": 1.0},
             "sent_fraction": sent / (len(TENSORS) * calls),
-            "exposed_fraction": sent / (len(TENSORS) * calls),
+            "exposed_fraction": (awaited if sets else sent) / (len(TENSORS) * calls),
         }
 
 
-S = TypeVar("S", bound=LayerState)
-N = TypeVar("N", bound=StepNotes)
-
-
-class StatefulCodec(Codec, Generic[S, N]):
+class StatefulCodec(Codec):
     """Keeps every layer's last values, and decides by what all ranks noted of the last call. One rank codes nothing."""
 
-    keeps_state = prefers_ulysses = True
+    keeps_state = True
     fixed_kind: FixedKind | None = None  # every call is of this kind, in recordings
+    step_notes: type[StepNotes] = CodedStep
+    _report: defaultdict[int, Any]
 
-    def __init__(
-        self, settings: Any, exchange: Exchange | None, everyone: AllRanks, layer: type[S], step: type[N]
-    ) -> None:
-        """everyone: that share the sequence, who decide together. layer, step: make what is kept of one, and noted."""
-        self._settings, self.kept = settings, values_kept(settings)
+    def __init__(self, settings: Any, exchange: Exchange | None, ranks: Any, everyone: AllRanks) -> None:
+        """everyone: that share the sequence, who decide together."""
+        super().__init__(settings, exchange, ranks)
+        self.kept, self._report = values_kept(settings), defaultdict(self.step_notes)
         self.notes = None if exchange is None else SharedNotes(everyone, exchange.trace)
-        self._layers: dict[LayerKey, S] = {}
-        self._new_layer, self._report = layer, defaultdict[int, N](step)
 
     @property
     def fine(self) -> bool:
         """Whether this is one of the last steps, whose errors no later step corrects."""
         if self.fixed_kind is not None:
             return self.fixed_kind.fine
-        return self.moment.steps is not None and self.moment.step >= self.moment.steps - self._settings.fine_steps
+        return self.moment.steps is not None and self.moment.step >= self.moment.steps - self.settings.fine_steps
 
-    def state_of(self, layer_key: LayerKey) -> S:
-        return self._layers.setdefault(layer_key, self._new_layer())
+    @property
+    def noted_step(self) -> Any:
+        """Where calls of this step are noted."""
+        return self._report[self.moment.step]
 
-    def begun(self, call: StatefulCall[S], like_BLHD: Tensor) -> SharedNotes:
-        """Takes the notes of earlier calls, and tells a call which one of its layer it is; returns where it notes."""
-        assert self.notes is not None, "one rank alone codes nothing"
-        self.notes.hand_out()
-        anew = self.fixed_kind is not None and self.fixed_kind.anew
-        call.state.begin(like_BLHD, call.layout, self.moment, anew)
-        call.number = call.state.follows
-        return self.notes
+    def note_whole(self) -> None:
+        self.noted_step.add()
 
     def begin_step(self, moment: StepInfo) -> None:
         """Has all ranks' notes of the last call summed, behind what comes before the first attention."""
-        if self.notes is None:
-            return
-        if moment.run != self.moment.run:  # a new image: nothing of the last one may be seen
-            self.end()
-        self.moment = moment
-        self.notes.begin_step(moment)
-
-    def forget(self, layer_key: LayerKey) -> None:
-        self._layers.pop(layer_key, None)
+        super().begin_step(moment)
+        if self.notes is not None:
+            self.notes.begin_step(moment)
 
     def end(self, drain: bool = True) -> None:
         if self.notes is not None:
             if drain:
                 self.notes.hand_out()
             self.notes.clear()
-        self._layers.clear()
-
-    def bytes_held(self) -> int:
-        return sum(state.bytes_held() for state in self._layers.values())
-
-    def report(self) -> dict[int, StepNotes]:
-        return {**self._report}
-
-    def forget_report(self) -> None:
-        self._report.clear()
+        super().end(drain)
 
 
-class StatefulCall(EncodedCall, Generic[S]):
-    """One attention call of such a codec. number: among calls that follow one another, from 0, once it has begun."""
+class LayerCall(EncodedCall):
+    """One attention call of a codec that keeps a state of its layer."""
 
-    number: int
-    noted: Noted | None = None
+    state: LayerState
 
-    def __init__(self, codec: StatefulCodec[S, Any], exchange: Exchange, layout: Layout, layer_key: LayerKey) -> None:
+    def __init__(self, codec: Codec, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> None:
         super().__init__(layout)
         self._codec, self.state, self._layer = codec, codec.state_of(layer_key), layer_key.kind
         self._exchange, self._kernels, self._trace = exchange, exchange.kernels, exchange.trace
+
+    def sent_rows(self, name: str) -> int:
+        """Of a tensor that is sent: of the output all of the sequence, of others this rank's."""
+        return sum(self.layout.rows) if name == OUTPUT else self.layout.rows[self._exchange.rank]
+
+
+class StatefulCall(LayerCall):
+    """number: among calls that follow one another, from 0, once it has begun."""
+
+    _codec: StatefulCodec
+    number: int
+    noted: Noted | None = None
+
+    def begin(self, like_BLHD: Tensor) -> None:
+        """Takes the notes of earlier calls, and learns which one of its layer this is."""
+        codec = self._codec
+        assert codec.notes is not None, "one rank alone codes nothing"
+        self._notes = codec.notes
+        self._notes.hand_out()
+        self.state.begin(like_BLHD, self.layout, codec.moment, codec.fixed_kind is not None and codec.fixed_kind.anew)
+        self.number = self.state.follows

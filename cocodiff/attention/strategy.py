@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -56,9 +56,3 @@ class LayerKey:
     def kind(self) -> str:
         """The layer's name without its number: what layers are summed up by, e.g. "transformer_blocks.attn"."""
         return ".".join(part for part in self.layer.split(".") if not part.isdigit())
-
-
-class Strategy(Protocol):
-    def attend(self, qkv: LazyQKV, layer_key: LayerKey) -> Tensor:
-        """Attention of this rank's rows to all rows: [B, L, H, D]."""
-        ...

@@ -22,12 +22,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cocodiff.attention.local import Keys, Partial, mask_in_rank_order
+from cocodiff.attention.local import AttentionCall, Keys, Partial
 from cocodiff.attention.ring import LANE, Ring
-from cocodiff.attention.strategy import LazyQKV
-from cocodiff.comm.transport import Pending, Ranks
+from cocodiff.comm.transport import Pending, Transport
 from cocodiff.topology.axes import Mesh
-from cocodiff.topology.layout import Layout
 from cocodiff.topology.routes.rounds import rounds_of
 
 PIECES = 8  # of a call at least, where a rank has as many heads: one is attended to while others travel
@@ -63,7 +61,7 @@ class PiecesInFlight:
 class Streaming(Ring):
     """One rank's place among ranks that keep their keys. Its messages are whole, whatever the Ulysses part sends."""
 
-    def __init__(self, mesh: Mesh, transport: Ranks, *more: Any) -> None:
+    def __init__(self, mesh: Mesh, transport: Transport, *more: Any) -> None:
         """As `Ring`."""
         super().__init__(mesh, transport, *more)
         grid = rounds_of(mesh)[mesh.group_and_slot(self.rank)[1]]
@@ -83,24 +81,22 @@ class Streaming(Ring):
         crossing = any(of_slot.shape[0] > 1 for of_slot in rounds_of(mesh))
         self._across = transport.group(self._ranks.ranks) if crossing else self._ranks
 
-    def attend(
-        self, q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, qkv: LazyQKV, layouts: Sequence[Layout], layer: str = ""
-    ) -> Tensor:
+    def attend(self, q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, call: AttentionCall) -> Tensor:
         """As `Ring.attend`."""
-        keys = Keys(k_BSGD.contiguous(), v_BSGD.contiguous(), mask_in_rank_order(qkv, layouts[self.group]))
-        rows, pieces = [sum(layout.rows) for layout in layouts], self._pieces(q_BSGD.shape[2])
+        keys = Keys(k_BSGD.contiguous(), v_BSGD.contiguous(), call.mask(self.group))
+        pieces = self._pieces(q_BSGD.shape[2])
         own = [q_BSGD[:, :, piece.heads].contiguous() for piece in pieces]
-        step = partial(self._step, PiecesInFlight(layer, pieces, rows))
+        step = partial(self._step, PiecesInFlight(call.layer, pieces, call.rows))
         coming = self._lane.submit(step, 0, own, None)
         part: Partial | None = None
         for number, piece in enumerate(pieces, 1):
-            with self._trace.span("wait for q", layer=layer):
+            with self._trace.span("wait for q", layer=call.layer):
                 q_BLGD, _ = coming.wait()
                 assert q_BLGD is not None, "each piece has queries"
             coming = self._lane.submit(step, number, own, part)
             k_BSGD, v_BSGD = (x[:, :, piece.heads] for x in (keys.k_BSHD, keys.v_BSHD))
             part = self._local.part(q_BLGD, k_BSGD, v_BSGD, keys.mask_B11S)
-        with self._trace.span("wait for parts", layer=layer):
+        with self._trace.span("wait for parts", layer=call.layer):
             last = self._lane.submit(step, len(pieces) + 1, own, part)
             coming.wait()
             _, merged = last.wait()

@@ -8,18 +8,17 @@ sent. Parts are merged in float32, in this order whatever arrives first: results
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from cocodiff.attention.local import Keys, LocalAttention, Partial, mask_in_rank_order
-from cocodiff.attention.strategy import LazyQKV
+from cocodiff.attention.local import AttentionCall, Keys, LocalAttention, Partial
 from cocodiff.exchange.outgoing import TensorFuture
+from cocodiff.exchange.staged import OutputSender
 from cocodiff.exchange.transfer import Transfer
-from cocodiff.topology.layout import Layout
 
 if TYPE_CHECKING:
     from cocodiff.attention.ring import Ring
@@ -34,27 +33,27 @@ class Torus:
         sent: Mapping[str, TensorFuture],
         local: LocalAttention,
         ring: Ring | None,
-        layouts: Sequence[Layout],
+        call: AttentionCall,
     ) -> None:
-        """sent: q, k and v. ring: brings the keys of other groups, attended to last; layouts: of all groups."""
-        staged = transfer.exchange.staged
-        assert staged is not None, "Torus attends to what comes in stages"
-        self._transfer, self._local, self._ring, self._layouts = transfer, local, ring, layouts
+        """sent: q, k and v. ring: brings the keys of other groups, attended to last."""
+        assert transfer.exchange.staged is not None, "Torus attends to what comes in stages"
+        self._staged = staged = transfer.exchange.staged
+        self._transfer, self._local, self._ring, self._call = transfer, local, ring, call
         self._arriving = sent
         self._kernels, self._trace = transfer.exchange.kernels, transfer.exchange.trace
-        self._rows = [staged.rows(transfer.layout, number) for number in range(len(staged.chunks))]
+        self._rows = [transfer.layout.rows_of(ranks) for ranks in staged.chunks]
         # The chunks of keys that are attended to together. On one node every card has links of its own and all others'
         # keys arrive at once: one pass over them saves launches and merging.
         chunks = len(self._rows)
         cuts = [0, *(range(1, chunks) if staged.several_nodes else [1]), chunks]
         self._key_groups = [range(start, stop) for start, stop in pairwise(cuts)]
 
-    def attend(self, qkv: LazyQKV) -> Tensor:
+    def attend(self) -> Tensor:
         """Attention of this rank's rows to all, [B, L, H, D]."""
         self._expect_in_order()
         numbers, layer = range(len(self._rows)), self._transfer.layer
         between = len(self._key_groups) - 2 + (self._ring.mesh.ring - 1 if self._ring else 0)
-        back, keys = self._transfer.back_in_stages(), self._keys(qkv)
+        back, keys = OutputSender(self._staged, self._transfer.end), self._keys()
         with self._trace.span("attention", layer=layer):
             first, running = next(keys), []
             for number in numbers:
@@ -80,14 +79,14 @@ class Torus:
         for name, number in order:
             self._arriving[name].expect(number)
 
-    def _keys(self, qkv: LazyQKV) -> Iterator[Keys]:
+    def _keys(self) -> Iterator[Keys]:
         """All keys in the order in which they are attended to, each as soon as it is here. The own ones are on their
         way round the ring as soon as they are whole."""
-        blocks, mask_B11S = None, mask_in_rank_order(qkv, self._transfer.layout)
+        blocks, mask_B11S = None, self._call.mask(0 if self._ring is None else self._ring.group)
         for group in self._key_groups:
             v_BSGD, k_BSGD = self._await("v", group), self._await("k", group)
             if self._ring is not None and group is self._key_groups[-1]:
-                blocks = self._ring.blocks(k_BSGD, v_BSGD, qkv, self._layouts, self._transfer.layer)
+                blocks = self._ring.blocks(k_BSGD, v_BSGD, self._call)
                 next(blocks)
             rows = slice(self._rows[group[0]].start, self._rows[group[-1]].stop)
             yield Keys(k_BSGD[:, rows], v_BSGD[:, rows], None if mask_B11S is None else mask_B11S[..., rows])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from cocodiff.attention.local import LocalAttention, mask_in_rank_order
+from cocodiff.attention.local import AttentionCall, LocalAttention
 from cocodiff.attention.strategy import LayerKey, LazyQKV
 from cocodiff.comm.trace import Trace
 from cocodiff.config.machine import Topology
@@ -74,35 +74,33 @@ class Ulysses:
         self.codec, self._topology, self.exchange = codec or Codec(), topology, exchange
         self._trace, self._order, self._ring = trace, order, ring
         self._local = local or LocalAttention()
+        self._group = 0 if ring is None else ring.group
         self._layouts: dict[tuple[Segments, int], list[Layout]] = {}
 
     def attend(self, qkv: LazyQKV, layer_key: LayerKey) -> Tensor:
-        layout = self.layout(qkv)
+        call = AttentionCall(qkv, self.layouts(qkv), layer_key.kind)
         if self.exchange is None:
-            out_BLHD = self._attend_here(qkv.q(), qkv.k(), qkv.v(), qkv, layer_key.kind)
+            out_BLHD = self._attend_here(qkv.q(), qkv.k(), qkv.v(), call)
             qkv.meanwhile()
             return out_BLHD
-        transfer = self.codec.open(self.exchange, layout, layer_key)
+        transfer = self.codec.open(self.exchange, call.layouts[self._group], layer_key)
         sent = self._order(qkv, transfer, self._trace)
         if transfer.in_stages:
             from cocodiff.attention.torus import Torus
 
-            return Torus(transfer, sent, self._local, self._ring, self._layouts_of_groups(qkv)).attend(qkv)
+            return Torus(transfer, sent, self._local, self._ring, call).attend()
         here = transfer.wait(sent)
-        return transfer.back(self._attend_here(here["q"], here["k"], here["v"], qkv, layer_key.kind))
+        return transfer.back(self._attend_here(here["q"], here["k"], here["v"], call))
 
-    def _attend_here(self, q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, qkv: LazyQKV, layer: str) -> Tensor:
+    def _attend_here(self, q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, call: AttentionCall) -> Tensor:
         """Attention of the queries that are here to all keys, with the heads that are here."""
-        with self._trace.span("attention", layer=layer):
+        with self._trace.span("attention", layer=call.layer):
             if self._ring is not None:
-                return self._ring.attend(q_BSGD, k_BSGD, v_BSGD, qkv, self._layouts_of_groups(qkv), layer)
-            return self._local.whole(q_BSGD, k_BSGD, v_BSGD, mask_in_rank_order(qkv, self.layout(qkv)))
+                return self._ring.attend(q_BSGD, k_BSGD, v_BSGD, call)
+            return self._local.whole(q_BSGD, k_BSGD, v_BSGD, call.mask(0))
 
-    def layout(self, qkv: LazyQKV) -> Layout:
-        """Who holds which tokens and heads of this rank's Ulysses group in this call."""
-        return self._layouts_of_groups(qkv)[0 if self._ring is None else self._ring.group]
-
-    def _layouts_of_groups(self, qkv: LazyQKV) -> list[Layout]:
+    def layouts(self, qkv: LazyQKV) -> list[Layout]:
+        """Who holds which tokens and heads of every Ulysses group in this call."""
         key = (qkv.segments, qkv.heads)
         if key not in self._layouts:
             if self._ring is not None:

@@ -152,8 +152,10 @@ class LoopbackTransport(LaneOwner):
 
 
 def run_ranks(size: int, work: Callable[[LoopbackTransport], T], timeout_s: float = 120.0) -> list[T]:
-    """Runs `work(transport)` once per rank and returns the results in rank order. Raises as `run_threads`."""
-    world = LoopbackWorld(size, timeout_s)
+    """Runs `work(transport)` on a thread of its own for each rank and returns the results in rank order. The first rank
+    that fails fails the call: its exception is raised, with the rank's number in a note."""
+    world, errors = LoopbackWorld(size, timeout_s), dict[int, BaseException]()
+    results: list[Any] = [None] * size
     # Python runs one thread at a time, and hands over between threads of one core in half the time.
     core = random.choice(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_setaffinity") else None
 
@@ -168,15 +170,6 @@ def run_ranks(size: int, work: Callable[[LoopbackTransport], T], timeout_s: floa
             raise
         finally:
             transport.close()
-
-    return run_threads(size, rank_main)
-
-
-def run_threads(size: int, rank_main: Callable[[int], T]) -> list[T]:
-    """Runs `rank_main(rank)` on a thread of its own for each rank and returns the results in rank order. The first rank
-    that fails fails the call: its exception is raised, with the rank's number in a note."""
-    results: list[Any] = [None] * size
-    errors: dict[int, BaseException] = {}
 
     def run(rank: int) -> None:
         try:

@@ -107,12 +107,10 @@ class MpiGroup(Group):
         self._mpi, self._communicator, self.health = mpi, communicator, health
         self.ranks, self.index = ranks, communicator.Get_rank()
 
-    def _buffer(self, tensor: Tensor) -> list[Any]:
-        return [bits_of(tensor), self._mpi.BYTE]
-
     def _posted(self, sends: Messages, recvs: Messages) -> list[Any]:
-        requests = [self._communicator.Irecv(self._buffer(t), peer) for t, peer in recvs]
-        return requests + [self._communicator.Isend(self._buffer(t), peer) for t, peer in sends]
+        byte = self._mpi.BYTE
+        requests = [self._communicator.Irecv([bits_of(t), byte], peer) for t, peer in recvs]
+        return requests + [self._communicator.Isend([bits_of(t), byte], peer) for t, peer in sends]
 
     def send_recv(self, sends: Messages, recvs: Messages) -> Pending:
         sends, recvs = not_empty(sends), not_empty(recvs)

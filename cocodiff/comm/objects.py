@@ -11,6 +11,7 @@ import json
 import struct
 import sys
 from collections import Counter
+from io import BytesIO
 from typing import Any
 
 import numpy as np
@@ -36,23 +37,9 @@ def as_value(content: Tensor) -> Any:
     try:
         (length,) = LENGTH.unpack_from(data)
         start = LENGTH.size + length
-        return _from_json(json.loads(data[LENGTH.size : start]), _Blobs(data, start))
+        return _from_json(json.loads(data[LENGTH.size : start]), BytesIO(data[start:]))
     except (struct.error, LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise ValueError(f"a message of {len(data)} bytes is no value of ours ({error})") from error
-
-
-class _Blobs:
-    """The bytes behind the JSON, taken in order."""
-
-    def __init__(self, data: bytes, start: int) -> None:
-        self._data, self._next = data, start
-
-    def take(self, count: int) -> bytearray:
-        taken = bytearray(self._data[self._next : self._next + count])
-        if len(taken) != count:
-            raise ValueError(f"{count} bytes more were expected, there are {len(taken)}")
-        self._next += count
-        return taken
 
 
 def _to_json(value: Any, blobs: list[bytes]) -> Any:
@@ -89,7 +76,7 @@ def _to_json(value: Any, blobs: list[bytes]) -> Any:
     raise TypeError(f"a {type(value).__module__}.{type(value).__name__} is not sent between ranks: send plain data")
 
 
-def _from_json(found: Any, blobs: _Blobs) -> Any:
+def _from_json(found: Any, blobs: BytesIO) -> Any:
     if isinstance(found, list):
         return [_from_json(one, blobs) for one in found]
     if not isinstance(found, dict):
@@ -98,14 +85,14 @@ def _from_json(found: Any, blobs: _Blobs) -> Any:
     if kind == "dtype":
         return _dtype(content)
     if kind == "bytes":
-        return bytes(blobs.take(content))
+        return bytes(_taken(blobs, content))
     if kind == "tensor":
         name, shape, count = content
-        flat = torch.frombuffer(blobs.take(count), dtype=torch.uint8) if count else torch.empty(0, dtype=torch.uint8)
+        flat = torch.frombuffer(_taken(blobs, count), dtype=torch.uint8) if count else torch.empty(0, dtype=torch.uint8)
         return flat.view(_dtype(name)).view(shape)
     if kind == "array":
         name, shape, count = content
-        return np.frombuffer(blobs.take(count), np.dtype(name)).reshape(shape)
+        return np.frombuffer(_taken(blobs, count), np.dtype(name)).reshape(shape)
     if kind in ("dict", "counts"):
         pairs = {_from_json(key, blobs): _from_json(one, blobs) for key, one in content}
         return pairs if kind == "dict" else Counter(pairs)
@@ -113,6 +100,13 @@ def _from_json(found: Any, blobs: _Blobs) -> Any:
         module, name, parts = content
         return _record(module, name, [_from_json(part, blobs) for part in parts])
     return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](_from_json(one, blobs) for one in content)
+
+
+def _taken(blobs: BytesIO, count: int) -> bytearray:
+    taken = bytearray(blobs.read(count))
+    if len(taken) != count:
+        raise ValueError(f"{count} bytes more were expected, there are {len(taken)}")
+    return taken
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -6,6 +6,7 @@ import datetime
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from copy import copy
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -66,7 +67,13 @@ class _Works:
 
 class TorchDistGroup(Group):
     """Ranks that share a process group. Messages are point to point: gloo's own all-to-all serves peers in turns and
-    reaches half of the links' rate, receives posted before sends reach nearly all of it."""
+    reaches half of the links' rate, receives posted before sends reach nearly all of it.
+
+    at_once: `collective` calls are one all-to-all of torch.distributed's backend, with a size for each peer: the flat
+    baseline of CoCoDiff, and a way around backends that deliver batches of sends and receives wrong (torch-xpu-ops
+    3022)."""
+
+    at_once = False
 
     def __init__(self, process_group: Any, ranks: tuple[int, ...], rank: int, device: torch.device) -> None:
         self._process_group = process_group
@@ -76,7 +83,9 @@ class TorchDistGroup(Group):
         self.receives_ahead = self._on_cpu  # device backends match the two lists of one batch
 
     def together(self) -> Group:
-        return TogetherGroup(self, self._process_group)
+        group = copy(self)
+        group.at_once, group.receives_ahead = True, False
+        return group
 
     def send_recv(self, sends: Messages, recvs: Messages) -> Pending:
         sends, recvs = not_empty(sends), not_empty(recvs)
@@ -106,29 +115,9 @@ class TorchDistGroup(Group):
             self._nothing[peer] = like.new_zeros(1, dtype=torch.uint8)
         return self._nothing[peer]
 
-    def barrier(self) -> None:
-        if self._on_cpu:
-            self._process_group.barrier().wait()
-        else:
-            dist.barrier(group=self._process_group)
-
-
-class TogetherGroup(Group):
-    """A group whose `collective` calls are one all-to-all of torch.distributed's backend, with a size for each peer:
-    the flat baseline of CoCoDiff, and a way around backends that deliver batches of sends and receives wrong
-    (torch-xpu-ops 3022). All others go as the group itself sends them."""
-
-    receives_ahead = False
-
-    def __init__(self, group: Group, process_group: Any) -> None:
-        """process_group: torch.distributed's, of these ranks."""
-        self._group, self._process_group = group, process_group
-        self.ranks, self.index, self.device = group.ranks, group.index, group.device
-
-    def send_recv(self, sends: Messages, recvs: Messages) -> Pending:
-        return self._group.send_recv(sends, recvs)
-
     def collective(self, sends: Messages, recvs: Messages) -> Pending:
+        if not self.at_once:
+            return self.send_recv(sends, recvs)
         outgoing, sizes_out = self._by_peer(sends)
         incoming, sizes_in = self._by_peer(recvs)
         sent = torch.cat([x for of_peer in outgoing for x in of_peer])
@@ -146,7 +135,10 @@ class TogetherGroup(Group):
         return parts, [sum(x.numel() for x in of_peer) for of_peer in parts]
 
     def barrier(self) -> None:
-        self._group.barrier()
+        if self._on_cpu:
+            self._process_group.barrier().wait()
+        else:
+            dist.barrier(group=self._process_group)
 
 
 class _Arriving:

@@ -82,15 +82,21 @@ class Group(ABC):
         torch.cat(parts).tolist()  # on accelerators the wait has ordered streams only
 
 
-class Ranks(ABC):
-    """Ranks that can talk: those of a transport, or some of them. control: the lane of what all ranks do now and then,
-    in program order: set-up, selections, the gather of outputs. One of its jobs waits for no other lane. world: a group
-    of all these ranks, for jobs of the control lane."""
+class Transport(ABC):
+    """Ranks that can talk: those of a run, or some of them. One object per rank.
+
+    control: the lane of what all ranks do now and then, in program order: set-up, selections, the gather of outputs.
+    One of its jobs waits for no other lane. world: a group of all these ranks, for jobs of the control lane.
+    run_ranks, run_size: the numbers of these ranks in the whole run, and how many ranks that has. They differ from
+    `rank` and `size` for a part of a run. Errors and `health` name ranks by their numbers in the whole run."""
 
     rank: int
     size: int
     control: Lane
     world: Group
+    device: torch.device
+    health: Health
+    _closed = False
 
     @abstractmethod
     def group(self, ranks: Sequence[int], together: bool = False) -> Group:
@@ -102,21 +108,11 @@ class Ranks(ABC):
     def lane(self, name: str) -> Lane:
         """The lane of this name, which is made when it is first asked for."""
 
-
-class Transport(Ranks):
-    """One object per rank. run_ranks, run_size: the numbers of these ranks in the whole run, and how many ranks that
-    has. They differ from `rank` and `size` for a part of a run. Errors and `health` name ranks by their numbers in the
-    whole run."""
-
-    device: torch.device
-    health: Health
-    _closed = False
-
     @property
+    @abstractmethod
     def host_world(self) -> Group:
         """A group of all these ranks whose messages lie in host memory: for values and set-up. A device's library need
         not bear messages that go one way alone, as those do (oneCCL 2021.17)."""
-        return self.world
 
     @property
     def closed(self) -> bool:
@@ -233,8 +229,8 @@ class PartGroup(Group):
 class Part(Transport):
     """The ranks `ranks` of a transport, in that order, this one among them. Lanes, control lane and world group are the
     whole's, so a part costs no threads and no communicators until it makes groups. The ranks of a part make its groups
-    alike, as often and in the same order (see `Ranks.group`). What one part does is independent of the others. Closing
-    a part leaves the whole open."""
+    alike, as often and in the same order (see `Transport.group`). What one part does is independent of the others.
+    Closing a part leaves the whole open."""
 
     def __init__(self, whole: Transport, ranks: Sequence[int]) -> None:
         self._whole, self._ranks = whole, tuple(ranks)

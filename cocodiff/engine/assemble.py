@@ -79,8 +79,7 @@ def build_strategy(
         exchange = Exchange(
             config.exchange, topology, members, trace, table, config.nic_balance, kernels, chunked, together
         )
-    codec = codec_class(config).of(config, topology, exchange, members, AllRanks(mesh.topology, transport))
-    codec.layers = config.state_layers
+    codec = codec_class(config)(config, exchange, members, AllRanks(mesh.topology, transport))
     return Ulysses(topology, exchange, trace, load(ORDERS, config.order), codec, local, ring)
 
 
@@ -116,8 +115,7 @@ def mesh_of(config: Config, topology: Topology, work: AttentionWork) -> Mesh:
     that ranks and heads do not allow."""
     if not topology.machine.missing_rates:
         work = _of_job(config, work)
-    prefers_ulysses = codec_class(config).prefers_ulysses
-    plain = mesh_without_ring(topology, work.heads, config.ring, prefers_ulysses, config.ring_kind)
+    plain = mesh_without_ring(topology, work.heads, config.ring, codec_class(config).keeps_state, config.ring_kind)
     chosen: Mesh = plain or load(PLANNER, "mesh")(config, topology, work)
     return chosen
 

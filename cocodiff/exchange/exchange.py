@@ -12,13 +12,13 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from cocodiff.comm.trace import Trace
-from cocodiff.comm.transport import Group, Lane, LaneFuture, Ranks
+from cocodiff.comm.transport import Group, Lane, LaneFuture, Transport
 from cocodiff.config.machine import Topology
 from cocodiff.config.registry import EXCHANGES, load
 from cocodiff.exchange.messages import BlockSet, InOrder, Port, Target, run_phase, run_pipelined
 from cocodiff.exchange.outgoing import Outgoing
 from cocodiff.kernels import Kernels
-from cocodiff.topology.routes.chunks import Chunking, ExchangeTable, megabytes_per_rank
+from cocodiff.topology.routes.chunks import Chunking, ExchangeTable, chunk_ranks, megabytes_per_rank
 from cocodiff.topology.routes.plans import Phase, Plan, nic_detours, reverse, split_plan
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Exchange:
         self,
         name: str,
         topology: Topology,
-        transport: Ranks,
+        transport: Transport,
         trace: Trace,
         table: ExchangeTable | None = None,
         nic_balance: bool = True,
@@ -72,10 +72,10 @@ class Exchange:
             if link == "plane" or self._in_phases:
                 self.lanes[link] = transport.lane(link)
         self.staged: StagedExchange | None = None
-        if chunking is not None and chunking.chunks > 1:
-            from cocodiff.exchange.staged import staged_exchange
+        if chunking is not None and len(chunk_ranks(topology, self.rank, chunking.chunks)) > 1:
+            from cocodiff.exchange.staged import StagedExchange
 
-            self.staged = staged_exchange(self, transport, chunking)
+            self.staged = StagedExchange(self.port, self.plans, self.name_of, self.groups, transport, chunking)
 
     def name_of(self, blocks: BlockSet) -> str:
         """The plan that blocks of this size take: the one there is, or the table's choice."""
@@ -87,11 +87,11 @@ class Exchange:
         """Sends tensors on their way: encoded, packed, sent and put in place by the lanes."""
         if not self._in_phases:
             return self._on_lane("plane", self._all_phases, outgoing)
-        earlier: LaneFuture[BlockSet] | None = None
+        before = outgoing.blocks
         *early, last = self._routes[self._name][outgoing.way]
         for phase in early:
-            earlier = self._on_lane(phase.lane, partial(self.phase, phase, earlier), outgoing)
-        return self._on_lane(last.lane, partial(self._last_phase, last, earlier), outgoing)
+            before = self._on_lane(phase.lane, partial(self.phase, phase, before), outgoing).wait
+        return self._on_lane(last.lane, partial(self.last_phase, last, before), outgoing)
 
     def _on_lane(self, name: str, job: Callable[[Outgoing], T], outgoing: Outgoing) -> LaneFuture[T]:
         return self.lanes[name].submit(partial(self._in_order.run, job), outgoing)
@@ -105,26 +105,22 @@ class Exchange:
         if name == "tapa":
             for phase in plan:
                 self._run_phase(phase, outgoing, blocks)
-            return _placed(outgoing, blocks)
+            return outgoing.placed(blocks)
         apart = self._set_apart(outgoing, plan, blocks)
         with self.trace.span(f"{outgoing.label} plane", "plane", outgoing.layer, apart):
             target = outgoing.target(blocks)
             run_pipelined(self.port, plan, blocks, self.groups, target)
             return target
 
-    def phase(self, phase: Phase, earlier: LaneFuture[BlockSet] | None, outgoing: Outgoing) -> BlockSet:
-        """One phase on its own lane, the first one or after an earlier one. Returns the blocks that are here then."""
-        blocks = outgoing.blocks() if earlier is None else earlier.wait()
+    def phase(self, phase: Phase, before: Callable[[], BlockSet], outgoing: Outgoing) -> BlockSet:
+        """One phase on its own lane. before: waits for the blocks that it begins with. Returns those it ends with."""
+        blocks = before()
         self._run_phase(phase, outgoing, blocks)
         return blocks
 
-    def last_phase(self, phase: Phase, outgoing: Outgoing, blocks: BlockSet) -> Target:
-        """The last phase of these blocks; then those that are here are put in place."""
-        self._run_phase(phase, outgoing, blocks)
-        return _placed(outgoing, blocks)
-
-    def _last_phase(self, phase: Phase, earlier: LaneFuture[BlockSet] | None, outgoing: Outgoing) -> Target:
-        return _placed(outgoing, self.phase(phase, earlier, outgoing))
+    def last_phase(self, phase: Phase, before: Callable[[], BlockSet], outgoing: Outgoing) -> Target:
+        """As `phase`; the blocks that are here then are put in place."""
+        return outgoing.placed(self.phase(phase, before, outgoing))
 
     def _run_phase(self, phase: Phase, outgoing: Outgoing, blocks: BlockSet) -> None:
         if phase.sends or phase.receives:
@@ -140,9 +136,3 @@ class Exchange:
         for peer, count in sent:
             self.trace.count(self.topology.link_class(self.rank, peer), count, purpose=outgoing.purpose)
         return sum(count for _, count in sent)
-
-
-def _placed(outgoing: Outgoing, blocks: BlockSet) -> Target:
-    target = outgoing.target(blocks)
-    target.place(blocks.blocks)
-    return target

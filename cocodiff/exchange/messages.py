@@ -32,20 +32,6 @@ Payload = Tensor | Rows  # [B, L, H, W], or chosen rows of such a tensor
 Blocks = Mapping[Block, Sequence[Payload]]  # of every block the payloads that travel together, [B, rows, heads, W] each
 
 
-class EncodedBlocks:
-    """A tensor of which every block was encoded by itself: the blocks [B, rows, heads, W]."""
-
-    def __init__(self, blocks: Sequence[Tensor]) -> None:
-        self._blocks = blocks
-
-    def contained_tensors(self) -> Sequence[Tensor]:
-        return self._blocks
-
-    def split_with_sizes(self, sizes: Sequence[int], dim: int) -> Sequence[Tensor]:
-        """The blocks, which were made for these sizes."""
-        return self._blocks
-
-
 class BlockSet:
     """The blocks that a rank holds during an exchange, and their sizes in messages. blocks: one payload for each tensor
     that travels together. layout: rows and heads of every rank in this exchange. whole: the layout of the tensors
@@ -118,7 +104,7 @@ class Target:
 
 
 def blocks_of(x_BTHW: Tensor, sizes: Sequence[int], dim: int, in_turn: bool) -> Sequence[Tensor]:
-    """The blocks of a tensor, cut by rows or by heads. in_turn: what travelled as `EncodedBlocks` lies block by
+    """The blocks of a tensor, cut by rows or by heads. in_turn: those that were encoded each by itself lie block by
     block in its memory, whatever the tensor's strides say."""
     if not in_turn:
         return x_BTHW.split_with_sizes(sizes, dim)

@@ -1,18 +1,17 @@
 """Tensors that an exchange sends: to the ranks of their heads, or attention's output to the ranks of its rows.
 
 Either is encoded (`EncodedCall`) and cut into blocks by the lane that sends it first, and tells where blocks go that
-are here. a tensor on its way is a `TensorFuture` for whoever waits for it.
+are here. A tensor on its way is a `TensorFuture` for whoever waits for it.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from cocodiff.exchange.messages import Blocks, BlockSet, EncodedBlocks, Payload, Target, blocks_of, whole_cell
+from cocodiff.exchange.messages import Blocks, BlockSet, Payload, Target, blocks_of, whole_cell
 from cocodiff.kernels import Kernels
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.routes.plans import Block
@@ -21,9 +20,10 @@ OUTPUT = "o"  # the name of attention's output among the tensors of a call
 
 
 class Encoded(NamedTuple):
-    """Some tensors as they travel: payloads [B, L, H, W] of one dtype, and the layout that has every rank's rows L."""
+    """Some tensors as they travel: payloads [B, L, H, W] of one dtype, or of each its blocks [B, rows, heads, W], where
+    every block was encoded by itself; and the layout that has every rank's rows L."""
 
-    payloads: Sequence[Payload | EncodedBlocks]
+    payloads: Sequence[Payload | list[Tensor]]
     layout: Layout
 
 
@@ -39,29 +39,21 @@ class EncodedCall:
     def begin(self, like_BLHD: Tensor) -> None:
         """Called once, on the thread that attends, before the first tensor is sent. like_BLHD: that tensor."""
 
-    def comes_in_stages(self) -> None:
-        """Told before the first tensor is sent, where chunks come one by one, in order, the output's last one first."""
-
     def cell_bytes(self, x_BLHD: Tensor) -> int:
         """Bytes that one token of one head of a tensor like this takes on the wire, over the batch."""
         return len(x_BLHD) * x_BLHD.shape[-1] * x_BLHD.element_size()
 
-    def encode(self, tensors_BLHD: Mapping[str, Tensor]) -> Encoded:
-        """The payloads in the tensors' place. Runs on a lane, where it may wait for what it depends on."""
-        return Encoded(list(tensors_BLHD.values()), self.layout)
+    def encode(self, tensors: Mapping[str, Tensor], rows: slice, ranks: Sequence[int]) -> Encoded:
+        """The payloads in tensors' place: of q, k and v [B, L, H, D] with this rank's rows, or of OUTPUT [B, T, G, D]
+        with some `rows` of the sequence. ranks: to which blocks go. Runs on a lane, where it may wait for what it
+        depends on."""
+        return Encoded(list(tensors.values()), self.layout)
 
-    def decode(self, received_BSGW: Mapping[str, Tensor], rows: slice) -> list[Tensor]:
-        """The tensors [B, S, G, D] of all rows of this rank's heads, from payloads of which `rows` have just arrived.
-        Runs on the thread that attends."""
-        return list(received_BSGW.values())
-
-    def encode_output(self, out_BTGD: Tensor, rows: slice) -> Tensor | EncodedBlocks:
-        """The payload for some rows of attention's output, [B, T, G, W]: `rows` of the sequence. Runs on a lane."""
-        return out_BTGD
-
-    def decode_output(self, received_BLHW: Tensor) -> Tensor:
-        """All heads of this rank's rows of the output, [B, L, H, D]."""
-        return received_BLHW
+    def decode(self, received: Mapping[str, Tensor], rows: slice, ranks: Sequence[int]) -> list[Tensor]:
+        """The tensors, of payloads of which `rows` have just arrived, blocks of `ranks`: all rows of q, k and v for
+        this rank's heads, [B, S, G, D], or all heads of this rank's rows of OUTPUT, [B, L, H, D]. Runs on the thread
+        that attends."""
+        return list(received.values())
 
     # Where calls do not wait for all that they send, see `attention/arrival.py` ---------------------------------------
 
@@ -87,13 +79,21 @@ class CallEnd(NamedTuple):
     layer: str
 
 
-class Outgoing(ABC):
-    """Tensors that travel together. label: of their spans in the trace. layout: of what travels, once it was encoded.
-    purpose: the one that their bytes are counted for besides attention, if any."""
+class Outgoing:
+    """Tensors that travel together: q, k and v [B, L, H, D] "forward" from the ranks of their rows to the ranks of
+    their heads, or rows of attention's output, OUTPUT [B, T, G, D], "back" to the ranks of these rows.
 
-    way: str  # "forward" or "back"
+    label: of their spans in the trace. layout: of what travels, once it was encoded. purpose: the one that their bytes
+    are counted for besides attention, if any."""
 
-    def __init__(self, end: CallEnd, tensors: Mapping[str, Tensor], purpose: str | None = None) -> None:
+    def __init__(
+        self,
+        end: CallEnd,
+        tensors: Mapping[str, Tensor],
+        ranks: Sequence[int] | None = None,
+        purpose: str | None = None,
+    ) -> None:
+        """ranks: whose rows of OUTPUT these are, consecutive in the sequence; None for all."""
         self.end, self.coded, self.layer, self.purpose = end, end.coded, end.layer, purpose
         self.names, self._tensors = tuple(tensors), tensors
         self.label = " ".join(filter(None, (purpose, "".join(tensors))))
@@ -101,6 +101,13 @@ class Outgoing(ABC):
         self._whole = self.layout, whole_cell(tensors.values())
         self._encoded: Encoded | None = None
         self._in_turn = False  # whether blocks lie one after the other, each encoded by itself
+        self.way = "back" if OUTPUT in tensors else "forward"
+        # To which blocks go, and the rows that are here: of this rank's, or of the sequence.
+        self._ranks: Sequence[int] = range(len(self.layout.heads))
+        self._rows = slice(0, self.layout.rows[end.rank])
+        if self.way == "back":
+            self._ranks = self.layout.in_sequence if ranks is None else ranks
+            self._rows = self.layout.rows_of(self._ranks)
 
     def contained_tensors(self) -> Sequence[object]:
         """The tensors that `blocks` is made of."""
@@ -112,83 +119,47 @@ class Outgoing(ABC):
 
     def blocks(self) -> BlockSet:
         (payloads, self.layout), self._encoded = self._encoded or self.encoded(), None
-        self._in_turn = isinstance(payloads[0], EncodedBlocks)
+        self._in_turn = isinstance(payloads[0], list)
         return BlockSet(self.cut(payloads), self.layout, self._whole)
 
-    @abstractmethod
     def encoded(self) -> Encoded:
         """The payloads that travel in the tensors' place."""
+        return self.coded.encode(self._tensors, self._rows, self._ranks)
 
-    @abstractmethod
-    def cut(self, payloads: Sequence[Payload | EncodedBlocks]) -> Blocks:
+    def cut(self, payloads: Sequence[Payload | list[Tensor]]) -> Blocks:
         """The payloads as blocks."""
+        forward, own, layout = self.way == "forward", self.end.rank, self.layout
+        sizes, dim = (layout.heads, 2) if forward else ([layout.rows[rank] for rank in self._ranks], 1)
+        parts = [x if isinstance(x, list) else x.split_with_sizes(sizes, dim) for x in payloads]
+        blocks = [Block(own, rank) if forward else Block(rank, own) for rank in self._ranks]
+        return dict(zip(blocks, zip(*parts, strict=True), strict=True))
 
-    @abstractmethod
     def target(self, here: BlockSet) -> Target:
         """Allocates the tensors that blocks like these fill."""
+        forward, own, layout, senders = self.way == "forward", self.end.rank, here.layout, self.senders
+        rows, heads = (sum(layout.rows), layout.heads[own]) if forward else (layout.rows[own], sum(layout.heads))
+        sizes, dim = ([layout.rows[rank] for rank in senders], 1) if forward else (layout.heads, 2)
+        received = [here.like.new_empty((len(here.like), rows, heads, width)) for width in here.widths]
+        parts = [blocks_of(x, sizes, dim, self._in_turn) for x in received]
+        blocks = [Block(rank, own) if forward else Block(own, rank) for rank in senders]
+        places = dict(zip(blocks, zip(*parts, strict=True), strict=True))
+        return Target(received, places, self.end.kernels)
 
-    @abstractmethod
-    def decode(self, received: Sequence[Tensor], rows: slice | None = None) -> list[Tensor]:
-        """The tensors, of what came in their place. rows: those that have just arrived, None for all."""
+    def placed(self, here: BlockSet) -> Target:
+        target = self.target(here)
+        target.place(here.blocks)
+        return target
 
+    def decode(self, received: Sequence[Tensor], chunk: Sequence[int] | None = None) -> list[Tensor]:
+        """The tensors, of what came in their place. chunk: the ranks whose rows have just arrived, None for all."""
+        by_name = dict(zip(self.names, received, strict=True))
+        rows = slice(0, received[0].shape[1]) if chunk is None else self.layout.rows_of(chunk)
+        return self.coded.decode(by_name, rows, self.senders if chunk is None else chunk)
 
-class TensorsToHeads(Outgoing):
-    """Tensors [B, L, H, D] on their way from the ranks of their rows to the ranks of their heads."""
-
-    way = "forward"
-
-    def encoded(self) -> Encoded:
-        return self.coded.encode(self._tensors)
-
-    def cut(self, payloads: Sequence[Payload | EncodedBlocks]) -> Blocks:
-        own, parts = self.end.rank, [x.split_with_sizes(self.layout.heads, 2) for x in payloads]
-        return {Block(own, peer): list(of_peer) for peer, of_peer in enumerate(zip(*parts, strict=True))}
-
-    def target(self, here: BlockSet) -> Target:
-        own, layout = self.end.rank, here.layout
-        shape, ranks = (len(here.like), sum(layout.rows), layout.heads[own]), layout.in_sequence
-        received_BSGW = [here.like.new_empty((*shape, width)) for width in here.widths]
-        rows = [layout.rows[rank] for rank in ranks]
-        of_ranks = zip(*(blocks_of(x, rows, 1, self._in_turn) for x in received_BSGW), strict=True)
-        places = {Block(rank, own): parts for rank, parts in zip(ranks, of_ranks, strict=True)}
-        return Target(received_BSGW, places, self.end.kernels)
-
-    def decode(self, received_BSGW: Sequence[Tensor], rows: slice | None = None) -> list[Tensor]:
-        by_name = dict(zip(self.names, received_BSGW, strict=True))
-        return self.coded.decode(by_name, rows or slice(0, sum(self.layout.rows)))
-
-
-class OutputToRows(Outgoing):
-    """Rows of attention's output [B, T, G, D] on their way from the ranks of its heads to the ranks of its rows."""
-
-    way = "back"
-
-    def __init__(
-        self, end: CallEnd, out_BTGD: Tensor, ranks: Sequence[int] | None = None, purpose: str | None = None
-    ) -> None:
-        """ranks: whose rows these are, consecutive in the sequence; None for all."""
-        super().__init__(end, {OUTPUT: out_BTGD}, purpose)
-        self._ranks = self.layout.in_sequence if ranks is None else ranks
-
-    def encoded(self) -> Encoded:
-        where, (out_BTGD,) = self.layout.row_slices, self._tensors.values()
-        rows = slice(where[self._ranks[0]].start, where[self._ranks[-1]].stop)
-        return Encoded([self.coded.encode_output(out_BTGD, rows)], self.layout)
-
-    def cut(self, payloads: Sequence[Payload | EncodedBlocks]) -> Blocks:
-        parts: Sequence[Payload] = payloads[0].split_with_sizes([self.layout.rows[rank] for rank in self._ranks], 1)
-        return {Block(rank, self.end.rank): [part] for rank, part in zip(self._ranks, parts, strict=True)}
-
-    def target(self, here: BlockSet) -> Target:
-        own, layout = self.end.rank, here.layout
-        out_BLHW = here.like.new_empty((len(here.like), layout.rows[own], sum(layout.heads), here.like.shape[-1]))
-        parts = blocks_of(out_BLHW, layout.heads, 2, self._in_turn)
-        places = {Block(own, rank): [part] for rank, part in enumerate(parts)}
-        return Target([out_BLHW], places, self.end.kernels)
-
-    def decode(self, received_BLHW: Sequence[Tensor], rows: slice | None = None) -> list[Tensor]:
-        """All heads of this rank's rows, [B, L, H, D]."""
-        return [self.coded.decode_output(*received_BLHW)]
+    @property
+    def senders(self) -> Sequence[int]:
+        """The ranks that blocks come from, in their order."""
+        return self.layout.in_sequence if self.way == "forward" else range(len(self.layout.heads))
 
 
 class TensorFuture:

@@ -9,51 +9,50 @@ put in place by a fourth, in the order in which attention will need them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from torch import Tensor
 
-from cocodiff.comm.transport import Group, LaneFuture, Pending, Ranks
-from cocodiff.exchange.messages import BlockSet, InFlight, Port, Sent, Target
-from cocodiff.exchange.outgoing import CallEnd, Outgoing, OutputToRows, TensorFuture, TensorsToHeads
+from cocodiff.comm.transport import LaneFuture, Pending, Transport
+from cocodiff.exchange.messages import BlockSet, Groups, InFlight, Port, Sent, Target
+from cocodiff.exchange.outgoing import OUTPUT, CallEnd, Outgoing, TensorFuture
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.routes.chunks import Chunking, StageParts, Stages, megabytes_per_rank
 from cocodiff.topology.routes.plans import Block, Plan
 
+Stage = Callable[[], LaneFuture[Tensor]]  # one of a tensor, posted: has it put in place
 PART_LANES = ("plane", "sibling", "late")  # of what leaves at once, what is passed on, what is passed on late
-
-
-class Unstaged(Protocol):
-    """The exchange that is cut into stages, see `Exchange`."""
-
-    port: Port
-    plans: dict[str, Plan]
-    groups: dict[str, Group]
-
-    def name_of(self, blocks: BlockSet) -> str: ...
 
 
 class StagedExchange:
     """One rank's end of an exchange in stages. What is passed on has groups of its own: no two lanes post in one."""
 
-    def __init__(self, exchange: Unstaged, transport: Ranks, stages: Stages, from_mb: float) -> None:
-        """from_mb: of q, k and v per rank, the size from which stages are worth it."""
-        self.exchange, self.chunks, self.sequence, self._from_mb = exchange, stages.chunks, stages.sequence, from_mb
-        self.hearing = stages.hearing
-        topology = exchange.port.topology
+    def __init__(
+        self,
+        port: Port,
+        plans: Mapping[str, Plan],
+        name_of: Callable[[BlockSet], str],
+        groups: Groups,
+        transport: Transport,
+        chunking: Chunking,
+    ) -> None:
+        """plans: that are cut into stages. name_of: which of them blocks take. groups: for what leaves at once."""
+        topology, stages = port.topology, Stages(port.topology, port.rank, chunking.chunks)
+        self._port, self._from_mb, self.name_of = port, chunking.from_mb, name_of
+        self.chunks, self.sequence, self.hearing = stages.chunks, sum(stages.chunks, ()), stages.hearing
         self.several_nodes = topology.nodes > 1
         ways = ("forward", "back")
-        self.plans = {way: {name: stages.of(plan, way) for name, plan in exchange.plans.items()} for way in ways}
+        self.plans = {way: {name: stages.of(plan, way) for name, plan in plans.items()} for way in ways}
         numbers = range(len(self.chunks))
         self._passed_on = {way: [_parts_in_use(plans, n) for n in numbers] for way, plans in self.plans.items()}
         # Which parts there are is told by the machine and the plans' names, alike on all ranks.
-        relays = any(name != "flat" for name in exchange.plans)
+        relays = any(name != "flat" for name in plans)
         lanes = PART_LANES[: 1 + relays + (relays and self.several_nodes)]
         self._lanes = [transport.lane(name) for name in lanes]
         own = [transport.group(range(topology.size)) for _ in lanes[1:]]
-        self._groups = [exchange.groups, *(dict.fromkeys(("sibling", "plane"), group) for group in own)]
+        self._groups = [groups, *(dict.fromkeys(("sibling", "plane"), group) for group in own)]
         self._landing = transport.lane("landing")
         self._sent: deque[Sent] = deque()
 
@@ -61,12 +60,7 @@ class StagedExchange:
         """Whether a call goes in stages: the same on all ranks. cell_bytes: of a token and head of one tensor."""
         return megabytes_per_rank(layout, 3 * cell_bytes) >= self._from_mb
 
-    def rows(self, layout: Layout, number: int) -> slice:
-        """Where a chunk stands in the sequence."""
-        where, ranks = layout.row_slices, self.chunks[number]
-        return slice(where[ranks[0]].start, where[ranks[-1]].stop)
-
-    def send(self, tensors: Sequence[TensorsToHeads], all_sent: bool) -> dict[str, TensorFuture]:
+    def send(self, tensors: Sequence[Outgoing], all_sent: bool) -> dict[str, TensorFuture]:
         """Starts sending some tensors, each on its own. all_sent: whether the last of them is the last one of the call:
         its chunks come one by one over the links that they share."""
         sent = {}
@@ -78,27 +72,21 @@ class StagedExchange:
             arriving.expect(0)
         return sent
 
-    def _arriving(self, outgoing: TensorsToHeads, stages: Sequence[Stage]) -> TensorFuture:
-        landed = cache(lambda number: self.land(stages[number]))
+    def _arriving(self, outgoing: Outgoing, stages: Sequence[Stage]) -> TensorFuture:
+        landed = cache(lambda number: stages[number]())
 
         def wait_for_chunk(number: int) -> Tensor:
-            return outgoing.decode([landed(number).wait()], self.rows(outgoing.layout, number))[0]
+            return outgoing.decode([landed(number).wait()], self.chunks[number])[0]
 
         return TensorFuture(outgoing.label, wait_for_chunk, len(stages), landed)
 
-    def output_sender(self, end: CallEnd) -> OutputSender:
-        return OutputSender(self, end)
-
     def post(self, started: Started, number: int, in_order: bool = False) -> Stage:
-        """Has a stage of a tensor posted and passed on. in_order: after the last one's messages have left this node."""
+        """Has a stage of a tensor posted and passed on; what is returned has its messages put in place as they come.
+        in_order: after the last one's messages have left this node."""
         posted = self._lanes[0].submit(partial(self._post, number, in_order), started)
         parts = self._passed_on[started.outgoing.way][number]
         passed_on = [self._lanes[part].submit(partial(self._pass_on, posted, number, part)) for part in parts]
-        return Stage(number, posted, passed_on)
-
-    def land(self, stage: Stage) -> LaneFuture[Tensor]:
-        """Has a stage's messages put in place as they come."""
-        return self._landing.submit(partial(self._land, stage))
+        return partial(self._landing.submit, partial(self._land, number, posted, passed_on))
 
     def finish(self) -> None:
         """Returns when all that was sent has left."""
@@ -106,7 +94,7 @@ class StagedExchange:
 
     def _post(self, number: int, in_order: bool, started: Started) -> tuple[Started, InFlight]:
         """Posts all receives of a stage, and sends what leaves at once."""
-        port, outgoing = self.exchange.port, started.outgoing
+        port, outgoing = self._port, started.outgoing
         with port.trace.span(f"{outgoing.label} plane", "plane", outgoing.layer):
             parts = started.begin()[number]
             flight = InFlight(port, started.blocks)
@@ -127,13 +115,15 @@ class StagedExchange:
         parts = started.begin()[number]
         self._sent.extend(flight.send(parts[part], self._groups[part], first=sum(map(len, parts[:part]))))
 
-    def _land(self, stage: Stage) -> Tensor:
-        for passed_on in stage.passed_on:
-            passed_on.wait()
-        port, (started, flight) = self.exchange.port, stage.posted.wait()
+    def _land(
+        self, number: int, posted: LaneFuture[tuple[Started, InFlight]], passed_on: list[LaneFuture[None]]
+    ) -> Tensor:
+        for sent in passed_on:
+            sent.wait()
+        port, (started, flight) = self._port, posted.wait()
         with port.trace.span(f"{started.outgoing.label} plane", "plane", started.outgoing.layer):
             own = Block(port.rank, port.rank)
-            if stage.number == 0:  # the block that stays here belongs to the first chunk
+            if number == 0:  # the block that stays here belongs to the first chunk
                 started.target.place({own: started.blocks.blocks[own]})
             flight.land(started.target)
         return started.target.tensors[0]
@@ -163,16 +153,8 @@ class Started:
         if not self._parts:
             self.blocks = self.outgoing.blocks()
             self.target = self.outgoing.target(self.blocks) if self._first is None else self._first.target
-            self._parts = self._staged.plans[self.outgoing.way][self._staged.exchange.name_of(self.blocks)]
+            self._parts = self._staged.plans[self.outgoing.way][self._staged.name_of(self.blocks)]
         return self._parts
-
-
-class Stage(NamedTuple):
-    """One stage of a tensor, posted."""
-
-    number: int
-    posted: LaneFuture[tuple[Started, InFlight]]
-    passed_on: list[LaneFuture[None]]
 
 
 class OutputSender:
@@ -186,21 +168,16 @@ class OutputSender:
     def push(self, number: int, out_BTGD: Tensor) -> None:
         """Sends a finished chunk's rows [B, T, G, D]."""
         staged = self._staged
-        started = Started(staged, OutputToRows(self._end, out_BTGD, staged.chunks[number]), self._first)
+        started = Started(staged, Outgoing(self._end, {OUTPUT: out_BTGD}, staged.chunks[number]), self._first)
         self._first = self._first or started
-        self._landed.append(staged.land(staged.post(started, number)))
+        self._landed.append(staged.post(started, number)())
 
     def wait(self) -> Tensor:
         """All heads of this rank's rows, [B, L, H, D], when every chunk of every rank was pushed."""
+        assert self._first is not None, "there is a chunk"
         out_BLHW = [landed.wait() for landed in self._landed][-1]
         self._staged.finish()
-        return self._end.coded.decode_output(out_BLHW)
-
-
-def staged_exchange(exchange: Unstaged, transport: Ranks, chunking: Chunking) -> StagedExchange | None:
-    """None on machines whose tokens make one chunk."""
-    stages = Stages(exchange.port.topology, exchange.port.rank, chunking.chunks)
-    return StagedExchange(exchange, transport, stages, chunking.from_mb) if len(stages.chunks) > 1 else None
+        return self._first.outgoing.decode([out_BLHW])[0]
 
 
 def _parts_in_use(plans: Mapping[str, list[StageParts]], number: int) -> list[int]:

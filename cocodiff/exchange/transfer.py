@@ -9,20 +9,16 @@ out_BLHD = transfer.back(out_BSGD)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from cocodiff.comm.transport import LaneFuture
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.messages import Target
-from cocodiff.exchange.outgoing import CallEnd, EncodedCall, Outgoing, OutputToRows, TensorFuture, TensorsToHeads
-
-if TYPE_CHECKING:
-    from cocodiff.exchange.staged import OutputSender
+from cocodiff.exchange.outgoing import OUTPUT, CallEnd, EncodedCall, Outgoing, TensorFuture
 
 TENSORS = 3  # of a call: q, k and v, in whichever order they are sent
 
@@ -56,22 +52,16 @@ class Transfer:
         """Decides once for the call, by the first tensors that are sent."""
         like_BLHD = next(iter(tensors_BLHD.values()))
         self.coded.begin(like_BLHD)
-        self.in_stages = self.stages_pay(like_BLHD)
-        if self.in_stages:
-            self.coded.comes_in_stages()
-
-    def stages_pay(self, like_BLHD: Tensor) -> bool:
-        """Whether the call goes in stages, as tensors of this form do where they are large enough."""
         staged = self.exchange.staged
-        return staged is not None and staged.pays(self.layout, self.coded.cell_bytes(like_BLHD))
+        self.in_stages = staged is not None and staged.pays(self.layout, self.coded.cell_bytes(like_BLHD))
 
     def post(self, tensors_BLHD: Mapping[str, Tensor]) -> dict[str, TensorFuture]:
         """As `send`, with the codec's `encode` as the lane's first work."""
         staged = self.exchange.staged
         if staged is None or not self.in_stages:
-            outgoing = TensorsToHeads(self.end, tensors_BLHD)
+            outgoing = Outgoing(self.end, tensors_BLHD)
             return arriving_whole(outgoing, self.exchange.submit(outgoing))
-        one_by_one = [TensorsToHeads(self.end, {name: x_BLHD}) for name, x_BLHD in tensors_BLHD.items()]
+        one_by_one = [Outgoing(self.end, {name: x_BLHD}) for name, x_BLHD in tensors_BLHD.items()]
         return staged.send(one_by_one, self.all_sent)
 
     def wait(self, sent: Mapping[str, TensorFuture]) -> dict[str, Tensor]:
@@ -85,25 +75,17 @@ class Transfer:
     def back(self, out_BSGD: Tensor) -> Tensor:
         """Sends all rows of this rank's heads of attention's output; returns what the model goes on with in the place
         of all heads of its own rows, [B, L, H, D]. Not where it goes in stages."""
-        outgoing = OutputToRows(self.end, out_BSGD)
+        outgoing = Outgoing(self.end, {OUTPUT: out_BSGD})
         pending = self.exchange.submit(outgoing)
         with self.exchange.trace.span(f"wait for {outgoing.label}", layer=self.layer):
             return outgoing.decode(pending.wait().tensors)[0]
 
-    def back_in_stages(self) -> OutputSender:
-        """The way back, chunk by chunk."""
-        assert self.exchange.staged is not None, "what came in stages goes back in stages"
-        return self.exchange.staged.output_sender(self.end)
-
 
 def arriving_whole(outgoing: Outgoing, pending: LaneFuture[Target]) -> dict[str, TensorFuture]:
     """By name tensors that travel together, each whole; they are decoded once, together."""
+    decoded = cache(lambda: dict(zip(outgoing.names, outgoing.decode(pending.wait().tensors), strict=True)))
 
-    @cache
-    def decoded() -> Sequence[Tensor]:
-        return outgoing.decode(pending.wait().tensors)
+    def arriving(name: str) -> TensorFuture:
+        return TensorFuture("".join(outgoing.names), lambda _chunk: decoded()[name])
 
-    def arriving(index: int) -> TensorFuture:
-        return TensorFuture("".join(outgoing.names), lambda _chunk: decoded()[index])
-
-    return {name: arriving(index) for index, name in enumerate(outgoing.names)}
+    return {name: arriving(name) for name in outgoing.names}

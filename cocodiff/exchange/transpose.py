@@ -20,10 +20,10 @@ from torch import Tensor
 from cocodiff.comm.transport import LaneFuture
 from cocodiff.exchange.codec import Codec
 from cocodiff.exchange.exchange import Exchange
-from cocodiff.exchange.messages import Blocks, BlockSet, EncodedBlocks, Payload, Target
-from cocodiff.exchange.outgoing import CallEnd, Encoded, EncodedCall, Outgoing
+from cocodiff.exchange.messages import Blocks, BlockSet, Payload, Target
+from cocodiff.exchange.outgoing import CallEnd, EncodedCall, Outgoing
 from cocodiff.exchange.transfer import Transfer
-from cocodiff.topology.layout import Layout, Segment, ShardedSegment
+from cocodiff.topology.layout import Layout
 from cocodiff.topology.routes.chunks import Piece, Side, pieces
 from cocodiff.topology.routes.plans import Block
 
@@ -38,8 +38,7 @@ class SharedGrid(NamedTuple):
 
     def layout(self, rows: range, columns: range) -> Layout:
         """Of some slices of each."""
-        sizes = self.rows.sizes(rows)
-        return Layout((ShardedSegment(Segment("rows", sum(sizes)), sizes),), self.columns.sizes(columns))
+        return Layout((), self.columns.sizes(columns)).of_rows(self.rows.sizes(rows))
 
 
 class TransposedPiece(Outgoing):
@@ -54,17 +53,11 @@ class TransposedPiece(Outgoing):
     def contained_tensors(self) -> Sequence[object]:
         return (*self._given.values(), self._into)
 
-    def encoded(self) -> Encoded:
-        return Encoded([*self._given.values()], self.layout)
-
-    def cut(self, payloads: Sequence[Payload | EncodedBlocks]) -> Blocks:
+    def cut(self, payloads: Sequence[Payload | list[Tensor]]) -> Blocks:
         return {block: [x] for block, x in self._given.items()}
 
     def target(self, here: BlockSet) -> Target:
         return Target([self._into], {block: [place] for block, place in self._taken.items()}, self.end.kernels)
-
-    def decode(self, received: Sequence[Tensor], rows: slice | None = None) -> list[Tensor]:
-        return list(received)
 
 
 class Transpose:
@@ -108,22 +101,15 @@ class Transpose:
         exchange, forward = self._exchange, self._way == "forward"
         rows, columns = piece if forward else piece[::-1]
         end = CallEnd(exchange.rank, exchange.kernels, EncodedCall(self._grid.layout(rows, columns)), self._layer)
-        of_rows = self._of_rows(x_BRCD if forward else into_BRCD, rows, columns)
-        of_columns = self._of_columns(into_BRCD if forward else x_BRCD, rows, columns)
-        given, taken = (of_rows, of_columns) if forward else (of_columns, of_rows)
-        return TransposedPiece(end, self._way, given, taken, into_BRCD)
+        given = self._blocks(x_BRCD, not forward, rows, columns)
+        return TransposedPiece(end, self._way, given, self._blocks(into_BRCD, forward, rows, columns), into_BRCD)
 
-    def _of_rows(self, x_BRCD: Tensor, rows: range, columns: range) -> dict[Block, Tensor]:
-        """The blocks of a tensor with this rank's rows and all columns."""
+    def _blocks(self, x_BRCD: Tensor, all_rows: bool, rows: range, columns: range) -> dict[Block, Tensor]:
+        """The blocks of a tensor with all rows and this rank's columns, or with this rank's rows and all columns."""
         own, (side, other) = self._exchange.rank, self._grid
-        x_BRCD = x_BRCD[:, side.own(own, rows)]
-        return {Block(own, peer): x_BRCD[:, :, other.whole(peer, columns)] for peer in range(len(other.shares))}
-
-    def _of_columns(self, x_BRCD: Tensor, rows: range, columns: range) -> dict[Block, Tensor]:
-        """The blocks of a tensor with all rows and this rank's columns."""
-        own, (other, side) = self._exchange.rank, self._grid
-        x_BRCD = x_BRCD[:, :, side.own(own, columns)]
-        return {Block(peer, own): x_BRCD[:, other.whole(peer, rows)] for peer in range(len(other.shares))}
+        at_rows, at_columns = (side.whole, other.own) if all_rows else (side.own, other.whole)
+        blocks = [Block(peer, own) if all_rows else Block(own, peer) for peer in range(len(side.shares))]
+        return {one: x_BRCD[:, at_rows(one.rows, rows), at_columns(one.heads, columns)] for one in blocks}
 
 
 class CodedTranspose:

@@ -67,7 +67,7 @@ def run_ranks(
     settings: what all ranks must have been started with alike, beside `config`.
     left: says what a run that ended badly has left behind, in words.
     """
-    gc.freeze()  # ranks do not search what is there now: each would copy 120 MB of pages, as the collector writes to them
+    gc.freeze()  # ranks do not search what is there now: each would copy 120 MB of pages, to which the collector writes
     gc.enable()
     run = partial(_run_rank, config, settings, work)
     if launch.kind != "alone":

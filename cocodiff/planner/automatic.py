@@ -44,7 +44,7 @@ def mesh_of(config: Config, topology: Topology, work: AttentionWork) -> Mesh:
     """Raises UserError for a ring that ranks and heads do not allow."""
     head_bytes = costs_of(config).sent_bytes(work.head_dim, work.itemsize)
     work = replace(work, chunking=predicted_chunking(config), head_bytes=head_bytes)
-    prefer_ulysses = codec_class(config).prefers_ulysses
+    prefer_ulysses = codec_class(config).keeps_state
     return choose(topology, work, config.ring, config.placement, prefer_ulysses, config.ring_kind)
 
 

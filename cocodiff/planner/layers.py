@@ -20,8 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cocodiff.attention.strategy import LayerKey, LazyQKV, Strategy, nothing
+from cocodiff.attention.strategy import LayerKey, LazyQKV, nothing
 from cocodiff.attention.sums import CHUNK, CHUNK_LAUNCHES, SCORE_BYTES
+from cocodiff.attention.ulysses import Ulysses
 from cocodiff.comm.trace import LINK_CLASSES
 from cocodiff.config.config import Config
 from cocodiff.config.machine import Topology
@@ -201,7 +202,7 @@ class PlannedLayer:
         self._heads, self._compute, self._x_BLHD = case.shape.heads, compute, x_BLHD
         self.times: Layer = roofline(case.shape, case.topology, sum(layout.rows), case.load.batch, slot, layout)
 
-    def run(self, strategy: Strategy, layer_key: LayerKey) -> None:
+    def run(self, strategy: Ulysses | PlannedCall, layer_key: LayerKey) -> None:
         half = partial(self._projected, self.times.project_qk / 2, LAUNCHES_QK // 2)
         v = partial(self._projected, self.times.project_v, LAUNCHES_V)
         meanwhile = self._rest if self.kind.beside else nothing

@@ -134,6 +134,10 @@ class Layout:
         of_rank = slices([self.rows[rank] for rank in self.in_sequence])
         return tuple(where for _, where in sorted(zip(self.in_sequence, of_rank, strict=True), key=lambda x: x[0]))
 
+    def rows_of(self, ranks: Sequence[int]) -> slice:
+        """Where the rows of ranks that follow one another stand in the whole sequence."""
+        return slice(self.row_slices[ranks[0]].start, self.row_slices[ranks[-1]].stop)
+
     @cached_property
     def head_slices(self) -> tuple[slice, ...]:
         return slices(self.heads)

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import is_full, topologies, topology_of
 
+from cocodiff.attention.local import AttentionCall
 from cocodiff.attention.strategy import LazyQKV
-from cocodiff.attention.ulysses import mask_in_rank_order
 from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Topology
 from cocodiff.config.registry import EXCHANGES, load
@@ -183,5 +183,6 @@ def test_masks_of_any_segment_follow_the_ranks_rows():
     segments = (Segment("a", 4), Segment("b", 5, extras_from="back"), Segment("c", 3))
     masks = {"b": torch.tensor([[True, False, True, False, True]]), "c": torch.tensor([[False, True, False]])}
     layout = Layout.build(topology_of("local", 2), segments, 2)
-    found = mask_in_rank_order(LazyQKV(torch.empty, torch.empty, torch.empty, segments, 2, masks), layout)
+    qkv = LazyQKV(torch.empty, torch.empty, torch.empty, segments, 2, masks)
+    found = AttentionCall(qkv, [layout]).mask(0)
     assert found is not None and found[0, 0, 0].int().tolist() == [1, 1, 1, 0, 0, 1, 1, 1, 1, 0, 1, 0]

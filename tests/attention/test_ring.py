@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from v_major_reference import Reference
 from worlds import topologies, topology_of
 
-from cocodiff.attention.local import LocalAttention
+from cocodiff.attention.local import AttentionCall, LocalAttention
 from cocodiff.attention.ring import Ring
 from cocodiff.attention.strategy import LayerKey, LazyQKV
 from cocodiff.attention.ulysses import Ulysses, joint, v_first
@@ -30,6 +30,7 @@ from cocodiff.attention.v_major.codec import VMajor
 from cocodiff.comm.loopback import LoopbackTransport, run_ranks
 from cocodiff.comm.trace import LINK_CLASSES, Trace
 from cocodiff.comm.transport import Part
+from cocodiff.config.config import Config
 from cocodiff.config.machine import Topology
 from cocodiff.exchange.codec import StepInfo
 from cocodiff.exchange.exchange import Exchange
@@ -61,7 +62,11 @@ def strategy(
     if mesh.ulysses > 1:
         chunking = Chunking(chunks)
         ours = Exchange(exchange, mesh.parts[group], members, trace, nic_balance=False, chunking=chunking)
-    codec = None if v_major is None else VMajor(ours, members, *v_major)
+    codec = None
+    if v_major is not None:
+        schedule, scoring, reference = v_major
+        codec = VMajor(Config(scoring=scoring, reference=reference), ours, members)
+        codec.schedule = schedule
     return Ulysses(mesh.parts[group], ours, trace, order, codec, ring=ring)
 
 
@@ -231,7 +236,7 @@ def test_at_most_two_foreign_blocks_are_here(machine, size, ring):
         here = [row for rank in mesh.groups[group] for row in rows_of(topology, rank, image, text)]
         parts = [x[:, here][:, :, layouts[group].head_slices[slot]].contiguous() for x in whole]
         qkv = LazyQKV(lambda: parts[0], lambda: parts[1], lambda: parts[2], image_and_text(image, text), heads)
-        around.attend(*parts, qkv, layouts)
+        around.attend(*parts, AttentionCall(qkv, layouts))
         return watched
 
     for watched in run_ranks(size, work):
@@ -268,7 +273,7 @@ def test_a_block_travels_while_the_one_before_is_attended_to():
         rows = rows_of(mesh.topology, transport.rank, 9, 0)
         parts = [x[:, rows].contiguous() for x in whole]
         qkv = LazyQKV(lambda: parts[0], lambda: parts[1], lambda: parts[2], image_and_text(9, 0), 2)
-        around.attend(*parts, qkv, mesh.layouts(image_and_text(9, 0), 2))
+        around.attend(*parts, AttentionCall(qkv, mesh.layouts(image_and_text(9, 0), 2)))
         return order[0]
 
     assert run_ranks(3, work) == [True] * 3

@@ -23,6 +23,7 @@ from cocodiff.attention.v_major.codec import VMajor
 from cocodiff.attention.v_major.selection import Cards, Schedule, Selection, stable_tokens
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.comm.trace import Trace
+from cocodiff.config.config import Config
 from cocodiff.config.machine import Machine, Topology
 from cocodiff.exchange.codec import StepInfo
 from cocodiff.exchange.exchange import Exchange
@@ -111,9 +112,12 @@ def distributed(case: Case, make: Any, repeats: int = 1, chunks: int = 1) -> lis
 
 
 def v_major(schedule: Schedule, scoring: str, reference: str, order: Any = v_first, exchange: str = "tapa") -> Any:
-    return exchange, lambda topology, ex, trace, transport: Ulysses(
-        topology, ex, trace, order, VMajor(ex, transport, schedule, scoring, reference)
-    )
+    def build(topology: Any, ex: Any, trace: Any, transport: Any) -> Ulysses:
+        codec = VMajor(Config(scoring=scoring, reference=reference), ex, transport)
+        codec.schedule = schedule
+        return Ulysses(topology, ex, trace, order, codec)
+
+    return exchange, build
 
 
 def full(order: Any = v_first, exchange: str = "tapa") -> Any:

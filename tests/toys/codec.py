@@ -23,15 +23,9 @@ class HalfCall(EncodedCall):
     def cell_bytes(self, x_BLHD):
         return super().cell_bytes(x_BLHD) * 2 // x_BLHD.element_size()
 
-    def encode(self, tensors_BLHD):
-        self.dtype = next(iter(tensors_BLHD.values())).dtype
-        return Encoded([x_BLHD.half() for x_BLHD in tensors_BLHD.values()], self.layout)
+    def encode(self, tensors, rows, ranks):
+        self.dtype = next(iter(tensors.values())).dtype
+        return Encoded([x.half() for x in tensors.values()], self.layout)
 
-    def decode(self, received_BSGW, rows):
-        return [x_BSGD.to(self.dtype) for x_BSGD in received_BSGW.values()]
-
-    def encode_output(self, out_BTGD, rows):
-        return out_BTGD.half()
-
-    def decode_output(self, received_BLHW):
-        return received_BLHW.to(self.dtype)
+    def decode(self, received, rows, ranks):
+        return [x.to(self.dtype) for x in received.values()]

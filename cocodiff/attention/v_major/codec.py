@@ -13,7 +13,7 @@ selections are gathered while q and k are made. That needs TAPA's two phases, so
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,79 +22,62 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cocodiff.attention.stateful import LayerCall, LayerState
 from cocodiff.attention.strategy import LayerKey
 from cocodiff.attention.v_major.selection import Cards, DriftNotes, Schedule, Selection, scored_blocks, staying
-from cocodiff.comm.transport import LaneFuture, Ranks
+from cocodiff.comm.transport import LaneFuture
 from cocodiff.config.errors import UserError
-from cocodiff.config.machine import Topology
 from cocodiff.exchange.codec import AllRanks, Codec, StepInfo, StepNotes
 from cocodiff.exchange.exchange import Exchange
-from cocodiff.exchange.messages import BlockSet, Payload, Target
-from cocodiff.exchange.outgoing import Encoded, EncodedCall, TensorFuture, TensorsToHeads
+from cocodiff.exchange.messages import BlockSet, Payload
+from cocodiff.exchange.outgoing import OUTPUT, Encoded, EncodedCall, Outgoing, TensorFuture
 from cocodiff.exchange.transfer import Transfer, arriving_whole
 from cocodiff.kernels import Rows
 from cocodiff.topology.layout import Layout, slices
-from cocodiff.topology.routes.plans import Block, Phase
+from cocodiff.topology.routes.plans import Block
 
 
 @dataclass
-class LayerCache:
-    """The state of a layer between steps. form: shape, layout and inference mode of the last call: what was made in
-    that mode cannot be written to outside of it. reference: v at the scored rows; received: q, k, v, [B, S, G, D]."""
+class LayerCache(LayerState):
+    """reference: v at the scored rows; received: q, k, v, [B, S, G, D]."""
 
-    form: tuple[Any, ...] = ()
-    last_step: int = -2
     reference: Tensor | None = None
     received: dict[str, Tensor] = field(default_factory=dict)
+
+    def begin_anew(self) -> None:
+        self.reference, self.received = None, {}
+
+    def bytes_held(self) -> int:
+        return sum(x.nbytes for x in [*self.received.values(), self.reference] if x is not None)
 
 
 class VMajor(Codec):
     """Sends active tokens only. On one rank nothing travels, and nothing is selected."""
 
-    keeps_state = prefers_ulysses = True
+    keeps_state = True
+    layer_state = LayerCache
 
-    def __init__(
-        self, exchange: Exchange | None, transport: Ranks, schedule: Schedule, scoring: str, reference: str
-    ) -> None:
-        """transport: of the Ulysses group's ranks. scoring: "source" (each rank scores its own tokens over all heads
+    def __init__(self, settings: Any, exchange: Exchange | None, ranks: Any, everyone: AllRanks | None = None) -> None:
+        """settings: its schedule (see `Schedule.of`); scoring: "source" (each rank scores its own tokens over all heads
         before they travel) or "card" (after v's first phase the card's first tile scores the card's tokens with its
-        plane's heads; TAPA only). reference: "prev" (v at the call before) or "sent" (v as it was last sent)."""
-        self.schedule, self.scoring, self.reference = schedule, scoring, reference
-        self.rank, self.transport, self.drift = transport.rank, transport, DriftNotes()
-        self._exchange = exchange
-        self._caches: dict[LayerKey, LayerCache] = {}
+        plane's heads; TAPA only); reference: "prev" (v at the call before) or "sent" (v as it was last sent)."""
+        super().__init__(settings, exchange, ranks)
+        self.schedule, self.reference = Schedule.of(settings), settings.reference
+        self.rank, self.drift = ranks.rank, DriftNotes()
+        by_source = settings.scoring == "source"
+        self._call: type[SelectiveCall] = SourceCall if by_source else CardCall
+        self.transfer = SelectiveTransfer if by_source else CardTransfer
         self._cards: dict[tuple[Layout, torch.device], Cards] = {}
 
-    @classmethod
-    def of(
-        cls, settings: Any, topology: Topology, exchange: Exchange | None, transport: Ranks, everyone: AllRanks
-    ) -> VMajor:
-        return cls(exchange, transport, Schedule.of(settings), settings.scoring, settings.reference)
-
-    def transfer(self, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> Transfer:
-        call, transfer = (SourceCall, SourceTransfer) if self.scoring == "source" else (CardCall, CardTransfer)
-        cache = self._caches.setdefault(layer_key, LayerCache())
-        return transfer(exchange, call(self, exchange, layout, layer_key, cache), layer_key.kind)
-
-    # Lifecycle --------------------------------------------------------------------------------------------------------
+    def call(self, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> EncodedCall:
+        return self._call(self, exchange, layout, layer_key)
 
     def begin_step(self, moment: StepInfo) -> None:
         if moment.steps is None and self._exchange is not None:
             raise UserError("V-Major needs to know how many steps run: parallelize(..., steps=N)")
-        if moment.run != self.moment.run:  # a new image: nothing of the last one may be seen
-            self.end()
+        if moment.run != self.moment.run:
             self.drift.sync_to_host()
-        self.moment = moment
-
-    def forget(self, layer_key: LayerKey) -> None:
-        self._caches.pop(layer_key, None)
-
-    def end(self, drain: bool = True) -> None:
-        self._caches.clear()
-
-    def bytes_held(self) -> int:
-        caches = self._caches.values()
-        return sum(t.nbytes for c in caches for t in [*c.received.values(), c.reference] if t is not None)
+        super().begin_step(moment)
 
     def report(self) -> dict[int, StepNotes]:
         return {**self.drift.by_step()}
@@ -102,16 +85,10 @@ class VMajor(Codec):
     def forget_report(self) -> None:
         self.drift.clear()
 
-    # Choosing ---------------------------------------------------------------------------------------------------------
-
-    @property
-    def steps(self) -> int:
-        return self.moment.steps or 0
-
     @property
     def fraction(self) -> float | None:
         """r(t) of this step; None where the threshold decides."""
-        return self.schedule.stable_fraction(self.moment.step, self.steps)
+        return self.schedule.stable_fraction(self.moment.step, self.moment.steps or 0)
 
     def cards(self, layout: Layout, device: torch.device) -> Cards:
         assert self._exchange is not None, "one rank alone selects nothing"
@@ -124,77 +101,73 @@ class VMajor(Codec):
 # One call, whoever scores ---------------------------------------------------------------------------------------------
 
 
-class SelectiveCall(EncodedCall, ABC):
+class SelectiveCall(LayerCall, ABC):
     """One attention call of V-Major; subclasses score. full: whether all tokens travel, once the call has begun."""
 
+    _codec: VMajor
+    state: LayerCache
     full = True
-
-    def __init__(
-        self, codec: VMajor, exchange: Exchange, layout: Layout, layer_key: LayerKey, cache: LayerCache
-    ) -> None:
-        super().__init__(layout)
-        self.codec, self.exchange, self.cache, self.layer = codec, exchange, cache, layer_key.kind
-        self.kernels = exchange.kernels
 
     @abstractmethod
     def selection(self) -> Selection:
         """The rows that travel in a selective call; waits for the choice."""
 
-    def begin(self, like_BLHD: Tensor) -> None:
-        cache, step = self.cache, self.codec.moment.step
-        form = tuple(like_BLHD.shape), self.layout, torch.is_inference_mode_enabled()
-        known = cache.form == form and cache.last_step == step - 1
-        self.codec.drift.ensure_step(step)
-        self.full = not known or self.codec.schedule.is_full(step, self.codec.steps)
-        if not known:
-            cache.reference, cache.received = None, {}
-        cache.form, cache.last_step = form, step
+    def observe(self, v_BLHD: Tensor) -> None:
+        """v, whole, is about to be sent with what depends on it."""
 
-    def encode(self, tensors_BLHD: Mapping[str, Tensor]) -> Encoded:
-        if self.full:
-            return super().encode(tensors_BLHD)
+    def begin(self, like_BLHD: Tensor) -> None:
+        codec, state, step = self._codec, self.state, self._codec.moment.step
+        codec.drift.ensure_step(step)
+        state.begin(like_BLHD, self.layout, codec.moment, anew=state.last_step != step - 1)
+        self.full = not state.follows or codec.schedule.is_full(step, codec.moment.steps or 0)
+
+    def encode(self, tensors: Mapping[str, Tensor], rows: slice, ranks: Sequence[int]) -> Encoded:
+        if self.full or OUTPUT in tensors:
+            return super().encode(tensors, rows, ranks)
         selection = self.selection()
-        own = selection.of_rank[self.codec.rank]
-        return Encoded([self.chosen_rows(name, x, own) for name, x in tensors_BLHD.items()], selection.layout)
+        own = selection.of_rank[self._codec.rank]
+        return Encoded([self.chosen_rows(name, x, own) for name, x in tensors.items()], selection.layout)
 
     def chosen_rows(self, name: str, x_BLHD: Tensor, index_N: Tensor) -> Rows:
         """The chosen rows of all batch rows in one, [1, N, H, D], gathered where they are packed."""
         return Rows(x_BLHD.flatten(0, 1), index_N)
 
-    def decode(self, received_BSGW: Mapping[str, Tensor], rows: slice) -> list[Tensor]:
-        """Into the caches: everything, or in one launch those rows that came."""
-        caches = self.cache.received
+    def decode(self, received: Mapping[str, Tensor], rows: slice, ranks: Sequence[int]) -> list[Tensor]:
+        """Of q, k and v into the caches: everything, or in one launch those rows that came."""
+        caches = self.state.received
+        if OUTPUT in received:
+            return super().decode(received, rows, ranks)
         if self.full:
-            caches |= received_BSGW
+            caches |= received
         else:
-            here = [x_1NGD[0, rows] for x_1NGD in received_BSGW.values()]
-            into = [caches[name].flatten(0, 1) for name in received_BSGW]
-            self.kernels.scatter_rows(here, self.selection().arriving[rows], into)
-        return [caches[name] for name in received_BSGW]
+            here = [x_1NGD[0, rows] for x_1NGD in received.values()]
+            into = [caches[name].flatten(0, 1) for name in received]
+            self._kernels.scatter_rows(here, self.selection().arriving[rows], into)
+        return [caches[name] for name in received]
 
     def renew_reference(self, v_BNHD: Tensor) -> None:
         """At a full step, which is scored where there is something to compare with."""
-        if self.cache.reference is None:
-            self.cache.reference = v_BNHD.clone(memory_format=torch.contiguous_format)
+        if self.state.reference is None:
+            self.state.reference = v_BNHD.clone(memory_format=torch.contiguous_format)
         else:
             self.score(v_BNHD)
 
     def score(self, v_BNHD: Tensor) -> tuple[Tensor, Tensor]:
         """Change and norm of every token against the reference, which must be there; noted in the profile. At full
         steps, and where the reference is "prev", the same pass makes v the reference."""
-        assert self.cache.reference is not None, "a selective step follows a full one"
-        with self.exchange.trace.span("score", "select", self.layer):
-            renew = self.full or self.codec.reference == "prev"
-            change_BN, norm_BN = self.kernels.l1_score(v_BNHD, self.cache.reference, renew)
-        self.codec.drift.scored(self.codec.moment.step, change_BN, norm_BN)
+        assert self.state.reference is not None, "a selective step follows a full one"
+        with self._trace.span("score", "select", self._layer):
+            renew = self.full or self._codec.reference == "prev"
+            change_BN, norm_BN = self._kernels.l1_score(v_BNHD, self.state.reference, renew)
+        self._codec.drift.scored(self._codec.moment.step, change_BN, norm_BN)
         return change_BN, norm_BN
 
     def gather(self, own_BN: Tensor, parts_BN: list[Tensor]) -> None:
         """Every rank's scores or selection, on the lane that calls; counted like all bytes of attention."""
-        with self.exchange.trace.span("gather selection", "select", self.layer):
-            self.codec.transport.world.all_gather(own_BN.contiguous(), parts_BN).wait()
+        with self._trace.span("gather selection", "select", self._layer):
+            self._codec.ranks.world.all_gather(own_BN.contiguous(), parts_BN).wait()
         for peer in range(len(parts_BN)):
-            self.exchange.port.count(peer, own_BN.nbytes)
+            self._exchange.port.count(peer, own_BN.nbytes)
 
 
 class SelectiveTransfer(Transfer):
@@ -208,17 +181,13 @@ class SelectiveTransfer(Transfer):
             raise RuntimeError("V-Major chooses tokens by v: an order has to send v before or together with q and k")
         super().open(tensors_BLHD)
 
-
-# Scoring by source ----------------------------------------------------------------------------------------------------
-
-
-class SourceTransfer(SelectiveTransfer):
-    coded: SourceCall
-
     def post(self, tensors_BLHD: Mapping[str, Tensor]) -> dict[str, TensorFuture]:
         if "v" in tensors_BLHD:
             self.coded.observe(tensors_BLHD["v"])
         return super().post(tensors_BLHD)
+
+
+# Scoring by source ----------------------------------------------------------------------------------------------------
 
 
 class SourceCall(SelectiveCall):
@@ -228,18 +197,18 @@ class SourceCall(SelectiveCall):
 
     def observe(self, v_BLHD: Tensor) -> None:
         """Scores this rank's tokens, if it is a selective call in the background."""
-        own_BNHD = v_BLHD[:, self.layout.may_stay_slices[self.codec.rank]]
+        own_BNHD = v_BLHD[:, self.layout.may_stay_slices[self._codec.rank]]
         if self.full:
             self.renew_reference(own_BNHD)
         else:
-            self.chosen = self.codec.transport.control.submit(self._choose, own_BNHD)
+            self.chosen = self._codec.ranks.control.submit(self._choose, own_BNHD)
 
     def selection(self) -> Selection:
         assert self.chosen is not None, "v is sent before or together with what depends on it"
         return self.chosen.wait()
 
     def _choose(self, own_BNHD: Tensor) -> Selection:
-        codec, layout, batch = self.codec, self.layout, len(own_BNHD)
+        codec, layout, batch = self._codec, self.layout, len(own_BNHD)
         change_BN, norm_BN = self.score(own_BNHD)
         columns = 2 if codec.schedule.kind == "threshold" else 1
         sent = torch.stack([change_BN, norm_BN][:columns])
@@ -247,17 +216,17 @@ class SourceCall(SelectiveCall):
         self.gather(sent, parts)
         of_all = torch.cat(parts, 2)
         cards, threshold = codec.cards(layout, of_all.device), codec.schedule.threshold
-        active_BS = cards.active(of_all[0], of_all[-1], codec.fraction, threshold, self.kernels)
+        active_BS = cards.active(of_all[0], of_all[-1], codec.fraction, threshold, self._kernels)
         codec.drift.chosen(codec.moment.step, active_BS[:, slices(layout.may_stay)[codec.rank]])
         return Selection.build(active_BS, layout, cards, codec.fraction)
 
     def chosen_rows(self, name: str, x_BLHD: Tensor, index_N: Tensor) -> Rows:
         """Those of v that may stay become their reference when they are packed, where that is what was sent."""
-        if name != "v" or self.codec.reference != "sent":
+        if name != "v" or self._codec.reference != "sent":
             return super().chosen_rows(name, x_BLHD, index_N)
-        reference_BNHD, chosen = self.cache.reference, self.layout.may_stay_slices[self.codec.rank]
+        reference_BNHD, chosen = self.state.reference, self.layout.may_stay_slices[self._codec.rank]
         assert reference_BNHD is not None, "a selective step follows a full one"
-        tokens, rows = reference_BNHD.shape[1], self.layout.rows[self.codec.rank]
+        tokens, rows = reference_BNHD.shape[1], self.layout.rows[self._codec.rank]
         row_N = index_N % rows - chosen.start
         place_N = index_N // rows * tokens + row_N
         place_N[(row_N < 0) | (row_N >= tokens)] = -1  # what may not stay has no reference
@@ -276,11 +245,11 @@ class CardTransfer(SelectiveTransfer):
         others = {name: x_BLHD for name, x_BLHD in tensors_BLHD.items() if name != "v"}
         if "v" not in tensors_BLHD:
             return super().post(others)
-        outgoing, lanes = WholeFirst(self.end, {"v": tensors_BLHD["v"]}), self.exchange.lanes
+        outgoing, lanes = Outgoing(self.end, {"v": tensors_BLHD["v"]}), self.exchange.lanes
         first, second = self.exchange.plans["tapa"]  # also those without messages for this rank
-        swapped = lanes["sibling"].submit(partial(self.exchange.phase, first, None), outgoing)
-        landed = lanes["plane"].submit(partial(self.coded.second_phase, second, swapped), outgoing)
-        v = arriving_whole(outgoing, landed)
+        swapped = lanes["sibling"].submit(partial(self.exchange.phase, first, outgoing.blocks), outgoing)
+        chosen = partial(self.coded.choose, swapped, outgoing)
+        v = arriving_whole(outgoing, lanes["plane"].submit(partial(self.exchange.last_phase, second, chosen), outgoing))
         return v | super().post(others) if others else v
 
 
@@ -291,24 +260,30 @@ class CardCall(SelectiveCall):
         self.chosen: Future[LaneFuture[Selection]] = Future()
         super().begin(like_BLHD)
 
+    def encode(self, tensors: Mapping[str, Tensor], rows: slice, ranks: Sequence[int]) -> Encoded:
+        """v goes alone, and whole through its first phase."""
+        encode = EncodedCall.encode if "v" in tensors else SelectiveCall.encode
+        return encode(self, tensors, rows, ranks)
+
     def selection(self) -> Selection:
         return self.chosen.result().wait()
 
-    def second_phase(self, phase: Phase, swapped: LaneFuture[BlockSet], outgoing: TensorsToHeads) -> Target:
+    def choose(self, swapped: LaneFuture[BlockSet], outgoing: Outgoing) -> BlockSet:
+        """Waits for v's first phase; what of it takes the second one."""
         on_card = swapped.wait()
-        if self.full:
-            scored_BNHD = self._scored_rows(on_card)
-            if scored_BNHD is not None:
-                self.renew_reference(scored_BNHD)
-        else:
-            on_card = self._active_rows(on_card)
-            outgoing.layout = on_card.layout
-        return self.exchange.last_phase(phase, outgoing, on_card)
+        if not self.full:
+            active = self._active_rows(on_card)
+            outgoing.layout = active.layout
+            return active
+        scored_BNHD = self._scored_rows(on_card)
+        if scored_BNHD is not None:
+            self.renew_reference(scored_BNHD)
+        return on_card
 
     def _scored_rows(self, on_card: BlockSet) -> Tensor | None:
         """The card's image tokens with its first tile's plane's heads: on that tile, [B, N, H_k, D]; else None."""
-        card, heads = scored_blocks(self.exchange.topology, self.codec.rank)
-        if card[0] != self.codec.rank:
+        card, heads = scored_blocks(self._exchange.topology, self._codec.rank)
+        if card[0] != self._codec.rank:
             return None
         rows = [
             torch.cat(
@@ -321,12 +296,12 @@ class CardCall(SelectiveCall):
     def _active_rows(self, on_card: BlockSet) -> BlockSet:
         """Scores, shares the selection, and leaves the active rows of v for the second phase."""
         try:
-            self.chosen.set_result(self.codec.transport.control.submit(self._choose, on_card))
+            self.chosen.set_result(self._codec.ranks.control.submit(self._choose, on_card))
         except BaseException as error:
             self.chosen.set_exception(error)
             raise
-        selection, topology = self.selection(), self.exchange.topology
-        served = topology.served_planes[self.codec.rank]
+        selection, topology = self.selection(), self._exchange.topology
+        served = topology.served_planes[self._codec.rank]
         blocks = {
             block: [self.chosen_rows("v", dense(x), selection.of_rank[block.rows]) for x in parts]
             for block, parts in on_card.blocks.items()
@@ -335,16 +310,16 @@ class CardCall(SelectiveCall):
         return BlockSet(blocks, selection.layout, on_card.whole)
 
     def _choose(self, on_card: BlockSet) -> Selection:
-        codec, layout, topology = self.codec, self.layout, self.exchange.topology
+        codec, layout, topology = self._codec, self.layout, self._exchange.topology
         scored_BNHD = self._scored_rows(on_card)
         some = dense(next(iter(on_card.blocks.values()))[0])
         batch, own = len(some), torch.empty(0, dtype=torch.uint8, device=some.device)
         if scored_BNHD is not None:
             change_BN, norm_BN = self.score(scored_BNHD)
-            active_BN = ~staying(change_BN, norm_BN, codec.fraction, codec.schedule.threshold, self.kernels)
+            active_BN = ~staying(change_BN, norm_BN, codec.fraction, codec.schedule.threshold, self._kernels)
             codec.drift.chosen(codec.moment.step, active_BN)
-            if self.cache.reference is not None and self.codec.reference == "sent":
-                self.cache.reference[active_BN] = scored_BNHD[active_BN]
+            if self.state.reference is not None and self._codec.reference == "sent":
+                self.state.reference[active_BN] = scored_BNHD[active_BN]
             own = active_BN.to(torch.uint8)
         scorers = [min(ranks) for ranks in topology.cards.values()]  # the first tile of every card
         cards = codec.cards(layout, own.device)
@@ -356,13 +331,6 @@ class CardCall(SelectiveCall):
         of_cards_BN = torch.cat([parts[rank].view(batch, -1) for rank in scorers], 1)  # a launch for all cards
         active_BS[:, cards.all_S] = of_cards_BN.bool()
         return Selection.build(active_BS, layout, cards, codec.fraction)
-
-
-class WholeFirst(TensorsToHeads):
-    """v, of which all rows travel in the first phase."""
-
-    def encoded(self) -> Encoded:
-        return EncodedCall.encode(self.coded, self._tensors)
 
 
 def dense(x_BLHD: Payload) -> Tensor:

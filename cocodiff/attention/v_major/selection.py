@@ -222,14 +222,13 @@ class DriftNotes:
     """One rank's notes. Sums stay on the device for many steps: to read a number is to wait for its queue."""
 
     def __init__(self) -> None:
-        self._steps: dict[int, int] = {}  # seen, with the tokens that were chosen among
-        self._sums: dict[tuple[str, int], list[Tensor]] = defaultdict(list)
-        self._on_host: dict[tuple[str, int], float] = defaultdict(float)
+        self._steps: dict[int, Drift] = {}
+        self._sums: dict[tuple[str, int], list[Tensor]] = defaultdict(list)  # that these lack
 
     def ensure_step(self, step: int) -> None:
         if step not in self._steps and len({of for _, of in self._sums}) >= PENDING:
             self.sync_to_host()
-        self._steps.setdefault(step, 0)
+        self._steps.setdefault(step, Drift())
 
     def scored(self, step: int, change_BN: Tensor, norm_BN: Tensor) -> None:
         """Adds a scored call."""
@@ -240,23 +239,24 @@ class DriftNotes:
     def chosen(self, step: int, active_BN: Tensor) -> None:
         """Adds a choice."""
         self.ensure_step(step)
-        self._steps[step] += active_BN.numel()
+        noted = self._steps[step]
+        noted.tokens, noted.stable = noted.tokens + active_BN.numel(), noted.stable + active_BN.numel()
         self._sums["active", step].append(active_BN.sum())
 
     def sync_to_host(self) -> None:
         """Reads what was noted, also between two runs, so that notes of many take no more memory than those of one."""
-        for key, sums in self._sums.items():
-            self._on_host[key] += sum(torch.stack(sums).tolist())
+        for (name, step), sums in self._sums.items():
+            noted, total = self._steps[step], sum(torch.stack(sums).tolist())
+            if name == "active":
+                noted.stable -= total
+            else:
+                setattr(noted, name, getattr(noted, name) + total)
         self._sums.clear()
 
     def by_step(self) -> dict[int, Drift]:
         self.sync_to_host()
-        found = {}
-        for step, tokens in self._steps.items():
-            change, norm, active = (self._on_host.get((name, step), 0.0) for name in ("change", "norm", "active"))
-            found[step] = Drift(change, norm, tokens, tokens - round(active))
-        return found
+        return {**self._steps}
 
     def clear(self) -> None:
-        for notes in (self._steps, self._sums, self._on_host):
-            notes.clear()
+        self._steps.clear()
+        self._sums.clear()

@@ -49,7 +49,7 @@ def chunk_ranks(topology: Topology, rank: int, chunks: int) -> Chunks:
 def sequence_of(topology: Topology, rank: int, chunks: int) -> tuple[int, ...]:
     """All ranks, chunk by chunk, as their rows stand in one rank's sequence; empty for the order of ranks."""
     found = chunk_ranks(topology, rank, chunks)
-    return tuple(other for ranks in found for other in ranks) if len(found) > 1 else ()
+    return sum(found, ()) if len(found) > 1 else ()
 
 
 class Stages:
@@ -61,11 +61,6 @@ class Stages:
         of_rank = [chunk_ranks(topology, other, chunks) for other in range(topology.size)]
         self.chunks = of_rank[rank]
         self._stage = [{rows: n for n, ranks in enumerate(of) for rows in ranks} for of in of_rank]
-
-    @property
-    def sequence(self) -> tuple[int, ...]:
-        """All ranks, chunk by chunk."""
-        return tuple(rank for ranks in self.chunks for rank in ranks)
 
     @property
     def hearing(self) -> list[tuple[int, ...]]:
