@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from cocodiff_eval.harness.bound import Bound
-from cocodiff_eval.harness.job import JobResult
+from cocodiff_eval.harness.job import JobResult, Presets
 from cocodiff_eval.harness.quality import Quality
-from cocodiff_eval.harness.running import Presets, run_batches
+from cocodiff_eval.harness.running import run_batches
 from cocodiff_eval.harness.trials import Trials
 from toys.job import ERRORS, Squares
 

@@ -15,7 +15,7 @@ from cocodiff.jobs.ranks import settle
 from cocodiff.jobs.terminal import say
 from cocodiff.models.family import GENERATE
 from cocodiff_eval.harness.quality import BOUND_OPTIONS, PRESET_OPTION, Quality
-from cocodiff_eval.harness.session import DTYPES, Prepared, open_session, start_job
+from cocodiff_eval.harness.session import DTYPES, Prepared, Session, start_job
 
 ABOUT = "Make images or videos from text with a diffusion transformer."
 SHOWN = {"images": "model prompt image frames height width steps seed guidance"}
@@ -50,11 +50,11 @@ def start(words: Sequence[str], launch: Launch) -> int:
     prepared = prepare(values, ranks, started)
     if launch.speaks:
         say(f"cocodiff {__version__}: {', '.join(prepared.presets)} on {ranks} rank(s) into {values['out']}")
-    prepared = prepared.partitioned(ranks, images=max(1, len(values["prompt"])))
+    prepared = prepared.partitioned(images=max(1, len(values["prompt"])))
     # sides and frames follow from the model and from those that are asked for
     asked = prepared.request.content
     unit = "images" if prepared.request.video is None else "videos"
-    return start_job(prepared, launch, ranks, unit, lambda there: asked | {"sides": there.get("sides")}, work)
+    return start_job(prepared, launch, unit, lambda there: asked | {"sides": there.get("sides")}, job)
 
 
 def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:
@@ -70,12 +70,10 @@ def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:
     request = Request(values["model"], GENERATE, prompts, *scales, image=values["image"])
     if values["frames"] is not None and request.video is None:
         raise UserError(f"--frames {values['frames']}: model {request.model} makes images: leave it away")
-    return Prepared.checked(values, quality, request, ranks, started)
+    return Prepared.checked(values, ranks, request, started, quality)
 
 
-def work(prepared: Prepared, transport: Any) -> None:
-    """One rank's part: the prompts that its replica takes, in every mode. The replica's leader compares and writes."""
+def job(session: Session) -> Any:
     from cocodiff_eval.harness.images import ImageJob
 
-    session = open_session(prepared, transport)
-    session.run(ImageJob(session))
+    return ImageJob(session)

@@ -28,7 +28,7 @@ from cocodiff.jobs.terminal import reading_bar, say
 from cocodiff.models.family import INPAINT
 from cocodiff_eval.data import SAME, WRITTEN
 from cocodiff_eval.harness.quality import BOUND_OPTIONS, PRESET_OPTION, Quality
-from cocodiff_eval.harness.session import DTYPES, Prepared, open_session, start_job
+from cocodiff_eval.harness.session import DTYPES, Prepared, Session, start_job
 
 ABOUT = "Restore masked regions of slices with a diffusion transformer."
 SHOWN = {
@@ -118,11 +118,10 @@ def start(words: Sequence[str], launch: Launch) -> int:
         from cocodiff_eval.harness.slices import check_truth
 
         check_truth(prepared.quality.bound, tasks)
-    prepared = partitioned(prepared, tasks, ranks)
+    prepared = partitioned(prepared, tasks)
     compared = {f"intensities of {task.stack.name} outside {task.mask.name}": str(task.scale) for task in tasks}
-    return start_job(
-        prepared, launch, ranks, "slices", partial(settings, tasks, values), partial(work, tasks), compared
-    )
+    described = partial(settings, tasks, values)
+    return start_job(prepared, launch, "slices", described, partial(job, tasks), compared)
 
 
 def settings(tasks: list[Any], values: dict[str, Any], there: dict[str, Any]) -> dict[str, Any]:
@@ -142,7 +141,7 @@ def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:
         raise UserError(f"--fresh_noise {fresh:g}: give a share from 0 to 1")
     if fresh is not None and not request.keeps_known:
         raise UserError(f"--fresh_noise {fresh:g}: model {request.model} only restores: leave it away")
-    prepared = Prepared.checked(values, Quality.asked(values), request, ranks, started)
+    prepared = Prepared.checked(values, ranks, request, started, Quality.asked(values))
     for how, lacks in (("tiled", "has no tiles"), ("sharded", "is not known in bands")):
         if request.own is not None and any(config.vae == how for config in prepared.presets.values()):
             raise UserError(f"--vae {how}: the embedded model's VAE {lacks}: choose one or all")
@@ -150,7 +149,7 @@ def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:
     return prepared
 
 
-def partitioned(prepared: Prepared, tasks: list[Any], ranks: int) -> Prepared:
+def partitioned(prepared: Prepared, tasks: list[Any]) -> Prepared:
     """The job with its ranks divided into replicas and guidance. Raises UserError."""
     from cocodiff_eval.harness.items import count_batches
     from cocodiff_eval.harness.restoring import SMALL_MODEL, frames_of, slices_together, tiles_in_a_call
@@ -165,7 +164,6 @@ def partitioned(prepared: Prepared, tasks: list[Any], ranks: int) -> Prepared:
     ]
     groups = max(calls for _, calls in counts)
     return prepared.partitioned(
-        ranks,
         images=samples * sum(task.mask.masked for task in tasks),
         batches=sum(batches for batches, _ in counts),
         batch=tiles if native <= SMALL_MODEL else 1,
@@ -213,11 +211,10 @@ def find_tasks(values: dict[str, Any], unmasked: str | None = None) -> list[Any]
     return [Task(*of[:4], name, word, of[4], steps) for of, name, word in parts]
 
 
-def work(tasks: list[Any], prepared: Prepared, transport: Any) -> None:
-    """One rank's part: the model once, then the batches that its replica takes, every slice in every preset."""
+def job(tasks: list[Any], session: Session) -> Any:
     from cocodiff_eval.harness.slices import SliceJob, find_hidden, find_masked
 
-    session = open_session(prepared, transport)
-    masked = transport.broadcast_object(find_masked(tasks) if transport.rank == 0 else None)
-    hidden = transport.broadcast_object(find_hidden(tasks, prepared.values) if transport.rank == 0 else None)
-    session.run(SliceJob(session, tasks, masked, hidden))
+    whole, values = session.replica.whole, session.prepared.values
+    masked = whole.broadcast_object(find_masked(tasks) if whole.rank == 0 else None)
+    hidden = whole.broadcast_object(find_hidden(tasks, values) if whole.rank == 0 else None)
+    return SliceJob(session, tasks, masked, hidden)

@@ -21,7 +21,7 @@ from cocodiff_eval.data.intensity import IntensityRange
 from cocodiff_eval.data.slices import safe_stem, unique_names
 from cocodiff_eval.harness.bound import Bound
 from cocodiff_eval.harness.items import Batch, ItemSamples, measured
-from cocodiff_eval.harness.job import BatchPolicy, ItemResult, Job, JobResult
+from cocodiff_eval.harness.job import ItemResult, Job, JobResult
 from cocodiff_eval.harness.session import Session
 from cocodiff_eval.quality.fusing import Moments
 from cocodiff_eval.quality.metrics import Result, distance_db
@@ -36,7 +36,7 @@ from cocodiff_eval.restore.pipeline_inpainter import (
 )
 
 
-class ImageJob(Job[Batch]):
+class ImageJob(Job):
     """The prompts of a job, each a batch. Images are float32 [Y, X, C] in [0, 1], videos [F, Y, X, C]. frames: of a
     video; None for images."""
 
@@ -59,7 +59,7 @@ class ImageJob(Job[Batch]):
     def settings(self) -> dict[str, Any]:
         return self.session.prepared.request.content | {"sides": list(self.sides)}
 
-    def begin(self, way: BatchPolicy, first: bool) -> None:
+    def begin(self, first: bool) -> None:
         if first:
             self.session.images.mkdir(exist_ok=True)
 

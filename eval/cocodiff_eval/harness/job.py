@@ -10,20 +10,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
+from cocodiff.config.config import Config
+from cocodiff.jobs.replicas import Queue, Replica
 from cocodiff_eval.harness.bound import Bound, Slices
-from cocodiff_eval.harness.items import Batch
-from cocodiff_eval.harness.quality import Group
+from cocodiff_eval.harness.items import Batch, ItemSamples
+from cocodiff_eval.harness.quality import Group, Quality
 
-if TYPE_CHECKING:
-    from cocodiff.config.config import Config
-    from cocodiff.jobs.replicas import Queue, Replica
-    from cocodiff_eval.harness.items import ItemSamples
-    from cocodiff_eval.harness.quality import Quality
-
-
-B = TypeVar("B", bound=Batch)
 Row = list[Any]  # task, index and what is reported, by the names of metrics.json
 
 
@@ -35,13 +29,19 @@ class BatchSettings(NamedTuple):
     exact: str | None
 
 
-class BatchPolicy(ABC):
-    """How the batches of a job are made: in the presets as they are asked for (`running.Presets`), or in settings that
-    are tried first (`trials.Trials`). tried: so many settings may be tried on each batch; kept: the numbers of batches
-    that are made by then, and only have to be judged and written."""
+class Presets:
+    """How the batches of a job are made: every one in every preset, and in the exact one if its items are compared.
+    `trials.Trials` tries settings first.
+
+    exact: one of the presets, or one mode more; None to compare with none. tried: so many settings may be tried on each
+    batch; kept: the numbers of batches that are made by then, and only have to be judged and written.
+    """
 
     tried: int = 0
     kept: frozenset[int] = frozenset()
+
+    def __init__(self, presets: Mapping[str, Config], exact: str | None) -> None:
+        self.presets, self.exact = presets, exact
 
     def choose(self, queue: Queue, replica: Replica) -> None:
         """All ranks call it before batches are made; what follows is known, but for `names` and `holds`, after it."""
@@ -52,21 +52,21 @@ class BatchPolicy(ABC):
         """How a bound on quality was kept, for metrics.json; none without a bound."""
         return []
 
-    @abstractmethod
-    def of(self, batch: Any) -> BatchSettings:
-        """Maps a batch to its modes."""
+    def of(self, batch: Batch) -> BatchSettings:
+        names = dict.fromkeys([*self.presets, *([self.exact] if self.exact is not None and batch.compared else ())])
+        return BatchSettings({name: name for name in names}, self.exact if self.exact in names else None)
 
     def made(self, batches: Sequence[Batch], index: int) -> tuple[BatchSettings, dict[str, ItemSamples]]:
         """An item of batches that are `kept`, whose samples they are."""
         raise NotImplementedError("no batch is made before")
 
-    @abstractmethod
     def configs(self, task: int) -> Mapping[str, Config]:
         """By the names of results, the settings that those of a task are made with."""
+        return self.presets
 
-    @abstractmethod
     def names(self, batch: Batch) -> list[str]:
         """Of a batch's results."""
+        return [*self.of(batch).settings]
 
     def holds(self, number: int) -> bool:
         """Whether what an earlier start has made in a trial is there, whole; number: of its entry in the journals."""
@@ -83,13 +83,15 @@ class ItemResult:
 
 class JobResult(NamedTuple):
     """A job that is done. rows: on rank 0 what is reported of its items, by task and index; bounds: how a bound on
-    quality was kept, for metrics.json, none without one."""
+    quality was kept, for metrics.json, none without one; configs: by tasks and the names of results, the settings that
+    these were made with."""
 
     rows: list[Row]
     bounds: list[dict[str, Any]]
+    configs: Mapping[int, Mapping[str, Config]]
 
 
-class Job(ABC, Generic[B]):
+class Job(ABC):
     """Items in batches. All ranks of a replica make a batch together; its leader judges and writes its items.
 
     unit: what items are called; batches: all of them, the same on every rank and at every start; before: what is made
@@ -97,7 +99,7 @@ class Job(ABC, Generic[B]):
     """
 
     unit: str
-    batches: Sequence[B]
+    batches: Sequence[Batch]
     before: Sequence[int] = ()
 
     def settings(self) -> dict[str, Any]:
@@ -112,7 +114,7 @@ class Job(ABC, Generic[B]):
         """Whether what an earlier start has made of `before` is there, whole."""
         return False
 
-    def begin(self, way: BatchPolicy, first: bool) -> None:
+    def begin(self, first: bool) -> None:
         """Called on every rank once it is known how batches are made. first: on rank 0, which others wait for."""
         return
 
@@ -120,27 +122,27 @@ class Job(ABC, Generic[B]):
         """advance: to be called with the number of steps that have been done."""
         return
 
-    def steps(self, batch: B) -> int:
+    def steps(self, batch: Batch) -> int:
         """So many steps a batch takes with each setting."""
         return 0
 
     @abstractmethod
-    def make(self, settings: Sequence[str], batch: B) -> Mapping[str, Sequence[ItemSamples]]:
+    def make(self, settings: Sequence[str], batch: Batch) -> Mapping[str, Sequence[ItemSamples]]:
         """Every item of a batch with each of some settings; no items on ranks that do not lead their replica."""
 
     @abstractmethod
-    def judge(self, batch: B, place: int, drawn: Mapping[str, ItemSamples], exact: str | None) -> ItemResult:
+    def judge(self, batch: Batch, place: int, drawn: Mapping[str, ItemSamples], exact: str | None) -> ItemResult:
         """An item, by its place in the batch. drawn: by the names of results; exact: as in `BatchSettings`."""
 
     @abstractmethod
-    def write(self, batch: B, place: int, result: Any) -> None:
+    def write(self, batch: Batch, place: int, result: Any) -> None:
         """Puts what `judge` gave of an item on the disk."""
 
-    def sums(self, batch: B) -> list[int]:
+    def sums(self, batch: Batch) -> list[int]:
         """Checksums of a batch's results, as they are on the disk."""
         return []
 
-    def holds(self, batch: B, sums: Sequence[int]) -> bool:
+    def holds(self, batch: Batch, sums: Sequence[int]) -> bool:
         """Whether an earlier start's results are there as they were written, with these checksums. Any exception says
         that they are not."""
         return self.sums(batch) == sums
@@ -164,6 +166,6 @@ class Job(ABC, Generic[B]):
         """Of an item that has a batch of its own, by the batch's number."""
         return str(number)
 
-    def figure_db(self, bound: Bound, batch: B, place: int, exact: ItemSamples, one: ItemSamples) -> float | None:
+    def figure_db(self, bound: Bound, batch: Batch, place: int, exact: ItemSamples, one: ItemSamples) -> float | None:
         """As `Bound.keeps` takes it: of an item beside its exact run."""
         raise NotImplementedError(f"a bound on quality of {self.unit}")

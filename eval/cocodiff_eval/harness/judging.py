@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cocodiff.jobs.folder import storage_faults
-from cocodiff_eval.data.intensity import IntensityRange, compose_native, prepare_slice
+from cocodiff_eval.data.intensity import compose_native, prepare_slice
 from cocodiff_eval.data.masks import depth_in
 from cocodiff_eval.data.slices import save_preview_png
 from cocodiff_eval.data.volume import Progress, unit_symbol
 from cocodiff_eval.harness.items import ItemSamples
 from cocodiff_eval.harness.job import ItemResult
-from cocodiff_eval.harness.tasks import BOUNDS, Task, WorkingFile, kept_samples, result_files, slice_name, spread_of
+from cocodiff_eval.harness.tasks import BOUNDS, Task, WorkingFile, kept_samples, slice_name, spread_of
 from cocodiff_eval.harness.volume import is_deep
 from cocodiff_eval.quality.fusing import Intervals, Moments, coverage, spread_native
 from cocodiff_eval.quality.metrics import (
@@ -94,30 +94,6 @@ class ReportPictures:
         for place in progress(range(len(found)), "writing the report"):
             text = self.read(*found[place])
             yield text if text is not None else self.encoded(make(*found[place]))
-
-
-def picture(
-    task: Any,
-    index: int,
-    images: tuple[np.ndarray, np.ndarray, np.ndarray | None],
-    native: Mapping[str, np.ndarray],
-    smooth_YX: np.ndarray | None,
-) -> Picture:
-    """What the report shows of a slice.
-
-    images: as given, its mask, and its truth (None where it is unknown). native: what the result files hold, by preset,
-    and as `spread_of(preset)` the standard deviation of its samples. smooth_YX: the slice restored without a model;
-    None where nothing is masked, or everything.
-    """
-    input_YX, mask_YX, truth_YX = images
-    spread = {preset: native[spread_of(preset)] for preset in native if spread_of(preset) in native}
-    restored = {name: image_YX for name, image_YX in native.items() if name not in map(spread_of, spread)}
-    if not mask_YX.any():
-        restored, spread = {}, {}
-    elif smooth_YX is not None:
-        restored["biharmonic"] = smooth_YX
-    name = slice_name(task.stack, index)
-    return Picture(name, task.mask.name, index, input_YX, mask_YX, task.scale, restored, truth_YX, spread)
 
 
 def shown_volume(task: Task, presets: Sequence[str], files: Mapping[str, WorkingFile]) -> ShownVolume:
@@ -231,20 +207,53 @@ class SliceReview:
             return None
         return masked_psnr_db(self.task.scale, self.truth_YX, self.native(run), self.mask_YX)
 
+    def psnr_vs_exact_db(self, exact: ItemSamples, run: ItemSamples) -> float | None:
+        """PSNR under the mask against the exact run, before rounding to the input's dtype; None for the same bits."""
+        exact_YX, restored_YX = (self.task.scale.denormalise(one.restored01_YX) for one in (exact, run))
+        return distance_db(self.task.scale, exact_YX, restored_YX, self.mask_YX)
+
+    @cached_property
+    def smooth_YX(self) -> np.ndarray | None:
+        """The slice restored without a model, in the input's units; None where nothing is masked, or everything."""
+        if self.mask_YX.all() or not self.mask_YX.any():
+            return None
+        return self.task.scale.denormalise(biharmonic(*self.given(False)))
+
+    def picture(self, presets: Sequence[str], native: Mapping[str, np.ndarray]) -> Picture:
+        """What the report shows of it. native: what the result files hold, by preset, and as `spread_of(preset)` the
+        standard deviation of its samples."""
+        task, masked = self.task, bool(self.mask_YX.any())
+        shown = presets if masked else ()
+        restored = {preset: native[preset] for preset in shown}
+        spread = {preset: native[spread_of(preset)] for preset in shown if spread_of(preset) in native}
+        if self.smooth_YX is not None:
+            restored["biharmonic"] = self.smooth_YX
+        return Picture(
+            slice_name(task.stack, self.index),
+            task.mask.name,
+            self.index,
+            self.original_YX,
+            self.mask_YX,
+            task.scale,
+            restored,
+            self.truth_YX if masked else None,
+            spread,
+        )
+
 
 def judge_slice(
     seen: SliceReview,
     modes: Sequence[str],
-    exact_mode: str | None,
+    exact: ItemSamples | None,
     drawn: Mapping[str, ItemSamples],
     samples: int,
     intervals: Mapping[str, Intervals],
 ) -> ItemResult:
     """Restored slices in the input's dtype, of several samples with their standard deviation, and their rows of
-    metrics.json with the biharmonic baseline. modes: whose results are kept; exact_mode: which they are compared with;
+    metrics.json with the biharmonic baseline. modes: whose results are kept; exact: what they are compared with;
     intervals: calibrated ones of each mode, whose ends are written.
     """
-    task, index, original_YX, mask_YX, scale = seen.task, seen.index, seen.original_YX, seen.mask_YX, seen.task.scale
+    task, mask_YX, scale = seen.task, seen.mask_YX, seen.task.scale
     rows: list[dict[str, Any]] = []
     presets = {mode: drawn[mode] for mode in modes}
     native = {name: seen.native(one) for name, one in presets.items()}
@@ -252,28 +261,28 @@ def judge_slice(
         native |= {
             spread_of(name): spread_native(one.moments.deviation_YX, mask_YX, scale) for name, one in presets.items()
         }
-    shown = partial(picture, task, index)
-    written = native | further_native(seen, presets, intervals)
+    restored = Restored(native | further_native(seen, presets, intervals), partial(seen.picture, modes, native))
     if not mask_YX.any():
-        return ItemResult(rows, Restored(written, partial(shown, (original_YX, mask_YX, None), native, None)))
+        return ItemResult(rows, restored)
     truth_YX, started = seen.truth_YX, time.perf_counter()
-    smooth_YX, baseline = None, None
-    if not mask_YX.all():
-        smooth_YX = smoothed(task, original_YX, mask_YX)
-        baseline = {**masked_quality(scale, truth_YX, smooth_YX, mask_YX), "seconds": time.perf_counter() - started}
-        baseline |= ring_correlation(scale, truth_YX, smooth_YX, mask_YX)
-    exact = drawn.get(exact_mode) if exact_mode is not None else None
+    baseline = None
+    if seen.smooth_YX is not None:
+        baseline = {
+            **masked_quality(scale, truth_YX, seen.smooth_YX, mask_YX),
+            "seconds": time.perf_counter() - started,
+        }
+        baseline |= ring_correlation(scale, truth_YX, seen.smooth_YX, mask_YX)
     for preset, one in presets.items():
         more: dict[str, Any] = {}
         if exact is not None:
-            more = {"psnr_vs_exact_db": psnr_vs_exact_db(scale, exact, one, mask_YX), "bytes_exact": exact.cost.bytes}
+            more = {"psnr_vs_exact_db": seen.psnr_vs_exact_db(exact, one), "bytes_exact": exact.cost.bytes}
         if samples > 1 or intervals:
             of_preset = intervals.get(preset)
             more |= {"samples": samples, "psnr_db_single": mean(one.psnr_db)}
             more |= coverage(one.moments, truth_YX, mask_YX, scale, of_preset)
             more["intervals"] = of_preset.record() if of_preset is not None else None
         result = Result(
-            slice_name(task.stack, index),
+            slice_name(task.stack, seen.index),
             task.mask.name,
             preset,
             **masked_quality(scale, truth_YX, native[preset], mask_YX),
@@ -284,7 +293,7 @@ def judge_slice(
             exact_compared=exact is not None,
         )
         rows.append(result.row())
-    return ItemResult(rows, Restored(written, partial(shown, (original_YX, mask_YX, truth_YX), native, smooth_YX)))
+    return ItemResult(rows, restored)
 
 
 def further_native(
@@ -301,27 +310,6 @@ def further_native(
                 end01_YX = one.restored01_YX + apart_YX
                 found[f"{name}{end}"] = compose_native(seen.original_YX, end01_YX, seen.mask_YX, seen.task.scale)
     return found
-
-
-def smoothed(task: Task, original_YX: np.ndarray, mask_YX: np.ndarray) -> np.ndarray:
-    """A slice restored by biharmonic inpainting, in the input's units."""
-    return task.scale.denormalise(biharmonic(prepare_slice(original_YX, mask_YX, task.scale), mask_YX))
-
-
-def psnr_vs_exact_db(scale: IntensityRange, exact: ItemSamples, run: ItemSamples, mask_YX: np.ndarray) -> float | None:
-    """PSNR under the mask against the exact run, before rounding to the input's dtype; None for the same bits."""
-    exact_YX, restored_YX = (scale.denormalise(one.restored01_YX) for one in (exact, run))
-    return distance_db(scale, exact_YX, restored_YX, mask_YX)
-
-
-def picture_of(task: Task, index: int, presets: Sequence[str], folder: Path, samples: int) -> Picture:
-    """What the report shows of a slice whose results are in their files."""
-    native = {name: file.read(index) for name, file in result_files(task, presets, folder, samples).items()}
-    original_YX, mask_YX = task.stack.read(index), task.mask.read(index)
-    hidden = bool(mask_YX.any())
-    truth_YX = task.truth.read(index) if task.truth is not None and hidden else None
-    smooth_YX = smoothed(task, original_YX, mask_YX) if hidden and not mask_YX.all() else None
-    return picture(task, index, (original_YX, mask_YX, truth_YX), native, smooth_YX)
 
 
 def save_previews(

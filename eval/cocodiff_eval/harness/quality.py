@@ -17,7 +17,7 @@ from cocodiff_eval.harness.bound import Bound, Slices, Trial, next_trial
 if TYPE_CHECKING:
     from cocodiff.config.machine import Topology
     from cocodiff.engine.assemble import AttentionWork
-    from cocodiff_eval.harness.items import Cost
+    from cocodiff_eval.harness.items import Batch, Cost
 
 PRESET = "ahead"  # that the ladder's settings go on top of, unless another one is named
 USUAL_PRESET = "tapa"
@@ -157,14 +157,32 @@ class Figure(NamedTuple):
 class Group:
     """What one setting is chosen for: all slices under a mask, or all images. about: as lines name it; names: of the
     slices that are checked, by their place; batches: of the job, with the places of their slices, those of no other
-    slices; figures: what is known so far, by the place of a setting and of a slice."""
+    slices; places: of slices that are checked, by their tasks and indices; figures: what is known so far, by the place
+    of a setting and of a slice."""
 
     about: str
     slices: Slices
     names: Mapping[int, str]
     batches: Mapping[int, tuple[int, ...]]
+    places: Mapping[tuple[int, int], int] = field(default_factory=dict)
     figures: dict[int, dict[int, Figure]] = field(default_factory=dict)
     rung: int | None = None
+
+    def apart(self, task: int) -> list[set[int]]:
+        """Of a task the slices that settings are tried on, and those that are checked: they have batches of their
+        own."""
+        checked = {place: index for (of, index), place in self.places.items() if of == task}
+        return [
+            {checked[one] for one in some if one in checked} for some in (self.slices.calibration, self.slices.checks)
+        ]
+
+    def take(self, batches: Sequence[Batch]) -> None:
+        """Finds its batches among those of the job."""
+        self.batches = {
+            number: tuple(self.places[batch.task, index] for index in batch.indices)
+            for number, batch in enumerate(batches)
+            if (batch.task, batch.indices[0]) in self.places
+        }
 
     def db(self, rung: int) -> dict[int, float | None]:
         return {place: figure.db for place, figure in self.figures.get(rung, {}).items()}

@@ -7,35 +7,16 @@ from typing import Any
 
 import torch
 
-from cocodiff.config.config import Config
 from cocodiff.jobs.journal import Entry
 from cocodiff.jobs.replicas import JobRecord, Queue, Replica
 from cocodiff.jobs.terminal import reading_bar
 from cocodiff_eval.harness.items import Batch, ItemSamples, Parts
-from cocodiff_eval.harness.job import BatchPolicy, BatchSettings, Job, JobResult, Row
-
-
-class Presets(BatchPolicy):
-    """Every batch in every preset, and in the exact one if its items are compared. exact: one of the presets, or one
-    mode more; None to compare with none."""
-
-    def __init__(self, presets: Mapping[str, Config], exact: str | None) -> None:
-        self.presets, self.exact = presets, exact
-
-    def of(self, batch: Any) -> BatchSettings:
-        names = dict.fromkeys([*self.presets, *([self.exact] if self.exact is not None and batch.compared else ())])
-        return BatchSettings({name: name for name in names}, self.exact if self.exact in names else None)
-
-    def configs(self, task: int) -> Mapping[str, Config]:
-        return self.presets
-
-    def names(self, batch: Batch) -> list[str]:
-        return [*self.of(batch).settings]
+from cocodiff_eval.harness.job import Job, JobResult, Presets, Row
 
 
 def run_batches(
-    job: Job[Any],
-    way: BatchPolicy,
+    job: Job,
+    way: Presets,
     replica: Replica,
     output: Any,
     settings: Callable[[], dict[str, Any]],
@@ -72,14 +53,15 @@ def run_batches(
             job.make_before(queue, before)
         if first:
             parts.folder.mkdir(exist_ok=True)
-        job.begin(way, first)
+        job.begin(first)
         replica.whole.broadcast_object(None)  # the files are there
         make_batches(job, queue, way, replica.leads, parts)
     rows = queue.rows() + put_together(job, way, parts, reading_bar(shows_bar)) if first else []
-    return JobResult(sorted(rows, key=lambda row: row[:2]), way.records)
+    configs = {task: way.configs(task) for task in {batch.task for batch in batches}}
+    return JobResult(sorted(rows, key=lambda row: row[:2]), way.records, configs)
 
 
-def make_batches(job: Job[Any], queue: Queue, way: BatchPolicy, leads: bool, parts: Parts) -> None:
+def make_batches(job: Job, queue: Queue, way: Presets, leads: bool, parts: Parts) -> None:
     """The batches that this replica takes. What has samples in other batches is kept in `parts` until all are there."""
     for number in queue.take([number for number in range(len(job.batches)) if number not in way.kept]):
         batch = job.batches[number]
@@ -101,16 +83,14 @@ def make_batches(job: Job[Any], queue: Queue, way: BatchPolicy, leads: bool, par
             queue.bar.say(told)
 
 
-def finish_item(
-    job: Job[Any], batch: Batch, place: int, drawn: Mapping[str, ItemSamples], exact: str | None
-) -> list[Row]:
+def finish_item(job: Job, batch: Batch, place: int, drawn: Mapping[str, ItemSamples], exact: str | None) -> list[Row]:
     """Judges and writes an item whose samples are all there."""
     judged = job.judge(batch, place, drawn, exact)
     job.write(batch, place, judged.result)
     return [[batch.task, batch.indices[place], row] for row in judged.rows]
 
 
-def put_together(job: Job[Any], way: BatchPolicy, parts: Parts, progress: Callable[..., Any]) -> list[Row]:
+def put_together(job: Job, way: Presets, parts: Parts, progress: Callable[..., Any]) -> list[Row]:
     """On rank 0, when all batches are done: the items whose samples were divided, and those that were made before."""
     groups: dict[tuple[int, tuple[int, ...], bool], list[Batch]] = {}
     for number, batch in enumerate(job.batches):

@@ -10,26 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from cocodiff.config.config import Config
+from cocodiff.jobs.replicas import Queue, Replica
 from cocodiff_eval.harness.bound import Trial
 from cocodiff_eval.harness.items import Batch, ItemSamples, Parts
-from cocodiff_eval.harness.job import BatchPolicy, BatchSettings, Job
+from cocodiff_eval.harness.job import BatchSettings, Job, Presets
 from cocodiff_eval.harness.quality import Figure, Group, Quality
-
-if TYPE_CHECKING:
-    from cocodiff.config.config import Config
-    from cocodiff.jobs.replicas import Queue, Replica
 
 EXACT_RUN = "exact run"  # the name of what a batch that was tried is compared with
 
 
-class Trials(BatchPolicy):
+class Trials(Presets):
     """A way: settings of a ladder are tried on a job's batches, and each batch is made with the one that its task's
     group has chosen. kept: the batches whose trials are their results. In the job's journals trials have numbers after
     those of results."""
 
-    def __init__(self, job: Job[Any], quality: Quality, folder: Path) -> None:
+    def __init__(self, job: Job, quality: Quality, folder: Path) -> None:
         """folder: of the job's journals."""
         self.job, self.quality, self.count = job, quality, len(job.batches)
         self.settings, self.tried = [*quality.rungs], len(quality.rungs)
