@@ -11,8 +11,7 @@ import pytest
 from cocodiff_eval.harness.bound import Bound
 from cocodiff_eval.harness.job import JobResult, Presets
 from cocodiff_eval.harness.quality import Quality
-from cocodiff_eval.harness.running import run_batches
-from cocodiff_eval.harness.trials import Trials
+from cocodiff_eval.harness.running import Trials, run_batches
 from toys.job import ERRORS, Squares
 
 from cocodiff.comm.loopback import run_ranks

@@ -15,7 +15,7 @@ from cocodiff.config.files import read_json
 from cocodiff.config.machine import Topology
 from cocodiff.demo_model import PROMPT_TOKENS
 from cocodiff.jobs.pipelines import Request, encoders_of, import_pipeline, model_file, own_weights, transformer_config
-from cocodiff.jobs.replicas import axes_of
+from cocodiff.jobs.replicas import axes_of, topology_of
 from cocodiff.jobs.terminal import say
 from cocodiff.models import families
 from cocodiff.models.family import INPAINT, VAE_FACTOR
@@ -66,11 +66,10 @@ def partition_of(
     only = possible[0] if len(possible) == 1 and not values["dry_run"] else None
     if only is not None and only.replicas == 1:
         return only
-    import_pipeline(request)  # which the model's shape is taken from
+    works = workloads(values, request, presets, batch, values["steps"] if steps is None else steps)
     from cocodiff.planner.choice import Pricer, choose
 
-    works = workloads(values, request, presets, batch, values["steps"] if steps is None else steps)
-    pricer = Pricer(Topology.build(load_machine(values["machine"]), ranks, detect().local_size))
+    pricer = Pricer(topology_of(values["machine"], ranks))
     if only is not None:
         for work in works:
             pricer.check_same_bits(work, only)
@@ -110,14 +109,13 @@ def with_weights(
     a model of which no more than a plan is known; else as the preset that needs most has it, for all share one model,
     each with the state that fits beside."""
     undecided = {name: config for name, config in presets.items() if config.weights == "auto"}
-    machine = load_machine(values["machine"])
-    if not undecided or values["device"] == "cpu" or not machine.device.memory_gib or not is_planned(request):
+    topology = topology_of(values["machine"], ranks)
+    memory = topology.machine.device.memory_gib
+    if not undecided or values["device"] == "cpu" or not memory or not is_planned(request):
         return dict(presets) | {name: config.with_(weights="whole") for name, config in undecided.items()}
-    import_pipeline(request)
+    works = workloads(values, request, [*undecided.values()], batch, 1)
     from cocodiff.planner.choice import shared_weights, with_weights_chosen
 
-    topology = Topology.build(machine, ranks, detect().local_size)
-    works = workloads(values, request, [*undecided.values()], batch, 1)
     found = [with_weights_chosen(topology, work, partition).config for work in works]
     most = max(found, key=lambda one: (one.split is not None, one.weights == "node", one.split_layers or math.inf))
     chosen = {
@@ -175,6 +173,7 @@ def workloads(
     values: dict[str, Any], request: Request, presets: Sequence[Config], batch: int, steps: int
 ) -> list[Workload]:
     """What one call of the pipeline is in each preset, from the model's configs alone: the prompt is the longest."""
+    import_pipeline(request)  # which the model's shape is taken from
     from cocodiff.jobs.model_shapes import shape_of_folder
     from cocodiff.models.adapter import image_and_text
     from cocodiff.planner.choice import Workload
@@ -200,7 +199,6 @@ def with_tokens(presets: Mapping[str, Config], values: dict[str, Any], request: 
     whose file does not tell all rates, and of a model of which no more than a plan is known."""
     if load_machine(values["machine"]).missing_rates or not is_planned(request):
         return dict(presets)
-    import_pipeline(request)
     works = workloads(values, request, [*presets.values()], 1, 1)
     return dict(zip(presets, (work.config for work in works), strict=True))
 

@@ -22,10 +22,13 @@ from cocodiff.topology.axes import Axes
 VISIBLE_S = 10.0  # what a shared file system may take to show a new file on another host
 
 
+def topology_of(machine: str, ranks: int) -> Topology:
+    return Topology.build(load_machine(machine), ranks, detect().local_size)
+
+
 def axes_of(machine: str, ranks: int, replicas: int, guidance: int = 1) -> Axes:
     """Raises UserError for replicas that do not divide the ranks."""
-    topology = Topology.build(load_machine(machine), ranks, detect().local_size)
-    return Axes.build(topology, replica=replicas, guidance=guidance)
+    return Axes.build(topology_of(machine, ranks), replica=replicas, guidance=guidance)
 
 
 def topology_of_replica(values: dict[str, Any], ranks: int, replicas: int) -> Topology:
@@ -158,10 +161,10 @@ class Queue:
             self._journal.add(Entry(number, self._counts[number], rows, sums))
         self.bar.begin(0, 0)
 
-    def rows(self) -> list[Any]:
-        """The rows of all batches in their order, when all are done."""
+    def rows(self, numbers: Sequence[int]) -> list[Any]:
+        """The rows of some batches in this order, when they are done."""
         entries = self._journals.finished()
-        return [row for number in sorted(entries) for row in entries[number].rows]
+        return [row for number in numbers if number in entries for row in entries[number].rows]
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from cocodiff_eval.data.masks import depth
-from cocodiff_eval.data.reoriented import AXES, Reoriented
+from cocodiff_eval.data.reoriented import AXES
 from cocodiff_eval.harness.volume import ALONE, OWN, HiddenRegionReport, Volume, along
 from cocodiff_eval.quality.fusing import Intervals, Lead, Mixture, choose_axes, fuse, weights_of
 from cocodiff_eval.quality.hidden import Hidden
 from cocodiff_eval.quality.metrics import psnr_db
-from cocodiff_eval.restore.baseline import SOLVERS, VARIATION, Window, biharmonic, in_cells, linear
+from cocodiff_eval.restore.baseline import SOLVERS, VARIATION, biharmonic, linear
 
 # Methods without a model that work slice by slice, and the axis of their slices. Lines along z lie in slices along y.
 LINES: dict[str, tuple[str, int]] = {
@@ -83,41 +83,6 @@ def judged_grid(hidden: Hidden, volume: Volume) -> np.ndarray:
     """Which voxels of the grid in which tested slices meet are hidden, boolean [z, y, x]."""
     inside = np.ix_(hidden.tested["y"], hidden.tested["x"])
     return np.stack([hidden.mask("z", index, volume.read_mask)[inside] for index in hidden.tested["z"]])
-
-
-def read_window(
-    task: Any, volume: Volume, copies: tuple[Reoriented, Reoriented], window: Window, hidden: Hidden | None = None
-) -> tuple[np.ndarray, np.ndarray]:
-    """A window of a volume, normalised, and of its mask, with what is hidden besides: [Z, Y, X] each. copies: of both
-    in slices along another axis, of which a part may be read."""
-    image_ZYX, mask_ZYX = (copy.window(window) for copy in copies)
-    if hidden is not None:
-        indices = range(window[0].start, window[0].stop)
-        mask_ZYX |= np.stack([hidden.mask("z", n, volume.read_mask)[window[1:]] for n in indices])
-    known_ZYX = np.where(mask_ZYX, np.asarray(task.scale.low).astype(image_ZYX.dtype), image_ZYX)
-    return np.clip(task.scale.normalise(known_ZYX), 0.0, 1.0), mask_ZYX
-
-
-def solved_near(
-    hidden: Hidden, volume: Volume, read: Callable[[Window], tuple[np.ndarray, np.ndarray]]
-) -> dict[str, np.ndarray]:
-    """What the methods in three dimensions make of the voxels that are judged, NaN elsewhere: [z, y, x] each."""
-    judged, found = judged_grid(hidden, volume), {}
-    points_P3 = np.stack([at[judged] for at in hidden.grid], 1)
-    for name, solver in SOLVERS.items():
-        found[name] = np.full(judged.shape, np.nan)
-        found[name][judged] = in_cells(solver, read, volume.statistics.shape, points_P3)
-    return found
-
-
-def slice_figures(axis: str, prepared: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> dict[str, Any]:
-    """What the methods without a model make of slices along an axis, those that work in these."""
-    found: dict[str, Any] = {}
-    for method in [one for one in (*LINES, BIHARMONIC) if made_along(one) == axis]:
-        for pair in zip(prepared, masks, strict=True):
-            for name, image in in_slice(method, *pair).items():
-                found.setdefault(name, []).append(image)
-    return found
 
 
 def judge_test(rounds: Sequence[Tested], volume: Volume, samples: int) -> HiddenRegionReport:

@@ -143,11 +143,8 @@ class Parts:
             return drawn
 
     def holds(self, batch: Batch, modes: Collection[str]) -> bool:
-        """Whether what was kept of a batch in some modes is there, whole."""
-        try:
-            return all({*modes} <= {*self.read(batch, index)} for index in batch.indices)
-        except Exception:  # numpy, zipfile and json raise many kinds for a damaged file
-            return False
+        """Whether what was kept of a batch in some modes is there. Any exception says that it is not whole."""
+        return all({*modes} <= {*self.read(batch, index)} for index in batch.indices)
 
     def merged(self, batches: Sequence[Batch], index: int) -> dict[str, ItemSamples]:
         """All that was kept of an item, whose samples are in some batches, in their order."""

@@ -31,7 +31,7 @@ class BatchSettings(NamedTuple):
 
 class Presets:
     """How the batches of a job are made: every one in every preset, and in the exact one if its items are compared.
-    `trials.Trials` tries settings first.
+    `running.Trials` tries settings first.
 
     exact: one of the presets, or one mode more; None to compare with none. tried: so many settings may be tried on each
     batch; kept: the numbers of batches that are made by then, and only have to be judged and written.
@@ -110,8 +110,8 @@ class Job(ABC):
         """Makes what batches need, on all ranks. first: the queue's number of the first of `before`."""
         return
 
-    def holds_before(self, number: int) -> bool:
-        """Whether what an earlier start has made of `before` is there, whole."""
+    def holds_before(self, number: int, sums: Sequence[int]) -> bool:
+        """Whether what an earlier start has made of `before` is there, with these checksums."""
         return False
 
     def begin(self, first: bool) -> None:
@@ -143,8 +143,8 @@ class Job(ABC):
         return []
 
     def holds(self, batch: Batch, sums: Sequence[int]) -> bool:
-        """Whether an earlier start's results are there as they were written, with these checksums. Any exception says
-        that they are not."""
+        """Whether an earlier start's results are there as they were written, with these checksums. Any exception says,
+        here and in the like, that they are not."""
         return self.sums(batch) == sums
 
     def told(self, rows: Sequence[Mapping[str, Any]]) -> str:

@@ -1,5 +1,5 @@
 """`--quality`: what is asked for, the settings that it is found among, and what one of them is chosen for: a group of a
-job's items. `bound.py` decides which are tried, `trials.py` tries them, docs/inpainting.md tells users."""
+job's items. `bound.py` decides which are tried, `running.py` tries them, docs/inpainting.md tells users."""
 
 from __future__ import annotations
 

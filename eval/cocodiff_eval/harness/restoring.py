@@ -12,9 +12,10 @@ import numpy as np
 from cocodiff.config.errors import UserError
 from cocodiff.jobs.model_checks import check_sides
 from cocodiff.jobs.partition import own_pixels
-from cocodiff.jobs.pipelines import Model, Request
+from cocodiff.jobs.pipelines import Request
 from cocodiff_eval.harness.items import Batch, Cost, ItemSamples, measured
 from cocodiff_eval.harness.judging import SliceReview
+from cocodiff_eval.harness.session import Session
 from cocodiff_eval.quality.fusing import Moments
 from cocodiff_eval.restore.pipeline_inpainter import SMALL_MODEL, PipelineInpainter
 from cocodiff_eval.restore.restore import plan_slice, restore_slices
@@ -50,14 +51,6 @@ def frames_of(values: Mapping[str, Any], request: Request) -> int:
     return int(asked or request.video.frames)
 
 
-def check_tile(inpainter: PipelineInpainter, side: int, model: Model) -> None:
-    """Raises UserError for tiles that a model would round, or has no positions for."""
-    if side % inpainter.multiple:
-        near = max(inpainter.multiple, round(side / inpainter.multiple) * inpainter.multiple)
-        raise UserError(f"--tile {side}: model {model.name} takes multiples of {inpainter.multiple}; give {near}")
-    check_sides(model.pipe, side, side, model.name, inpainter.frames, ("tile", "tile"))
-
-
 @dataclass(frozen=True)
 class Restorer:
     """Restores slices: with the model's tiles, and an engine for each mode. replica: the number of the one that does
@@ -70,26 +63,29 @@ class Restorer:
     replica: int
 
     @classmethod
-    def of_model(
-        cls,
-        model: Model,
-        request: Request,
-        values: dict[str, Any],
-        steps: int,
-        engines: Mapping[str, Engine],
-        replica: int,
-    ) -> Restorer:
+    def of(cls, session: Session, steps: int) -> Restorer:
         """steps: those that run, also where a strength below 1 skips the first part of the schedule. Raises UserError
-        for tiles that the model does not make."""
-        frames, steps = frames_of(values, request), round(steps / values["strength"])
+        for tiles that the model would round, or has no positions for."""
+        values, request, model = session.prepared.values, session.prepared.request, session.model
         side = values.get("tile") or (own_pixels(request) if request.video is not None else None)
-        fresh = values.get("fresh_noise")
-        more: dict[str, Any] = {"side": side, "frames": frames, "fresh": 1.0 if fresh is None else fresh}
-        inpainter = PipelineInpainter(model.pipe, model.arguments, steps, values["seed"], **more)
+        fresh, tiling = values.get("fresh_noise"), TilingSettings(strength=values["strength"])
+        inpainter = PipelineInpainter(
+            model.pipe,
+            model.arguments,
+            round(steps / tiling.strength),
+            values["seed"],
+            side=side,
+            frames=frames_of(values, request),
+            fresh=1.0 if fresh is None else fresh,
+        )
         if side is not None:
-            check_tile(inpainter, side, model)
+            if side % inpainter.multiple:
+                near = max(inpainter.multiple, round(side / inpainter.multiple) * inpainter.multiple)
+                each = f"model {model.name} takes multiples of {inpainter.multiple}"
+                raise UserError(f"--tile {side}: {each}; give {near}")
+            check_sides(model.pipe, side, side, model.name, inpainter.frames, ("tile", "tile"))
         batch = tiles_in_a_call(values["batch"], inpainter.native_size)
-        return cls(inpainter, engines, batch, TilingSettings(strength=values["strength"]), replica)
+        return cls(inpainter, session.engines, batch, tiling, session.replica.number)
 
     def tile_steps(self, masks_YX: Sequence[np.ndarray]) -> int:
         """Denoising steps of all tiles of these slices together, in one mode."""

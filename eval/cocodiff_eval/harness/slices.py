@@ -79,7 +79,7 @@ class SliceJob(Job):
         self.session, self.tasks, self.masked = session, tasks, masked
         self.presets, self.samples = list(session.prepared.presets), values["samples"]
         self.unit = "slices" if self.samples == 1 else "samples"
-        self.restorers = {task.steps: self._restorer(task.steps) for task in tasks}
+        self.restorers = {task.steps: Restorer.of(session, task.steps) for task in tasks}
         restorer = self.restorers[tasks[0].steps]
         compared, self.keeps = values["exact_slices"], bool(values["keep_samples"])
         self.volumes = Volumes(session, restorer, tasks, hidden)
@@ -106,19 +106,14 @@ class SliceJob(Job):
         self.pages = ReportPictures(journals, plan)
         self._last: tuple[Batch | None, list[SliceReview]] = (None, [])
 
-    def _restorer(self, steps: int) -> Restorer:
-        session = self.session
-        prepared, number = session.prepared, session.replica.number
-        return Restorer.of_model(session.model, prepared.request, prepared.values, steps, session.engines, number)
-
     def settings(self) -> dict[str, Any]:
         return describe_inputs(self.tasks, self.session.prepared.values)
 
     def make_before(self, queue: Queue, first: int) -> None:
         self.volumes.make(queue, first)
 
-    def holds_before(self, number: int) -> bool:
-        return self.volumes.holds(number)
+    def holds_before(self, number: int, sums: Sequence[int]) -> bool:
+        return self.volumes.works[number].holds(sums)
 
     def begin(self, first: bool) -> None:
         """Makes the files of results, where an earlier start has not."""

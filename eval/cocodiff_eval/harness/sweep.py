@@ -11,6 +11,7 @@ from cocodiff_eval.harness.grid import Grid
 from cocodiff_eval.harness.items import Batch, ItemSamples
 from cocodiff_eval.harness.job import ItemResult, JobResult
 from cocodiff_eval.harness.judging import Restored
+from cocodiff_eval.harness.restoring import Restorer
 from cocodiff_eval.harness.session import Session
 from cocodiff_eval.harness.slices import SliceJob
 from cocodiff_eval.harness.tasks import Task, WorkingFile
@@ -30,7 +31,7 @@ class SweepJob(SliceJob):
 
     def begin(self, first: bool) -> None:
         """A short run in every preset, so that no figure pays for first allocations and connections."""
-        own, self.restorers = self.restorers, dict.fromkeys(self.restorers, self._restorer(1))
+        own, self.restorers = self.restorers, dict.fromkeys(self.restorers, Restorer.of(self.session, 1))
         for batch in [one for one in self.batches if not one.copied][:1]:
             self.make(self.presets, batch)
         self.restorers = own

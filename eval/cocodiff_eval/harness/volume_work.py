@@ -4,10 +4,9 @@ runs, and what is fused of them along z."""
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,20 +14,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from cocodiff.config.files import flush
 from cocodiff.jobs.replicas import Queue
 from cocodiff_eval.data.intensity import compose_native, prepare_slice
 from cocodiff_eval.data.masks import depth
 from cocodiff_eval.data.reoriented import AXES, Reoriented, Restored, reoriented_shape
-from cocodiff_eval.harness.hidden_test import (
-    APART,
-    LINES,
-    METHODS,
-    in_slice,
-    made_along,
-    read_window,
-    slice_figures,
-    solved_near,
-)
+from cocodiff_eval.harness.hidden_test import APART, BIHARMONIC, LINES, METHODS, in_slice, judged_grid, made_along
 from cocodiff_eval.harness.items import Cost, ItemSamples, evenly
 from cocodiff_eval.harness.restoring import Restorer
 from cocodiff_eval.harness.tasks import Task
@@ -109,9 +100,16 @@ class Making:
         path = self.folder / f"{self.number}-{METHODS.index(method)}{'-ends' * (name != method)}.f32"
         return Restored(path, made_along(method), self.volume.statistics)
 
-    def window_reader(self, hidden: Hidden | None = None) -> Callable[[Window], tuple[np.ndarray, np.ndarray]]:
-        """Of a volume that is tested, for which there are copies along y: a window and its mask."""
-        return partial(read_window, self.task, self.volume, self.turned("y"), hidden=hidden)
+    def window(self, hidden: Hidden | None, window: Window) -> tuple[np.ndarray, np.ndarray]:
+        """Of a volume that is tested a window, normalised, and of its mask with what is hidden besides: [Z, Y, X] each.
+        Both are read from the copies along y."""
+        image_ZYX, mask_ZYX = (copy.window(window) for copy in self.turned("y"))
+        if hidden is not None:
+            indices = range(window[0].start, window[0].stop)
+            mask_ZYX |= np.stack([hidden.mask("z", n, self.volume.read_mask)[window[1:]] for n in indices])
+        scale = self.task.scale
+        known_ZYX = np.where(mask_ZYX, np.asarray(scale.low).astype(image_ZYX.dtype), image_ZYX)
+        return np.clip(scale.normalise(known_ZYX), 0.0, 1.0), mask_ZYX
 
     def intervals(self, index: int) -> Intervals | None:
         """Those of a slice along z, of a volume that was tested."""
@@ -185,43 +183,30 @@ class Making:
         return [self.verdict.line(self.where), weights] if self.volume.tested else [weights]
 
 
-def keep(path: Path, made: Mapping[str, Any]) -> None:
-    """Writes what was made; it has its name when it is on the disk."""
-    unfinished = path.with_name(path.name + ".partial")
-    with unfinished.open("wb") as file:
-        if path.suffix == ".npz":
-            np.savez(file, **made)
-        else:
-            file.write(json.dumps(made).encode())
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
-
-
 @dataclass(frozen=True)
 class Work(ABC):
-    """Slices along an axis that one replica makes together. suffix: of the file of what `run` gives; counted: whether
-    the bar counts them."""
+    """Slices along an axis that one replica makes together. counted: whether the bar counts them."""
 
     making: Making
     axis: str
     indices: tuple[int, ...]
-    suffix: ClassVar[str]
     counted: ClassVar[bool] = True
 
     @abstractmethod
-    def holds(self, path: Path) -> bool:
-        """Whether what an earlier start has made is there. Whatever is raised says that it is not."""
+    def run(self, queue: Queue) -> list[Any]:
+        """Makes it, on all ranks of a replica. Returns what rank 0 is to know of it, on the one that leads."""
 
-    @abstractmethod
-    def run(self, queue: Queue) -> Mapping[str, Any] | None:
-        """Makes it, on all ranks of a replica; None on those that do not lead it."""
+    def sums(self) -> list[int]:
+        """Checksums of what was made."""
+        return []
+
+    def holds(self, sums: Sequence[int]) -> bool:
+        """Whether what an earlier start has made is there. Whatever is raised says that it is not."""
+        return self.sums() == sums
 
 
 class Restoring(Work):
     """Restores masked voxels, which go to `Restored` files."""
-
-    suffix = ".json"
 
     @abstractmethod
     def results(self) -> dict[str, Restored]:
@@ -230,9 +215,6 @@ class Restoring(Work):
     @abstractmethod
     def is_wanted(self, verdict: HiddenRegionReport) -> bool:
         """Whether results are made of it."""
-
-    def holds(self, path: Path) -> bool:
-        return bool(json.loads(path.read_text())["sums"] == self.sums())
 
     def sums(self) -> list[int]:
         return [zlib.crc32(one.read(n).tobytes()) for one in self.results().values() for n in self.indices]
@@ -250,17 +232,18 @@ class ByModel(Restoring):
     def is_wanted(self, verdict: HiddenRegionReport) -> bool:
         return self.sample < samples_along(self.making.samples, verdict.axes).get(self.axis, 0)
 
-    def run(self, queue: Queue) -> dict[str, Any] | None:
+    def run(self, queue: Queue) -> list[Any]:
+        """Of each preset the volume, its name and the cost, whose drift may hold numbers that JSON has not."""
         making, (prepared, masks) = self.making, self.making.prepared(self.axis, self.indices)
         queue.begin(len(masks), making.restorer.tile_steps(masks) * len(making.modes))
         made = {mode: making.draw(self.axis, self.sample, prepared, masks, mode) for mode in making.modes}
         if not making.leads:
-            return None
+            return []
         for mode, file in self.results().items():
             for index, one, mask in zip(self.indices, made[mode], masks, strict=True):
                 file.write(index, one.restored01_YX[mask])
-        costs = {mode: vars(Cost.summed([one.cost for one in drawn])) for mode, drawn in made.items()}
-        return {"costs": costs, "sums": self.sums()}
+        costs = {mode: Cost.summed([one.cost for one in drawn]) for mode, drawn in made.items()}
+        return [[making.number, mode, json.dumps(vars(cost))] for mode, cost in costs.items()]
 
 
 @dataclass(frozen=True)
@@ -277,11 +260,10 @@ class Smoothed(Restoring):
     def is_wanted(self, verdict: HiddenRegionReport) -> bool:
         return self.method in verdict.others
 
-    def run(self, queue: Queue) -> dict[str, Any] | None:
-        if not self.making.leads:
-            return None
-        self.write()
-        return {"costs": {}, "sums": self.sums()}
+    def run(self, queue: Queue) -> list[Any]:
+        if self.making.leads:
+            self.write()
+        return []
 
     def write(self) -> None:
         results, pairs = self.results(), self.making.prepared(self.axis, self.indices)
@@ -296,11 +278,8 @@ class Solved(Smoothed):
     def write(self) -> None:
         making, (file,) = self.making, self.results().values()
         mask_NYX = np.stack([making.mask("z", index) for index in self.indices])
-        shape, read, made = (
-            making.volume.statistics.shape,
-            making.window_reader(),
-            [[np.zeros(0)] for _ in self.indices],
-        )
+        shape, read = making.volume.statistics.shape, partial(making.window, None)
+        made = [[np.zeros(0)] for _ in self.indices]
         for top in range(0, shape[1], CELL):
             numbers, rows, columns = mask_NYX[:, top : top + CELL].nonzero()
             points_P3 = np.stack([np.array(self.indices)[numbers], rows + top, columns], 1)
@@ -319,25 +298,46 @@ class Trial(Work):
 
     round: int
     sample: int = 0
-    suffix = ".npz"
 
     @property
     def hidden(self) -> Hidden:
         return self.making.hidden[self.round]
 
-    def holds(self, path: Path) -> bool:
-        with np.load(path, allow_pickle=False) as found:
-            return all(found[name].size for name in found.files)  # reads all of it
+    @property
+    def path(self) -> Path:
+        place = "-".join(map(str, (self.making.number, self.round, self.axis, self.sample, *self.indices[:1])))
+        return self.making.folder / f"{place}.npz"
 
-    def run(self, queue: Queue) -> dict[str, np.ndarray] | None:
-        read = self.making.window_reader(self.hidden)
-        return solved_near(self.hidden, self.making.volume, read) if self.making.leads else None
+    def read(self) -> dict[str, np.ndarray]:
+        """What was made."""
+        with np.load(self.path, allow_pickle=False) as found:
+            return {name: found[name] for name in found.files}
+
+    def holds(self, sums: Sequence[int]) -> bool:
+        return all(values.size for values in self.read().values())
+
+    def run(self, queue: Queue) -> list[Any]:
+        made = self.make(queue)
+        if self.making.leads:
+            np.savez(self.path, **made)
+            flush(self.path)
+        return []
+
+    def make(self, queue: Queue) -> dict[str, Any]:
+        """By the names of methods, on the rank that leads: [z, y, x] each, NaN where nothing is judged."""
+        volume, hidden, found = self.making.volume, self.hidden, dict[str, Any]()
+        judged = judged_grid(hidden, volume)
+        points_P3, read = np.stack([at[judged] for at in hidden.grid], 1), partial(self.making.window, hidden)
+        for name, solver in SOLVERS.items() if self.making.leads else ():
+            found[name] = np.full(judged.shape, np.nan)
+            found[name][judged] = in_cells(solver, read, volume.statistics.shape, points_P3)
+        return found
 
 
 class SliceTrial(Trial):
     """Of the model, a sample of each slice, and with the first one of the methods that work slice by slice."""
 
-    def run(self, queue: Queue) -> dict[str, np.ndarray] | None:
+    def make(self, queue: Queue) -> dict[str, Any]:
         making, hidden, reads = self.making, self.hidden, partial(self.making.mask, self.axis)
         original = [making.voxels(self.axis, index) for index in self.indices]
         masks = [reads(index) | hidden.mask(self.axis, index, reads) for index in self.indices]
@@ -349,9 +349,12 @@ class SliceTrial(Trial):
             drawn = making.draw(self.axis, self.sample, prepared, of_model, making.modes[0])
             found[OWN] = [one.restored01_YX for one in drawn]
         if not making.leads:
-            return None
+            return {}
         if self.sample == 0:
-            found |= slice_figures(self.axis, prepared, of_model)
+            for method in [one for one in (*LINES, BIHARMONIC) if made_along(one) == self.axis]:
+                for pair in zip(prepared, of_model, strict=True):
+                    for name, image in in_slice(method, *pair).items():
+                        found.setdefault(name, []).append(image)
         tested = [hidden.tested[axis] for axis in AXES if axis != self.axis]
         grid, shape, made = np.ix_(*tested), [*map(len, tested)], {}
         for name, images in found.items():

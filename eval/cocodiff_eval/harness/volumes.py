@@ -13,10 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import groupby
-from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from cocodiff.jobs.replicas import Queue
 from cocodiff.jobs.terminal import reading_bar
@@ -27,17 +24,7 @@ from cocodiff_eval.harness.restoring import Restorer
 from cocodiff_eval.harness.session import Session
 from cocodiff_eval.harness.tasks import Task
 from cocodiff_eval.harness.volume import HiddenRegionReport
-from cocodiff_eval.harness.volume_work import (
-    ByModel,
-    Making,
-    Restoring,
-    SliceTrial,
-    Smoothed,
-    Solved,
-    Trial,
-    Work,
-    keep,
-)
+from cocodiff_eval.harness.volume_work import ByModel, Making, Restoring, SliceTrial, Smoothed, Solved, Trial, Work
 from cocodiff_eval.quality.hidden import Hidden
 from cocodiff_eval.restore.baseline import CELL, SOLVERS
 
@@ -68,16 +55,6 @@ class Volumes:
         making = self.of[number]
         groups, samples = evenly(range(len(making.task.stack)), FUSED_TOGETHER), tuple(range(making.samples))
         return [Batch(number, group, False, samples, making.samples, copied=True) for group in groups]
-
-    def holds(self, number: int) -> bool:
-        """Whether what an earlier start has made is there."""
-        try:
-            return self.works[number].holds(self._path(number))
-        except Exception:  # numpy, zipfile and json raise many kinds for a damaged file
-            return False
-
-    def _path(self, number: int) -> Path:
-        return self.folder / f"{number}{self.works[number].suffix}"
 
     def make(self, queue: Queue, first: int) -> None:
         """Tests, decides and restores, on all ranks. first: the queue's number of the first work."""
@@ -112,7 +89,8 @@ class Volumes:
         whole.broadcast_object(None)  # the files are there
         queue.expect([first + number for number in (*tests, *wanted)])
         self._run(queue, first, [*wanted])
-        costs = whole.broadcast_object(self._read_costs([*wanted]) if whole.rank == 0 else None)
+        told = queue.rows([first + number for number in wanted]) if whole.rank == 0 else []
+        costs = whole.broadcast_object(self._costs(told) if whole.rank == 0 else None)
         for number, making in self.of.items():
             making.costs = costs[number]
 
@@ -123,18 +101,16 @@ class Volumes:
 
     def _run(self, queue: Queue, first: int, numbers: Sequence[int]) -> None:
         for place in queue.take([first + number for number in numbers]):
-            made = self.works[place - first].run(queue)
-            if made is not None:
-                keep(self._path(place - first), made)
-                queue.add(place, [])
+            work = self.works[place - first]
+            rows = work.run(queue)
+            if work.making.leads:
+                queue.add(place, rows, work.sums())
 
-    def _read_costs(self, numbers: Sequence[int]) -> dict[int, dict[str, Cost]]:
-        """Of all samples of each volume in each preset."""
+    def _costs(self, rows: Sequence[Any]) -> dict[int, dict[str, Cost]]:
+        """Of all samples of each volume in each preset, by what works have told of theirs."""
         found: dict[int, dict[str, list[Cost]]] = {number: {} for number in self.of}
-        for number in numbers:
-            of_volume = found[self.works[number].making.number]
-            for mode, cost in json.loads(self._path(number).read_text())["costs"].items():
-                of_volume.setdefault(mode, []).append(Cost(**cost))
+        for number, mode, cost in rows:
+            found[number].setdefault(mode, []).append(Cost(**json.loads(cost)))
         return {n: {mode: Cost.summed(costs) for mode, costs in of.items()} for n, of in found.items()}
 
     def _verdict(self, making: Making) -> HiddenRegionReport:
@@ -144,11 +120,9 @@ class Volumes:
             axes = axes if volume.restores(axes) else volume.axes
             return HiddenRegionReport(dict.fromkeys(axes, 1 / len(axes)))
         rounds = [Tested(hidden, volume, making.task) for hidden in making.hidden]
-        for number, work in enumerate(self.works):
+        for work in self.works:
             if isinstance(work, Trial) and work.making is making:
-                with np.load(self._path(number)) as found:
-                    made = {name: found[name] for name in found.files}
-                rounds[work.round].add(work.axis, work.indices, work.sample, made)
+                rounds[work.round].add(work.axis, work.indices, work.sample, work.read())
         return judge_test(rounds, volume, making.samples)
 
     def records(self) -> list[dict[str, Any]]:
