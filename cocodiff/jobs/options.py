@@ -146,8 +146,7 @@ def check_strength(strength: float, steps: Sequence[int]) -> None:
 
 
 def _check_number_or_word(option: Option, value: Any) -> None:
-    """Raises UserError for a word that is none of the option's, and for digits that int() has trouble with: ² and
-    thousands of them."""
+    """Raises UserError for a word that is none of the option's, and for digits that int() has trouble with."""
     if isinstance(value, str) and value not in option.words and not re.fullmatch(r"[0-9]{1,18}", value):
         said = "not a whole number of at most 18 digits" if value.isdigit() else f"give {option.wanted}"
         raise UserError(f"--{option.name} {value[:20]!r}: {said}")
@@ -176,8 +175,7 @@ class _Help(HelpFormatter):
 def _parser(
     command: str, about: str, options: Sequence[Option], headings: Mapping[str, str], full: bool
 ) -> ArgumentParser:
-    """full: whether the help shows all options, and all that is said of each, or what stands before the first colon,
-    semicolon or bracket."""
+    """full: whether the help shows all options, and all that is said of each."""
     needed = "".join(f" --{option.name} {option.name.upper()}" for option in options if option.required)
     more = "" if full else " --help-all shows all options, and all that is said of each."
     parser = _Parser(

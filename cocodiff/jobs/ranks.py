@@ -169,8 +169,7 @@ def _check_no_device(ranks: int, config: Config) -> None:
 
 
 class _Notes:
-    """What forked ranks leave for their parent: how they ended, and what they wrote. All of it and the store at which
-    they meet are files in memory without a name, which are gone with the last of the processes, however these end."""
+    """What forked ranks leave for their parent, in nameless files in memory, gone with the last process."""
 
     def __init__(self, ranks: int) -> None:
         self.store, self._ends, *self._logs = (os.memfd_create("cocodiff") for _ in range(2 + ranks))

@@ -38,8 +38,7 @@ def topology_of_replica(values: dict[str, Any], ranks: int, replicas: int) -> To
 
 
 class Replica:
-    """This rank's replica. number: which it is; transport: that of its ranks; leads: whether this rank is the one that
-    claims batches and writes."""
+    """This rank's replica. transport: of its ranks; leads: whether this rank claims batches and writes."""
 
     def __init__(self, whole: Any, machine: str, replicas: int) -> None:
         from cocodiff.comm.transport import Part  # torch
@@ -64,8 +63,7 @@ class Replica:
         say(f"{self.whole.size} rank(s){in_replicas} ready after {time.monotonic() - started:.1f} s")
 
     def take(self, numbers: Sequence[int], journals: Journals) -> Iterator[int]:
-        """The batches that this replica is to do, one after the other, each when it is asked for. All its ranks ask
-        together."""
+        """The batches that this replica is to do, each when it is asked for. All its ranks ask together."""
         if self.count == 1:
             yield from numbers
             return

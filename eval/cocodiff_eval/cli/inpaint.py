@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -172,15 +173,13 @@ def partitioned(prepared: Prepared, tasks: list[Any]) -> Prepared:
 
 
 def find_tasks(values: dict[str, Any], unmasked: str | None = None) -> list[Any]:
-    """The work: a `tasks.Task` for each input and mask. Raises UserError; reads, writes nothing.
-
-    unmasked: the word for a mask that hides nothing, where there may be one."""
+    """A `tasks.Task` for each input and mask. unmasked: a mask that hides nothing. Raises UserError; writes nothing."""
     from cocodiff_eval.data.formats import result_format
     from cocodiff_eval.data.intensity import intensity_range, parse_range
     from cocodiff_eval.data.masks import make_mask, nothing_masked
     from cocodiff_eval.data.slices import open_stacks, open_truth
     from cocodiff_eval.data.volume import Part
-    from cocodiff_eval.harness.tasks import Task, file_names
+    from cocodiff_eval.harness.tasks import FileNames, Task, file_names
     from cocodiff_eval.harness.volume import axes_of, volume_of
 
     links, progress = values["follow_links"], reading_bar(not values["quiet"] and detect().speaks)
@@ -191,7 +190,7 @@ def find_tasks(values: dict[str, Any], unmasked: str | None = None) -> list[Any]
     masks = list(dict.fromkeys(values["mask"]))
     if len(masks) == 1 and not is_there(masks[0]):
         masks = list(dict.fromkeys(masks[0].split(",")))
-    found: list[tuple[Any, Any, Any, Any, Any]] = []
+    tasks: list[Task] = []
     for stack in stacks:
         truth = open_truth(values["truth"], stack, links) if values["truth"] else None
         for number, word in enumerate(masks):
@@ -199,16 +198,17 @@ def find_tasks(values: dict[str, Any], unmasked: str | None = None) -> list[Any]
                 mask = nothing_masked(stack)
             else:
                 mask = make_mask(word, stack, values["seed"], links, progress, axes_of(values, stack)[0] == ("z",))
-            if any(mask.name == other.name for of, other, *_ in found if of is stack):
+            if any(mask.name == task.mask.name for task in tasks if task.stack is stack):
                 raise UserError(f"--mask {word}: two masks are called {mask.name}: rename file {number + 1}")
             known = truth or (None if mask.from_file else stack)
             scale = intensity_range(stack, mask, progress, given)
             volume, mask = volume_of(values, stack, mask)
-            found.append((stack, mask, scale, known, volume))
-    names = file_names([(stack.name, mask.name) for stack, mask, *_ in found])
-    words = [result_format(values.get("format") or "same", stack.volume) for stack, *_ in found]
-    steps, parts = values.get("steps", 0), zip(found, names, words, strict=True)
-    return [Task(*of[:4], name, word, of[4], steps) for of, name, word in parts]
+            files, steps = FileNames(stack.name, mask.name), values.get("steps", 0)
+            tasks.append(Task(stack, mask, scale, known, files, volume=volume, steps=steps))
+    names = file_names([(task.stack.name, task.mask.name) for task in tasks])
+    wanted = values.get("format") or "same"
+    formats = [result_format(wanted, task.stack.volume) for task in tasks]
+    return [replace(task, files=name, format=one) for task, name, one in zip(tasks, names, formats, strict=True)]
 
 
 def job(tasks: list[Any], session: Session) -> Any:

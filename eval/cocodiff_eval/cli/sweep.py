@@ -83,13 +83,12 @@ def check_request(values: dict[str, Any]) -> None:
 
 
 def prepare(values: dict[str, Any], grid: Grid, ranks: int, started: float) -> tuple[Prepared, list[Any]]:
-    """The checked request, and its tasks: each stack and mask at every number of steps. Raises UserError; writes
-    nothing."""
+    """The request and its tasks: each stack and mask at every number of steps. Raises UserError; writes nothing."""
     check_counts(values, "steps")
     check_strength(values["strength"], grid.steps)
     request = Request(values["model"], INPAINT, (values["prompt"],), values["guidance"])
     prepared = Prepared.checked(values, ranks, request, started, presets=grid.presets)
-    lossy = [point.name for point in grid.points if point.lossy]
+    lossy = [point.name for point in grid.points if not point.config.exact_attention]
     if ranks == 1 and lossy:
         raise UserError(
             f"V-Major selects nothing on one rank and a codec codes nothing, so {len(lossy)} point(s) ({lossy[0]}, "

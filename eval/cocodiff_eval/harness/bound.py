@@ -63,8 +63,7 @@ class Bound:
         return 1 if self.against == "exact" else 3
 
     def with_margin(self, margin_db: float) -> Bound:
-        """A bound that is stricter by so much. A loss grows as the size of the errors does, of which 20 dB are a factor
-        of 10."""
+        """A stricter bound. A loss grows as the size of the errors does, of which 20 dB are a factor of 10."""
         if self.against == "exact":
             return Bound(self.db + margin_db, "exact")
         return Bound(self.db * 10 ** (-margin_db / 20), "truth")
@@ -76,8 +75,7 @@ class Bound:
         return figure >= self.db if self.against == "exact" else figure <= self.db
 
     def worst(self, figures: Mapping[int, float | None]) -> tuple[int, float] | None:
-        """The slice with the figure that is nearest to breaking the bound, or breaks it most; None where there are no
-        figures."""
+        """The slice that is nearest to breaking the bound, or breaks it most, and its figure; None without figures."""
         there = [(key, figure) for key, figure in figures.items() if figure is not None]
         return min(there, key=lambda one: one[1] if self.against == "exact" else -one[1], default=None)
 

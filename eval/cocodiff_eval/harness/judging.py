@@ -79,11 +79,8 @@ class ReportPictures:
         make: Callable[[int, int], Picture],
         progress: Callable[[range, str], Iterable[int]],
     ) -> Iterator[str]:
-        """The texts of all slices that the report shows, one after the other.
-
-        rows: those of metrics.json, each with its task and slice. make: a slice's picture from the files of results,
-        for slices that turned out worst, or whose text was lost with a run that was killed.
-        """
+        """The texts of all slices that the report shows. rows: of metrics.json, each with its task and slice; make: a
+        slice's picture, of those that turned out worst, or whose text was lost with a run that was killed."""
         found: list[tuple[int, int]] = []
         for task, shown in enumerate(self.plan.shown):
             quality: dict[int, list[float]] = {}
@@ -97,8 +94,7 @@ class ReportPictures:
 
 
 def shown_volume(task: Task, presets: Sequence[str], files: Mapping[str, WorkingFile]) -> ShownVolume:
-    """What the report's three views show of a task. files: of its results, by name; their intervals and their spread
-    are shown where there are such files."""
+    """What the report's three views show of a task. files: of its results, by name."""
     kept, region = task.stack.metadata, task.stack.volume.region
     grey = {preset: files[preset].read for preset in presets}
     ends = [(preset, *end) for preset in presets for end in zip(BOUNDS, ("low 90 %", "high 90 %"), strict=True)]
@@ -184,8 +180,7 @@ class SliceReview:
         return prepare_slice(self.original_YX, self.unknown_YX, self.task.scale), self.unknown_YX
 
     def intervals(self, tested: Moments | None) -> Intervals | None:
-        """Of the mask's voxels, by the errors of those that were hidden besides; unknown where these are too few, None
-        where none are asked for."""
+        """By the errors of voxels hidden besides; unknown where these are too few, None where none are wanted."""
         if self.hidden_YX is None or tested is None:
             return None if self.hidden_YX is None else Intervals.unknown()
         judged_YX = self.hidden_YX & np.isfinite(self.original_YX)
@@ -299,8 +294,7 @@ def judge_slice(
 def further_native(
     seen: SliceReview, presets: Mapping[str, ItemSamples], intervals: Mapping[str, Intervals]
 ) -> dict[str, np.ndarray]:
-    """The ends of intervals that hold 90 % of the truth, and the samples that are kept, in the input's dtype, by the
-    names of their files."""
+    """The ends of 90 % intervals, and the samples that are kept, in the input's dtype, by the names of their files."""
     found: dict[str, np.ndarray] = {}
     for name, one in presets.items():
         found |= {f"{name}{end}": kept_YX for end, kept_YX in zip(kept_samples(len(one.kept)), one.kept, strict=True)}

@@ -169,8 +169,7 @@ class Group:
     rung: int | None = None
 
     def apart(self, task: int) -> list[set[int]]:
-        """Of a task the slices that settings are tried on, and those that are checked: they have batches of their
-        own."""
+        """Of a task the slices that settings are tried on, and those that are checked, for batches of their own."""
         checked = {place: index for (of, index), place in self.places.items() if of == task}
         return [
             {checked[one] for one in some if one in checked} for some in (self.slices.calibration, self.slices.checks)

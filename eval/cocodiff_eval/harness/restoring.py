@@ -28,14 +28,12 @@ TOGETHER = 8  # slices in a batch: more make calls little cheaper, and leave rep
 
 
 def tiles_in_a_call(wanted: int | None, native: int) -> int:
-    """Tiles that share a model's call. More of them mean fewer messages; what limits them is the memory of large
-    models. native: pixels of a tile's side."""
+    """What limits them is the memory of large models. native: pixels of a tile's side."""
     return wanted or (16 if native <= SMALL_MODEL else 2)
 
 
 def slices_together(shape: Sequence[int], native: int, batch: int) -> int:
-    """How many slices [Y, X] may share a model's calls of `batch` tiles: those of a small model whose tiles fit into
-    one."""
+    """How many slices [Y, X] may share a model's calls: those of a small model whose tiles fit into one."""
     tiles = math.prod(-(-side // native) for side in shape)
     return min(TOGETHER, max(1, batch // tiles)) if native <= SMALL_MODEL else 1
 
@@ -53,8 +51,7 @@ def frames_of(values: Mapping[str, Any], request: Request) -> int:
 
 @dataclass(frozen=True)
 class Restorer:
-    """Restores slices: with the model's tiles, and an engine for each mode. replica: the number of the one that does
-    it."""
+    """Restores slices with the model's tiles, by an engine for each mode, as the replica of this number."""
 
     inpainter: PipelineInpainter
     engines: Mapping[str, Engine]
@@ -108,8 +105,7 @@ class Restorer:
         limits: tuple[float, float],
         samples: Sequence[int] | None = None,
     ) -> list[ItemSamples]:
-        """Slices in one mode, on all ranks of the engine. limits: of restored voxels; samples: of each slice the number
-        of the sample, 0 unless given."""
+        """Slices in one mode, on all ranks. limits: of voxels; samples: the number of each, 0 unless given."""
         how: dict[str, Any] = {"batch": self.batch, "settings": self.tiling, "samples": samples, "limits": limits}
         with measured(self.engines[mode]) as cost:
             restored = restore_slices(prepared_YX, masks_YX, self.inpainter, **how)

@@ -71,8 +71,7 @@ class Prepared:
         quality: Quality | None = None,
         presets: dict[str, Config] | None = None,
     ) -> Prepared:
-        """Checks a request against machine, model and output. presets: unless the options name them. Raises UserError;
-        writes nothing."""
+        """presets: unless the options name them. Raises UserError for what does not fit; writes nothing."""
         presets = presets or (preset_configs(values) if quality is None else quality.presets)
         Topology.build(load_machine(values["machine"]), ranks)
         check_model(request, 1, weights=not values["dry_run"])
@@ -80,8 +79,7 @@ class Prepared:
         return cls(values, ranks, request, presets, output, started, quality=quality)
 
     def partitioned(self, **work: Any) -> Prepared:
-        """With its ranks divided, and the partition's guidance in the presets. work: as of `partition_of`. Raises
-        UserError."""
+        """With its ranks divided, and what follows in the presets. work: as of `partition_of`. Raises UserError."""
         request, ranks, quality = self.request, self.ranks, self.quality
         settings = [*(self.presets if quality is None else quality.rungs).values()]
         partition = partition_of(self.values, request, settings, ranks, compares=quality is None, **work)
@@ -195,8 +193,7 @@ def start_job(
 
 
 def import_before_fork(request: Request, ranks: int | None = None) -> None:
-    """Imports what every rank needs once, in the process that ranks are forked from. ranks: one alone shares nothing,
-    and imports the rest when it needs it."""
+    """In the process that ranks are forked from. ranks: one alone shares nothing, and imports the rest when needed."""
     import_pipeline(request)
     for name in EVERY_RANK_IMPORTS if ranks != 1 else ():
         import_module(name)
@@ -222,8 +219,7 @@ def describe(prepared: Prepared) -> dict[str, Any]:
 
 
 def with_exact(prepared: Prepared) -> tuple[dict[str, Config], str | None]:
-    """The modes to run, and which of them is the exact one: a preset that gives its bits, or one mode more. For a bound
-    on quality the modes are the settings that it is kept with."""
+    """The modes to run (of a bound its settings), and the exact one: one that gives its bits, or one mode more."""
     if prepared.quality is not None:
         return dict(prepared.quality.rungs), prepared.quality.exact
     if not prepared.values["exact"]:
@@ -241,8 +237,7 @@ def with_exact(prepared: Prepared) -> tuple[dict[str, Config], str | None]:
 
 
 def same_bits(config: Config, exact: Config) -> bool:
-    """Whether settings that send all tokens differ from others in what changes no bit: the route of the tokens, and
-    settings that do nothing with them."""
+    """Whether an exact config differs from another in routes alone, and in settings that do nothing with all tokens."""
     if not config.exact:
         return False
     of_lossy = {name for name, one in settings_of(type(config)).items() if one.only_with and one.only_with[0] in LOSSY}

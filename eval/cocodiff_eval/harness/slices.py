@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -33,7 +34,6 @@ from cocodiff_eval.harness.tasks import (
     BOUNDS,
     Task,
     WorkingFile,
-    checksums,
     describe_inputs,
     export,
     kept_samples,
@@ -63,8 +63,7 @@ def check_truth(bound: Bound, tasks: Sequence[Task]) -> None:
 
 
 class SliceJob(Job):
-    """tasks: stacks and their masks; masked: which slices of each have something to restore; hidden: what is hidden of
-    the volumes that are tested."""
+    """masked: which slices of each task have something to restore; hidden: of volumes that are tested."""
 
     together = TOGETHER
 
@@ -84,7 +83,7 @@ class SliceJob(Job):
         compared, self.keeps = values["exact_slices"], bool(values["keep_samples"])
         self.volumes = Volumes(session, restorer, tasks, hidden)
         # Of several samples of a slice alone, unless it is asked for a test of its own, or for none.
-        calibrates = self.samples > 1 and quality is None and values.get("hidden_test", False) is None
+        calibrates = self.samples > 1 and quality is None and values["hidden_test"] is None
         self.tests = min(MOST_TESTS, max(1, self.samples // TESTED)) if calibrates else 0
         self.before = [len(work.indices) * work.counted for work in self.volumes.works]
         self._groups = {} if quality is None else groups_of_masks(quality, tasks, masked, compared)
@@ -216,7 +215,8 @@ class SliceJob(Job):
         self.pages.add(batch.task, index, result.picture)
 
     def sums(self, batch: Batch) -> list[int]:
-        return checksums(self._files[batch.task].values(), batch.indices)
+        files = self._files[batch.task].values()
+        return [zlib.crc32(file.read(index).tobytes()) for file in files for index in batch.indices]
 
     def groups(self, quality: Quality) -> dict[int, Group]:
         return self._groups

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -108,8 +107,7 @@ class Task:
 def describe_inputs(tasks: Sequence[Task], values: Mapping[str, Any]) -> dict[str, Any]:
     """What the results depend on beside the settings of the command."""
     described = {name: values[name] for name in ("samples", "exact_slices")} | {"inputs": described_inputs(tasks)}
-    calibrates = values["samples"] > 1 and "hidden_test" in values
-    if calibrates or values.get("keep_samples") or any(task.volume is not None for task in tasks):
+    if values["samples"] > 1 or values["keep_samples"] or any(task.volume is not None for task in tasks):
         described |= {name: values[name] for name in ("axes", "hidden_test", "keep_samples")}
     others = [task.format for task in tasks]
     return described if set(others) == {"tiff"} else described | {"formats": others}
@@ -177,11 +175,6 @@ def result_files(
     kinds |= {f"{preset}{one}": (stack.dtype, preset) for preset in presets for one in more}
     paths = {name: folder / task.files.result(name, ".raw") for name in kinds}
     return {name: WorkingFile(paths[name], stack.shape, *kind) for name, kind in kinds.items()}
-
-
-def checksums(files: Iterable[WorkingFile], indices: Sequence[int]) -> list[int]:
-    """Of slices as they are read from files of results."""
-    return [zlib.crc32(file.read(index).tobytes()) for file in files for index in indices]
 
 
 def export(

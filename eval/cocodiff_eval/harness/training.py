@@ -236,8 +236,7 @@ def _begun(trainer: Trainer, tasks: Sequence[Task], output: OutputFolder, every:
 
 
 def _publish(trainer: Trainer, weights: Path, output: OutputFolder, before: float) -> None:
-    """Writes the files of a model that `load_pipeline` reads, its weights in float16. weights: the folder of the model
-    that was gone on from, whose other files hold for it too."""
+    """Writes what `load_pipeline` reads. weights: the folder of the model that was gone on from."""
     from safetensors.torch import save_file
 
     trainer.model.load_state_dict(trainer.best)

@@ -49,8 +49,7 @@ class Volume:
         return max(1, round(samples / len(self.axes)))
 
     def regions(self, read: Callable[[int], np.ndarray], samples: int, seed: int) -> tuple[Hidden, ...]:
-        """What is hidden in each round of the test; reads the volume and its mask once. read: a slice along z of the
-        volume."""
+        """What is hidden in each round of the test; reads the volume and its mask once. read: a slice along z."""
         slices = len(self.statistics.restorable("z")) or self.statistics.shape[0]
         budget = samples * slices // (TENTH * self.sampled(samples) * len(self.axes))
         survey = Survey.of(read, self.read_mask, self.statistics.shape)
@@ -155,8 +154,6 @@ def axes_of(values: Mapping[str, Any], stack: Stack) -> tuple[tuple[str, ...], b
 
     Raises UserError for an axis whose slices are too small.
     """
-    if "axes" not in values:  # a sweep compares settings slice by slice
-        return ("z",), False
     words, deep = words_of(values), is_deep(stack)
     if not words and deep and values["samples"] > 1 and values["hidden_test"] is not False and not values["quality"]:
         words = [AUTO]
@@ -176,8 +173,6 @@ def volume_of(values: Mapping[str, Any], stack: Stack, mask: Mask) -> tuple[Volu
     """How a stack is restored as a volume, None where it is slice by slice along z alone; and the mask of what its axes
     restore. Raises UserError for options that do not fit together."""
     axes, chosen = axes_of(values, stack)
-    if "axes" not in values:
-        return None, mask
     usual = is_deep(stack) and (chosen or (values["samples"] > 1 and not values["quality"]))
     tested = usual if values["hidden_test"] is None else values["hidden_test"]
     if chosen and not tested:

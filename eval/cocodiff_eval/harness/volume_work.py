@@ -140,8 +140,7 @@ class Making:
         return ItemSamples(Moments(samples, image_YX, squares_YX), cost, tuple(psnr_db), tuple(kept))
 
     def _samples(self, index: int, mode: str, mask_YX: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The masked voxels of a slice along z in all samples and by all methods that are taken [S, P], their weights
-        in the mean, and in the deviation."""
+        """The masked voxels of a slice along z in all that is taken [S, P]; weights in mean and deviation."""
         assert self.verdict is not None, "it is known which axes are taken"
         verdict, statistics, count = self.verdict, self.volume.statistics, int(mask_YX.sum())
 
