@@ -110,7 +110,7 @@ class Queue:
     def __init__(self, replica: Replica, record: JobRecord, expected: int) -> None:
         """expected: so many of the batches, the first, are to be done by now; `expect` tells of others. Raises
         UserError where another start's settings were others."""
-        self._replica, self._counts, self._journals = replica, record.counts, record.output.journals
+        self.replica, self._counts, self._journals = replica, record.counts, record.output.journals
         total, whole = sum(self._counts[:expected]), replica.whole
         if whole.rank == 0:
             record.begin(total)
@@ -121,7 +121,7 @@ class Queue:
 
     @cached_property
     def _journal(self) -> Journal:
-        return self._journals.open_journal(f"{time.time_ns()}-{self._replica.whole.rank}")
+        return self._journals.open_journal(f"{time.time_ns()}-{self.replica.whole.rank}")
 
     def __enter__(self) -> Queue:
         self.bar.__enter__()
@@ -133,8 +133,8 @@ class Queue:
     def take(self, numbers: Sequence[int]) -> Iterator[int]:
         """Those of some batches that this replica is to do; it ends when all of them are done, on all replicas."""
         missing = [number for number in numbers if not self.is_done(number)]
-        yield from self._replica.take(missing, self._journals)
-        self._replica.whole.gather_object(None)  # the bar goes on until all replicas are done
+        yield from self.replica.take(missing, self._journals)
+        self.replica.whole.gather_object(None)  # the bar goes on until all replicas are done
         self._done |= {*numbers}
 
     def begin(self, items: int, steps: int) -> None:
@@ -149,7 +149,7 @@ class Queue:
     def expect(self, numbers: Sequence[int]) -> None:
         """All ranks say which batches are still to be done, of those that may be."""
         self.bar.total = sum(self._counts[number] for number in {*numbers, *self._done})
-        if self._replica.whole.rank == 0:
+        if self.replica.whole.rank == 0:
             self._journals.expect(self.bar.total)
 
     def add(self, number: int, rows: list[Any], sums: Sequence[int] = ()) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from cocodiff import __version__
@@ -51,10 +52,10 @@ def start(words: Sequence[str], launch: Launch) -> int:
     if launch.speaks:
         say(f"cocodiff {__version__}: {', '.join(prepared.presets)} on {ranks} rank(s) into {values['out']}")
     prepared = prepared.partitioned(images=max(1, len(values["prompt"])))
-    # sides and frames follow from the model and from those that are asked for
-    asked = prepared.request.content
-    unit = "images" if prepared.request.video is None else "videos"
-    return start_job(prepared, launch, unit, lambda there: asked | {"sides": there.get("sides")}, job)
+    request = prepared.request
+    unit = "images" if request.video is None else "videos"
+    prepared = replace(prepared, inputs=lambda: request.content)
+    return start_job(prepared, launch, unit, job)
 
 
 def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:

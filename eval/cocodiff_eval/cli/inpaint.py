@@ -113,23 +113,24 @@ def start(words: Sequence[str], launch: Launch) -> int:
         what = f"{', '.join(prepared.presets)} on {ranks} rank(s)"
         say(f"cocodiff {__version__}: {what} into {values['out']}; reading {len(values['input'])} input(s)")
     tasks = find_tasks(values)
-    for line in dict.fromkeys(line for task in tasks for line in task.remarks() if launch.speaks):
-        say(line)
-    if prepared.quality is not None:
-        from cocodiff_eval.harness.slices import check_truth
-
-        check_truth(prepared.quality.bound, tasks)
-    prepared = partitioned(prepared, tasks)
-    compared = {f"intensities of {task.stack.name} outside {task.mask.name}": str(task.scale) for task in tasks}
-    described = partial(settings, tasks, values)
-    return start_job(prepared, launch, "slices", described, partial(job, tasks), compared)
-
-
-def settings(tasks: list[Any], values: dict[str, Any], there: dict[str, Any]) -> dict[str, Any]:
-    """As of `start_job`: what the results depend on, whatever is there."""
     from cocodiff_eval.harness.tasks import describe_inputs
 
-    return describe_inputs(tasks, values)
+    for line in dict.fromkeys(line for task in tasks for line in task.remarks() if launch.speaks):
+        say(line)
+    for task in tasks:
+        check_truth(prepared.quality, task)
+    prepared = replace(partitioned(prepared, tasks), inputs=partial(describe_inputs, tasks, values))
+    compared = {f"intensities of {task.stack.name} outside {task.mask.name}": str(task.scale) for task in tasks}
+    return start_job(prepared, launch, "slices", partial(job, tasks), compared)
+
+
+def check_truth(quality: Quality | None, task: Any) -> None:
+    """Raises UserError for a loss against a truth that is not there."""
+    if quality is not None and quality.bound.against == "truth" and task.truth is None:
+        raise UserError(
+            f"--quality {quality.bound} is a loss against the truth, which mask {task.mask.name} of {task.stack.name} "
+            f"hides: name the original with --truth, or give a distance to the exact run, as 50dB"
+        )
 
 
 def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:

@@ -25,7 +25,7 @@ from cocodiff.jobs.replicas import topology_of_replica
 from cocodiff.jobs.terminal import say
 from cocodiff.models.family import INPAINT
 from cocodiff_eval.cli.inpaint import OPTIONS as OF_INPAINT
-from cocodiff_eval.cli.inpaint import SHOWN, SLICE_BY_SLICE, find_tasks, settings
+from cocodiff_eval.cli.inpaint import SHOWN, SLICE_BY_SLICE, find_tasks
 from cocodiff_eval.harness.grid import SECTIONS, Grid, Point, read_grid
 from cocodiff_eval.harness.quality import BOUND_OPTIONS
 from cocodiff_eval.harness.session import Prepared, Session, start_job
@@ -66,8 +66,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
         what = f"sweep of {len(grid.points)} point(s) on {ranks} rank(s) into {values['out']}"
         say(f"cocodiff {__version__}: {what}; reading {len(values['input'])} input(s)")
     prepared, tasks = prepare(values, grid, ranks, started)
-    described = partial(settings, tasks, values)
-    return start_job(prepared, launch, "slices", described, partial(job, tasks, grid))
+    return start_job(prepared, launch, "slices", partial(job, tasks, grid))
 
 
 def check_request(values: dict[str, Any]) -> None:
@@ -88,20 +87,23 @@ def prepare(values: dict[str, Any], grid: Grid, ranks: int, started: float) -> t
     check_strength(values["strength"], grid.steps)
     request = Request(values["model"], INPAINT, (values["prompt"],), values["guidance"])
     prepared = Prepared.checked(values, ranks, request, started, presets=grid.presets)
-    lossy = [point.name for point in grid.points if not point.config.exact_attention]
+    lossy = [point.name for point in grid.points if point.lossy]
     if ranks == 1 and lossy:
         raise UserError(
             f"V-Major selects nothing on one rank and a codec codes nothing, so {len(lossy)} point(s) ({lossy[0]}, "
             f"...) would be exact: start 2 ranks or more for each replica with --ranks, mpiexec or torchrun"
         )
     prepared.output.keep_apart([*values["input"], *values["mask"], *filter(None, [values["truth"]])])
-    tasks = find_tasks(values)
-    images = sum(task.mask.masked for task in tasks)
+    once = find_tasks(values)
+    from cocodiff_eval.harness.tasks import describe_inputs
+
+    images = sum(task.mask.masked for task in once)
     prepared = prepared.partitioned(images=images, batch=values["batch"] or 1, steps=sum(grid.steps))
     topology = topology_of_replica(values, ranks, prepared.partition.replicas)
     for point in grid.points:
         check_point(point, topology)
-    return prepared, [replace(task, steps=steps) for task in tasks for steps in grid.steps]
+    tasks = [replace(task, steps=steps) for task in once for steps in grid.steps]
+    return replace(prepared, inputs=partial(describe_inputs, tasks, values)), tasks
 
 
 def check_point(point: Point, topology: Topology) -> None:

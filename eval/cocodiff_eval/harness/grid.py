@@ -40,6 +40,11 @@ class Point:
     config: Config
     settings: dict[str, Any]
 
+    @property
+    def lossy(self) -> bool:
+        """Whether what is sent loses something, so that one rank alone has no use for it."""
+        return not self.config.exact_attention
+
 
 @dataclass(frozen=True)
 class Grid:

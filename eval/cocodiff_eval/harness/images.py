@@ -19,9 +19,9 @@ from cocodiff.jobs.model_checks import check_sides
 from cocodiff.jobs.terminal import say
 from cocodiff_eval.data.intensity import IntensityRange
 from cocodiff_eval.data.slices import safe_stem, unique_names
-from cocodiff_eval.harness.bound import Bound
 from cocodiff_eval.harness.items import Batch, ItemSamples, measured
 from cocodiff_eval.harness.job import ItemResult, Job, JobResult
+from cocodiff_eval.harness.quality import Bound
 from cocodiff_eval.harness.session import Session
 from cocodiff_eval.quality.fusing import Moments
 from cocodiff_eval.quality.metrics import Result, distance_db
@@ -57,7 +57,7 @@ class ImageJob(Job):
                 say("videos are TIFF stacks alone, without an MP4: pip install imageio-ffmpeg brings what writes it")
 
     def settings(self) -> dict[str, Any]:
-        return self.session.prepared.request.content | {"sides": list(self.sides)}
+        return {"sides": list(self.sides)}
 
     def begin(self, first: bool) -> None:
         if first:

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from cocodiff.config.config import Config
-from cocodiff.jobs.replicas import Queue, Replica
-from cocodiff_eval.harness.bound import Bound, Slices
+from cocodiff.jobs.replicas import Queue
 from cocodiff_eval.harness.items import Batch, ItemSamples
-from cocodiff_eval.harness.quality import Group, Quality
+from cocodiff_eval.harness.quality import Bound, Group, Quality, Slices
 
 Row = list[Any]  # task, index and what is reported, by the names of metrics.json
 
@@ -33,19 +32,14 @@ class Presets:
     """How the batches of a job are made: every one in every preset, and in the exact one if its items are compared.
     `running.Trials` tries settings first.
 
-    exact: one of the presets, or one mode more; None to compare with none. tried: so many settings may be tried on each
-    batch; kept: the numbers of batches that are made by then, and only have to be judged and written.
+    exact: one of the presets, or one mode more; None to compare with none. kept: the numbers of batches that are made
+    before, and only have to be judged and written.
     """
 
-    tried: int = 0
     kept: frozenset[int] = frozenset()
 
     def __init__(self, presets: Mapping[str, Config], exact: str | None) -> None:
         self.presets, self.exact = presets, exact
-
-    def choose(self, queue: Queue, replica: Replica) -> None:
-        """All ranks call it before batches are made; what follows is known, but for `names` and `holds`, after it."""
-        return
 
     @property
     def records(self) -> list[dict[str, Any]]:
@@ -68,9 +62,20 @@ class Presets:
         """Of a batch's results."""
         return [*self.of(batch).settings]
 
-    def holds(self, number: int) -> bool:
-        """Whether what an earlier start has made in a trial is there, whole; number: of its entry in the journals."""
-        return False
+
+class Stage(ABC):
+    """What is made before the batches of a job, in parts that are numbered after these in the queue. counts: the items
+    of each part."""
+
+    counts: Sequence[int]
+
+    @abstractmethod
+    def run(self, queue: Queue, first: int) -> None:
+        """Makes it, on all ranks. first: the queue's number of the first part."""
+
+    @abstractmethod
+    def holds(self, number: int, sums: Sequence[int]) -> bool:
+        """Whether what an earlier start has made of a part is there, with these checksums. As of `Job.holds`."""
 
 
 @dataclass(frozen=True)
@@ -94,25 +99,16 @@ class JobResult(NamedTuple):
 class Job(ABC):
     """Items in batches. All ranks of a replica make a batch together; its leader judges and writes its items.
 
-    unit: what items are called; batches: all of them, the same on every rank and at every start; before: what is made
-    before any batch, how many items each.
+    unit: what items are called; batches: all of them, the same on every rank and at every start; before: of them.
     """
 
     unit: str
     batches: Sequence[Batch]
-    before: Sequence[int] = ()
+    before: Stage | None = None
 
     def settings(self) -> dict[str, Any]:
-        """What the results depend on, beside the settings of the command, as plain data."""
+        """What the results depend on and a loaded model alone tells, as plain data."""
         return {}
-
-    def make_before(self, queue: Queue, first: int) -> None:
-        """Makes what batches need, on all ranks. first: the queue's number of the first of `before`."""
-        return
-
-    def holds_before(self, number: int, sums: Sequence[int]) -> bool:
-        """Whether what an earlier start has made of `before` is there, with these checksums."""
-        return False
 
     def begin(self, first: bool) -> None:
         """Called on every rank once it is known how batches are made. first: on rank 0, which others wait for."""
@@ -143,8 +139,8 @@ class Job(ABC):
         return []
 
     def holds(self, batch: Batch, sums: Sequence[int]) -> bool:
-        """Whether an earlier start's results are there as they were written, with these checksums. Any exception says,
-        here and in the like, that they are not."""
+        """Whether an earlier start's results are there as they were written, with these checksums. Any exception says
+        that they are not."""
         return self.sums(batch) == sums
 
     def told(self, rows: Sequence[Mapping[str, Any]]) -> str:

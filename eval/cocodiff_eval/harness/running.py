@@ -12,10 +12,9 @@ from cocodiff.config.config import Config
 from cocodiff.jobs.journal import Entry
 from cocodiff.jobs.replicas import JobRecord, Queue, Replica
 from cocodiff.jobs.terminal import reading_bar
-from cocodiff_eval.harness.bound import Trial
 from cocodiff_eval.harness.items import Batch, ItemSamples, Parts
-from cocodiff_eval.harness.job import BatchSettings, Job, JobResult, Presets, Row
-from cocodiff_eval.harness.quality import Figure, Group, Quality
+from cocodiff_eval.harness.job import BatchSettings, Job, JobResult, Presets, Row, Stage
+from cocodiff_eval.harness.quality import Figure, Group, Quality, Trial
 
 EXACT_RUN = "exact run"  # the name of what a batch that was tried is compared with
 
@@ -34,46 +33,43 @@ def run_batches(
     Raises UserError where those of an earlier start were others.
     """
     first, batches = replica.whole.rank == 0, job.batches
-    before = len(batches) * (1 + way.tried)
+    before: Stage | None = way if isinstance(way, Trials) else job.before  # never both, as `volume_of` says
     parts = Parts(output.journals.folder / "samples")
 
     def is_whole(entry: Entry) -> bool:
         number, sums = entry.number, entry.sums
         try:
-            if number >= before:
-                return job.holds_before(number - before, sums)
             if number >= len(batches):
-                return way.holds(number)
+                return before is not None and before.holds(number - len(batches), sums)
             batch = batches[number]
             return job.holds(batch, sums) if batch.whole else parts.holds(batch, way.names(batch))
         except Exception:  # numpy, zipfile, json and each format raise kinds of their own for a damaged file
             return False
 
-    counts = [*[batch.size for batch in batches] * (1 + way.tried), *job.before]
+    counts = [*(batch.size for batch in batches), *(before.counts if before is not None else ())]
     record = JobRecord(output, settings, counts, job.unit, is_whole, shows_bar)
     with Queue(replica, record, len(batches)) as queue, torch.no_grad():
         job.watched(queue.bar.advance)
-        way.choose(queue, replica)
-        if job.before:
-            job.make_before(queue, before)
+        if before is not None:
+            before.run(queue, len(batches))
         if first:
             parts.folder.mkdir(exist_ok=True)
         job.begin(first)
         replica.whole.broadcast_object(None)  # the files are there
-        make_batches(job, queue, way, replica.leads, parts)
+        make_batches(job, queue, way, parts)
     rows = queue.rows(range(len(batches))) + put_together(job, way, parts, reading_bar(shows_bar)) if first else []
     configs = {task: way.configs(task) for task in {batch.task for batch in batches}}
     return JobResult(sorted(rows, key=lambda row: row[:2]), way.records, configs)
 
 
-def make_batches(job: Job, queue: Queue, way: Presets, leads: bool, parts: Parts) -> None:
+def make_batches(job: Job, queue: Queue, way: Presets, parts: Parts) -> None:
     """The batches that this replica takes. What has samples in other batches is kept in `parts` until all are there."""
     for number in queue.take([number for number in range(len(job.batches)) if number not in way.kept]):
         batch = job.batches[number]
         settings, exact = way.of(batch)
         queue.begin(batch.size, job.steps(batch) * len(settings))
         made = job.make([*dict.fromkeys(settings.values())], batch)
-        if not leads:
+        if not queue.replica.leads:
             continue
         drawn = {name: made[setting] for name, setting in settings.items()}
         if not batch.whole:
@@ -113,7 +109,7 @@ def put_together(job: Job, way: Presets, parts: Parts, progress: Callable[..., A
     return rows
 
 
-class Trials(Presets):
+class Trials(Presets, Stage):
     """Settings of a ladder are tried on some of a job's items until each group has one that keeps the bound; then every
     batch is made with the one that its task's group has chosen.
 
@@ -124,7 +120,7 @@ class Trials(Presets):
 
     def __init__(self, job: Job, quality: Quality, folder: Path) -> None:
         self.job, self.quality, self.count = job, quality, len(job.batches)
-        self.settings, self.tried = [*quality.rungs], len(quality.rungs)
+        self.settings, self.counts = [*quality.rungs], [batch.size for batch in job.batches] * len(quality.rungs)
         self.parts = {name: Parts(folder / f"trials-{number}") for number, name in enumerate(self.settings)}
         self.groups: Mapping[int, Group] = {}
 
@@ -134,20 +130,20 @@ class Trials(Presets):
     def number(self, rung: int, batch: int) -> int:
         return (1 + rung) * self.count + batch
 
-    def holds(self, number: int) -> bool:
-        rung, batch = divmod(number - self.count, self.count)
+    def holds(self, number: int, sums: Sequence[int]) -> bool:
+        rung, batch = divmod(number, self.count)
         return self.parts[self.settings[rung]].holds(self.job.batches[batch], [self.settings[rung]])
 
-    def choose(self, queue: Queue, replica: Replica) -> None:
+    def run(self, queue: Queue, first: int) -> None:
         """Tries until a setting is chosen for each group, on all ranks alike."""
-        self.groups, whole = self.job.groups(self.quality), replica.whole
+        self.groups, whole = self.job.groups(self.quality), queue.replica.whole
         groups = self._groups()
         if whole.rank == 0:
             for parts in self.parts.values():
                 parts.folder.mkdir(exist_ok=True)
         whole.broadcast_object(None)  # the folders are there
         while trials := [(group, trial) for group in groups if (trial := group.next(self.quality)) is not None]:
-            self._make(trials, queue, replica.leads)
+            self._make(trials, queue)
             found = [self._figures(group, trial) for group, trial in (trials if whole.rank == 0 else [])]
             for (group, trial), figures in zip(trials, whole.broadcast_object(found), strict=True):
                 group.figures.setdefault(trial.rung, {}).update(figures)
@@ -183,13 +179,13 @@ class Trials(Presets):
     def configs(self, task: int) -> dict[str, Config]:
         return {self.quality.preset: self.quality.rungs[self._setting(task)]}
 
-    def _make(self, trials: Sequence[tuple[Group, Trial]], queue: Queue, leads: bool) -> None:
+    def _make(self, trials: Sequence[tuple[Group, Trial]], queue: Queue) -> None:
         """Makes what is missing of the batches of some trials, each with the exact setting as well."""
         wanted = {
             (batch, rung)
             for group, trial in trials
             for batch in group.batches_of(trial.slices)
-            for rung in (trial.rung, self.tried - 1)
+            for rung in (trial.rung, len(self.settings) - 1)
         }
         numbers = [self.number(rung, batch) for batch, rung in sorted(wanted)]
         queue.expect([*numbers, *range(self.count)])
@@ -198,7 +194,7 @@ class Trials(Presets):
             batch, setting = self.job.batches[place], self.settings[rung]
             queue.begin(batch.size, self.job.steps(batch))
             drawn = self.job.make([setting], batch)
-            if leads:
+            if queue.replica.leads:
                 self.parts[setting].keep(batch, drawn)
                 queue.add(number, [])
 

@@ -50,7 +50,8 @@ ROUTES = ("exchange", "exchange_table", "nic_balance", "transport", "messages", 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A checked request: everything that can be known before ranks start. ranks: of all replicas."""
+    """A checked request: everything that can be known before ranks start. ranks: of all replicas; inputs: what results
+    depend on beside settings, as plain data."""
 
     values: dict[str, Any]
     ranks: int
@@ -60,6 +61,7 @@ class Prepared:
     started: float  # time.monotonic() when the command began
     partition: Partition = field(default=Partition())
     quality: Quality | None = None
+    inputs: Callable[[], dict[str, Any]] = dict
 
     @classmethod
     def checked(
@@ -150,19 +152,13 @@ class Session:
 
 
 def start_job(
-    prepared: Prepared,
-    launch: Launch,
-    unit: str,
-    settings: Callable[[dict[str, Any]], dict[str, Any]],
-    job: Callable[[Session], Job],
-    compared: dict[str, str] | None = None,
+    prepared: Prepared, launch: Launch, unit: str, job: Callable[[Session], Job], compared: dict[str, str] | None = None
 ) -> int:
     """Runs a job on its ranks, and returns the exit code of the command; nothing is started for a dry run, and where
     the results are there.
 
-    settings: as of `Job.settings`, called with those of a run that is to go on; job: made on every rank; compared: what
-    ranks must agree on, beside the options. Raises UserError where a run that has ended had other settings, or where
-    files of its results are gone."""
+    job: made on every rank; compared: what ranks must agree on, beside the options. Raises UserError where a run that
+    has ended had other settings, or where files of its results are gone."""
     values, config = prepared.values, next(iter(prepared.presets.values()))
     if launch.speaks and prepared.quality is not None:
         say(prepared.quality.line(unit))
@@ -172,7 +168,8 @@ def start_job(
     if ended is not None:
         if launch.speaks:
             there = ended.settings or {}
-            prepared.output.confirm(first_difference(there, as_read(describe(prepared) | settings(there))))
+            chosen = {"sides": there["sides"]} if "sides" in there else {}  # by a model, of what was asked for
+            prepared.output.confirm(first_difference(there, as_read(describe(prepared) | chosen)))
             say(f"nothing is left to do: the results in {prepared.output.final} are finished, with the same settings")
         return 0
 
@@ -203,7 +200,7 @@ def import_before_fork(request: Request, ranks: int | None = None) -> None:
 
 
 def describe(prepared: Prepared) -> dict[str, Any]:
-    """What the results of any job depend on, beside its inputs. How many replicas there are is not in it."""
+    """What the results of any job depend on. How many replicas there are is not in it."""
     ranks, replicas = prepared.ranks, prepared.partition.replicas
     return {
         "cocodiff": __version__,
@@ -215,6 +212,7 @@ def describe(prepared: Prepared) -> dict[str, Any]:
         "presets": [{"name": name, **lasting(config)} for name, config in prepared.presets.items()],
         "exact": with_exact(prepared)[1],
         **({} if prepared.quality is None else {"quality": prepared.quality.lasting()}),
+        **prepared.inputs(),
     }
 
 

@@ -11,11 +11,8 @@ import numpy as np
 
 from cocodiff import __version__
 from cocodiff.config.config import Config
-from cocodiff.config.errors import UserError
 from cocodiff.jobs.record import lasting
-from cocodiff.jobs.replicas import Queue
 from cocodiff.jobs.terminal import reading_bar, say
-from cocodiff_eval.harness.bound import Bound, Slices
 from cocodiff_eval.harness.items import Batch, Cost, ItemSamples, batches_of
 from cocodiff_eval.harness.job import ItemResult, Job, JobResult
 from cocodiff_eval.harness.judging import (
@@ -27,14 +24,13 @@ from cocodiff_eval.harness.judging import (
     save_previews,
     shown_volume,
 )
-from cocodiff_eval.harness.quality import Group, Quality
+from cocodiff_eval.harness.quality import Bound, Group, Quality, Slices
 from cocodiff_eval.harness.restoring import TOGETHER, Restorer
 from cocodiff_eval.harness.session import Session
 from cocodiff_eval.harness.tasks import (
     BOUNDS,
     Task,
     WorkingFile,
-    describe_inputs,
     export,
     kept_samples,
     result_files,
@@ -50,16 +46,6 @@ from cocodiff_eval.report import Picture, plan_pictures, shown_slices
 
 TESTED, MOST_TESTS = 4, 4  # samples of a slice for each one in which more is hidden, and these at most
 TILES = 1.25  # times as many has such a sample at most, but one more in any case
-
-
-def check_truth(bound: Bound, tasks: Sequence[Task]) -> None:
-    """Raises UserError for a loss against a truth that is not there."""
-    for task in tasks:
-        if bound.against == "truth" and task.truth is None:
-            raise UserError(
-                f"--quality {bound} is a loss against the truth, which mask {task.mask.name} of {task.stack.name} "
-                f"hides: name the original with --truth, or give a distance to the exact run, as 50dB"
-            )
 
 
 class SliceJob(Job):
@@ -85,7 +71,7 @@ class SliceJob(Job):
         # Of several samples of a slice alone, unless it is asked for a test of its own, or for none.
         calibrates = self.samples > 1 and quality is None and values["hidden_test"] is None
         self.tests = min(MOST_TESTS, max(1, self.samples // TESTED)) if calibrates else 0
-        self.before = [len(work.indices) * work.counted for work in self.volumes.works]
+        self.before = self.volumes if self.volumes.works else None
         self._groups = {} if quality is None else groups_of_masks(quality, tasks, masked, compared)
         self.batches: list[Batch] = []
         for number, (task, of_task) in enumerate(zip(tasks, masked, strict=True)):
@@ -104,15 +90,6 @@ class SliceJob(Job):
         plan = plan_pictures(masked, len(self.presets) * (1 + (self.samples > 1)) + 1)
         self.pages = ReportPictures(journals, plan)
         self._last: tuple[Batch | None, list[SliceReview]] = (None, [])
-
-    def settings(self) -> dict[str, Any]:
-        return describe_inputs(self.tasks, self.session.prepared.values)
-
-    def make_before(self, queue: Queue, first: int) -> None:
-        self.volumes.make(queue, first)
-
-    def holds_before(self, number: int, sums: Sequence[int]) -> bool:
-        return self.volumes.works[number].holds(sums)
 
     def begin(self, first: bool) -> None:
         """Makes the files of results, where an earlier start has not."""

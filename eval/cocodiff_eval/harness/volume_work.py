@@ -19,11 +19,21 @@ from cocodiff.jobs.replicas import Queue
 from cocodiff_eval.data.intensity import compose_native, prepare_slice
 from cocodiff_eval.data.masks import depth
 from cocodiff_eval.data.reoriented import AXES, Reoriented, Restored, reoriented_shape
-from cocodiff_eval.harness.hidden_test import APART, BIHARMONIC, LINES, METHODS, in_slice, judged_grid, made_along
 from cocodiff_eval.harness.items import Cost, ItemSamples, evenly
 from cocodiff_eval.harness.restoring import Restorer
 from cocodiff_eval.harness.tasks import Task
-from cocodiff_eval.harness.volume import OWN, HiddenRegionReport, Volume
+from cocodiff_eval.harness.volume import (
+    APART,
+    BIHARMONIC,
+    LINES,
+    METHODS,
+    OWN,
+    HiddenRegionReport,
+    Volume,
+    in_slice,
+    judged_grid,
+    made_along,
+)
 from cocodiff_eval.quality.fusing import Intervals, Moments, fuse, samples_along
 from cocodiff_eval.quality.hidden import Hidden
 from cocodiff_eval.quality.metrics import masked_psnr_db

@@ -18,12 +18,12 @@ from typing import Any
 from cocodiff.jobs.replicas import Queue
 from cocodiff.jobs.terminal import reading_bar
 from cocodiff_eval.data.reoriented import turn
-from cocodiff_eval.harness.hidden_test import MEMBERS, Tested, judge_test, made_along
 from cocodiff_eval.harness.items import Batch, Cost, evenly
+from cocodiff_eval.harness.job import Stage
 from cocodiff_eval.harness.restoring import Restorer
 from cocodiff_eval.harness.session import Session
 from cocodiff_eval.harness.tasks import Task
-from cocodiff_eval.harness.volume import HiddenRegionReport
+from cocodiff_eval.harness.volume import MEMBERS, HiddenRegionReport, Tested, judge_test, made_along
 from cocodiff_eval.harness.volume_work import ByModel, Making, Restoring, SliceTrial, Smoothed, Solved, Trial, Work
 from cocodiff_eval.quality.hidden import Hidden
 from cocodiff_eval.restore.baseline import CELL, SOLVERS
@@ -31,15 +31,15 @@ from cocodiff_eval.restore.baseline import CELL, SOLVERS
 FUSED_TOGETHER = 8  # slices along z in a batch
 
 
-class Volumes:
+class Volumes(Stage):
     """hidden: of the volumes that are tested, by the number of the task, what is hidden in each round; of: how each
     volume is made, by the numbers of their tasks; works: of all of them."""
 
     def __init__(
         self, session: Session, restorer: Restorer, tasks: Sequence[Task], hidden: Mapping[int, Sequence[Hidden]]
     ) -> None:
-        prepared, leads, self.session = session.prepared, session.replica.leads, session
-        self.folder = prepared.output.journals.folder / "volumes"
+        prepared, leads = session.prepared, session.replica.leads
+        self.quiet, self.folder = prepared.values["quiet"], prepared.output.journals.folder / "volumes"
         modes, samples, keeps = [*prepared.presets], prepared.values["samples"], prepared.values["keep_samples"]
         self.of = {
             number: Making(
@@ -49,6 +49,10 @@ class Volumes:
             if task.volume is not None
         }
         self.works = [work for making in self.of.values() for work in works_of(making)]
+        self.counts = [len(work.indices) * work.counted for work in self.works]
+
+    def holds(self, number: int, sums: Sequence[int]) -> bool:
+        return self.works[number].holds(sums)
 
     def batches(self, number: int) -> list[Batch]:
         """The slices of a volume along z, which are fused when those along all axes are there."""
@@ -56,14 +60,14 @@ class Volumes:
         groups, samples = evenly(range(len(making.task.stack)), FUSED_TOGETHER), tuple(range(making.samples))
         return [Batch(number, group, False, samples, making.samples, copied=True) for group in groups]
 
-    def make(self, queue: Queue, first: int) -> None:
-        """Tests, decides and restores, on all ranks. first: the queue's number of the first work."""
-        whole, makings = self.session.replica.whole, self.of.values()
+    def run(self, queue: Queue, first: int) -> None:
+        """Tests, decides and restores, on all ranks."""
+        whole, makings = queue.replica.whole, self.of.values()
         if whole.rank == 0:
             self.folder.mkdir(exist_ok=True)
             for making in makings:
                 copies = [making.turned(axis) for axis in making.read_along if axis != "z"]
-                bar, name = reading_bar(not self.session.prepared.values["quiet"]), making.task.stack.name
+                bar, name = reading_bar(not self.quiet), making.task.stack.name
                 turn(partial(making.voxels, "z"), [voxels for voxels, _ in copies], bar, name)
                 turn(partial(making.mask, "z"), [mask for _, mask in copies], bar, f"the mask of {name}")
         whole.broadcast_object(None)  # the copies are there
