@@ -41,6 +41,12 @@ PARTITION_OPTIONS = (
     Option("dry_run", "say partition, memory and predicted time; start nothing", False, type=bool),
 )
 RESUME = Option("resume", "go on with a run into the same folder that did not end; else start one", False, type=bool)
+JOB_OPTIONS = (
+    Option("overwrite", "replace the results of an earlier run", False, type=bool),
+    RESUME,
+    *PARTITION_OPTIONS,
+    *RUN_OPTIONS,
+)
 # What --help shows of a job's options, after those under the job's own headings; --help-all shows the others too.
 HEADINGS = {
     "ranks": "ranks preset parallel replicas dry_run machine device exchange codec guidance_parallel vae compile",

@@ -10,7 +10,7 @@ from typing import Any
 from cocodiff import __version__
 from cocodiff.comm.launch import Launch
 from cocodiff.config.errors import UserError
-from cocodiff.jobs.options import PARTITION_OPTIONS, RESUME, RUN_OPTIONS, Option, check_counts, parse, with_settings
+from cocodiff.jobs.options import JOB_OPTIONS, Option, check_counts, parse, with_settings
 from cocodiff.jobs.pipelines import Request
 from cocodiff.jobs.ranks import settle
 from cocodiff.jobs.terminal import say
@@ -37,10 +37,7 @@ OPTIONS = (
     Option("exact", "compare with the exact baseline (the same run)", True, type=bool),
     *BOUND_OPTIONS,
     Option("out", "folder of the results", "generated"),
-    Option("overwrite", "replace the results of an earlier run", False, type=bool),
-    RESUME,
-    *PARTITION_OPTIONS,
-    *RUN_OPTIONS,
+    *JOB_OPTIONS,
 )
 
 

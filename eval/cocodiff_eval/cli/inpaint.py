@@ -12,16 +12,7 @@ from cocodiff import __version__
 from cocodiff.comm.launch import Launch, detect
 from cocodiff.config.errors import UserError
 from cocodiff.config.files import is_there
-from cocodiff.jobs.options import (
-    PARTITION_OPTIONS,
-    RESUME,
-    RUN_OPTIONS,
-    Option,
-    check_counts,
-    check_strength,
-    parse,
-    with_settings,
-)
+from cocodiff.jobs.options import JOB_OPTIONS, Option, check_counts, check_strength, parse, with_settings
 from cocodiff.jobs.partition import own_pixels
 from cocodiff.jobs.pipelines import EMBEDDED, Request
 from cocodiff.jobs.ranks import settle
@@ -95,10 +86,7 @@ OPTIONS = (
     *BOUND_OPTIONS,
     Option("follow_links", "read other files that an HDF5 file links to or has its voxels in", False, type=bool),
     Option("out", "folder of the results", "restored"),
-    Option("overwrite", "replace the results of an earlier run", False, type=bool),
-    RESUME,
-    *PARTITION_OPTIONS,
-    *RUN_OPTIONS,
+    *JOB_OPTIONS,
 )
 # What the options of volumes are where each slice is restored, or cut from, by itself.
 SLICE_BY_SLICE = {"samples": 1, "axes": ["z"], "hidden_test": False, "keep_samples": False, "quality": None}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -89,7 +90,7 @@ class SliceJob(Job):
         self._files = [*map(self._result_files, range(len(tasks)))]
         plan = plan_pictures(masked, len(self.presets) * (1 + (self.samples > 1)) + 1)
         self.pages = ReportPictures(journals, plan)
-        self._last: tuple[Batch | None, list[SliceReview]] = (None, [])
+        self._seen = lru_cache(1)(self._read)
 
     def begin(self, first: bool) -> None:
         """Makes the files of results, where an earlier start has not."""
@@ -141,15 +142,13 @@ class SliceJob(Job):
         ]
         return self.restorers[self.tasks[batch.task].steps].tile_steps(masks)
 
-    def _seen(self, batch: Batch) -> list[SliceReview]:
-        """The slices of a batch, which are read once: those of the last one are remembered."""
-        if self._last[0] != batch:
-            task = self.tasks[batch.task]
-            pairs = [(task.stack.read(index), task.mask.read(index)) for index in batch.indices]
-            hidden = [self._hidden_beside(batch, *pair) for pair in pairs]
-            found = zip(batch.indices, pairs, hidden, strict=True)
-            self._last = (batch, [SliceReview(task, index, *pair, hides) for index, pair, hides in found])
-        return self._last[1]
+    def _read(self, batch: Batch) -> list[SliceReview]:
+        """The slices of a batch, of which those of the last one are remembered."""
+        task, found = self.tasks[batch.task], []
+        for index in batch.indices:
+            pair = task.stack.read(index), task.mask.read(index)
+            found.append(SliceReview(task, index, *pair, self._hidden_beside(batch, *pair)))
+        return found
 
     def _hidden_beside(self, batch: Batch, original_YX: np.ndarray, mask_YX: np.ndarray) -> np.ndarray | None:
         """What is hidden of a slice besides its mask, on all ranks alike; None where it has no intervals of its own."""

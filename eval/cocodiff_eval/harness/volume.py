@@ -124,7 +124,7 @@ class HiddenRegionReport:
         others = [f"{name} {w:.2f}" for name, w in self.weights.items() if name not in AXES and w >= 0.005]
         return f"{where}: mean of slices along {', '.join([slices, *others])} (weights)"
 
-    def record(self, name: str, mask: str, where: str) -> dict[str, Any]:
+    def record(self, name: str, mask: str) -> dict[str, Any]:
         """For metrics.json."""
         lead = self.lead
         return {
@@ -139,7 +139,7 @@ class HiddenRegionReport:
             "lead_db": round(lead.db, 3) if lead else None,
             "expected_lead_db": [round(lead.low, 3), round(lead.high, 3)] if lead and math.isfinite(lead.low) else None,
             "intervals": None if self.intervals is None else self.intervals.record(),
-            "verdict": self.line(where) if self.psnr_db is not None else None,
+            "verdict": self.line(f"{name}, mask {mask}") if self.psnr_db is not None else None,
         }
 
 

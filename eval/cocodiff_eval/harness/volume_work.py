@@ -180,16 +180,12 @@ class Making:
             drawn.append(np.zeros(count))
         return np.stack(values), np.stack(shares), np.stack(drawn)
 
-    @property
-    def where(self) -> str:
-        return f"{self.task.stack.name}, mask {self.task.mask.name}"
-
     def lines(self) -> list[str]:
         """What the user is told of the verdict."""
         if self.verdict is None:
             return []
-        weights = self.verdict.weights_line(self.where)
-        return [self.verdict.line(self.where), weights] if self.volume.tested else [weights]
+        where = f"{self.task.stack.name}, mask {self.task.mask.name}"
+        return [self.verdict.line(where)] * self.volume.tested + [self.verdict.weights_line(where)]
 
 
 @dataclass(frozen=True)

@@ -131,11 +131,8 @@ class Volumes(Stage):
 
     def records(self) -> list[dict[str, Any]]:
         """For metrics.json."""
-        return [
-            making.verdict.record(making.task.stack.name, making.task.mask.name, making.where)
-            for making in self.of.values()
-            if making.verdict is not None
-        ]
+        found = [(making.verdict, making.task) for making in self.of.values()]
+        return [verdict.record(task.stack.name, task.mask.name) for verdict, task in found if verdict is not None]
 
 
 def works_of(making: Making) -> list[Work]:
