@@ -141,8 +141,7 @@ def check_counts(values: dict[str, Any], *names: str) -> None:
 
 
 def check_strength(strength: float, steps: Sequence[int]) -> None:
-    """Raises UserError for a strength outside (0, 1], and for one so small that the schedule, of which the last
-    `steps` run, has more than MOST["steps"]."""
+    """Raises UserError outside (0, 1], and where the schedule, whose end runs, is longer than MOST["steps"]."""
     if not 0 < strength <= 1:
         raise UserError(f"--strength {strength}: give a number above 0 and up to 1")
     if max(steps) / strength > MOST["steps"]:

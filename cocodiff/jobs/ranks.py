@@ -334,8 +334,7 @@ def _report(ends: dict[int, End], ranks: int, left: str) -> int:
 
 
 def settle(values: dict[str, Any], launch: Launch) -> int:
-    """Quiets libraries and shares the cores among ranks, before numpy or torch are imported. Returns how many ranks.
-    Raises UserError where this host has no room for so many."""
+    """Quiets libraries and shares cores, before torch is imported. Returns how many ranks. Raises UserError."""
     quiet_libraries(values["log_level"])
     ranks = (values["ranks"] if launch.kind == "alone" else launch.size) or 1
     limit_threads(launch.local_size or ranks)

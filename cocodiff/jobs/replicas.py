@@ -108,8 +108,7 @@ class Queue:
     """
 
     def __init__(self, replica: Replica, record: JobRecord, expected: int) -> None:
-        """expected: so many of the batches, the first, are to be done by now; `expect` tells of others. Raises
-        UserError where another start's settings were others."""
+        """expected: how many batches, the first, are to be done by now. Raises UserError for other settings."""
         self.replica, self._counts, self._journals = replica, record.counts, record.output.journals
         total, whole = sum(self._counts[:expected]), replica.whole
         if whole.rank == 0:

@@ -37,8 +37,7 @@ from cocodiff_eval.restore.pipeline_inpainter import (
 
 
 class ImageJob(Job):
-    """The prompts of a job, each a batch. Images are float32 [Y, X, C] in [0, 1], videos [F, Y, X, C]. frames: of a
-    video; None for images."""
+    """The prompts of a job, each a batch: images [Y, X, C], or videos [F, Y, X, C] of so many `frames`, in [0, 1]."""
 
     unit = "images"
 
@@ -156,8 +155,7 @@ class ImageJob(Job):
 
 
 def video_frames(session: Session) -> int | None:
-    """How many frames a video has; None for models that make images. Raises UserError for a number that the model
-    would round."""
+    """None for models that make images. Raises UserError for a number that the model would round."""
     request, asked = session.prepared.request, session.prepared.values["frames"]
     if request.video is None:
         return None

@@ -64,8 +64,7 @@ class Presets:
 
 
 class Stage(ABC):
-    """What is made before the batches of a job, in parts that are numbered after these in the queue. counts: the items
-    of each part."""
+    """What is made before the batches of a job, in parts of so many items (`counts`), numbered after them."""
 
     counts: Sequence[int]
 
@@ -139,8 +138,7 @@ class Job(ABC):
         return []
 
     def holds(self, batch: Batch, sums: Sequence[int]) -> bool:
-        """Whether an earlier start's results are there as they were written, with these checksums. Any exception says
-        that they are not."""
+        """Whether an earlier start's results are there, with these checksums. Any exception says that they are not."""
         return self.sums(batch) == sums
 
     def told(self, rows: Sequence[Mapping[str, Any]]) -> str:
@@ -152,8 +150,7 @@ class Job(ABC):
         return {"pictures": ()}
 
     def groups(self, quality: Quality) -> dict[int, Group]:
-        """What a bound on quality chooses one setting for, by the numbers of tasks: all items, where each has a batch
-        of its own and there is one task."""
+        """What a bound chooses one setting for, by tasks: all items, where each is a batch and there is one task."""
         slices = Slices.chosen(len(self.batches), quality.slices, quality.every)
         names = {number: self.name(number) for number in range(len(self.batches))}
         return {0: Group(self.unit, slices, names, {number: (number,) for number in slices.checks})}

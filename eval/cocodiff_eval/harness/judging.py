@@ -148,8 +148,7 @@ class Restored(NamedTuple):
 
 @dataclass(frozen=True)
 class SliceReview:
-    """A slice whose samples are judged one by one. hidden_YX: known voxels that are hidden besides the mask, for its
-    intervals; None where there are to be none."""
+    """A slice to judge. hidden_YX: known voxels that are hidden besides, for intervals; None where there are none."""
 
     task: Task
     index: int
@@ -215,8 +214,7 @@ class SliceReview:
         return self.task.scale.denormalise(biharmonic(*self.given(False)))
 
     def picture(self, presets: Sequence[str], native: Mapping[str, np.ndarray]) -> Picture:
-        """What the report shows of it. native: what the result files hold, by preset, and as `spread_of(preset)` the
-        standard deviation of its samples."""
+        """native: what the result files hold, by preset, and as `spread_of(preset)` the deviation of its samples."""
         task, masked = self.task, bool(self.mask_YX.any())
         shown = presets if masked else ()
         restored = {preset: native[preset] for preset in shown}

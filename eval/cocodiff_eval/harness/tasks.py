@@ -62,9 +62,8 @@ class Task:
         return [self.stack.numbers[index] for index in sorted(self.mask.full)]
 
     def record(self) -> dict[str, Any]:
-        """What metrics.json and the report say of the input: the numbers of its slices, from the first to before the
-        second; the range of intensities, and how many voxels outside the mask lie beyond it, up to which; the slices
-        that are masked wholly."""
+        """For metrics.json and the report. slices: the first and the one after the last; beyond: voxels outside the
+        range."""
         numbers, scale = self.stack.numbers, self.scale
         return {
             "name": self.stack.name,
@@ -130,8 +129,7 @@ def _cut(name: str) -> str:
 
 @dataclass(frozen=True)
 class WorkingFile:
-    """The voxels of a result while a job runs: raw, slice after slice, so that any process writes any slice. preset:
-    whose result it is."""
+    """The voxels of a preset's result while a job runs: raw, so that any process writes any slice."""
 
     path: Path
     shape: tuple[int, int, int]
@@ -166,9 +164,8 @@ class WorkingFile:
 def result_files(
     task: Task, presets: Sequence[str], folder: Path, samples: int = 1, more: Sequence[str] = ()
 ) -> dict[str, WorkingFile]:
-    """For each preset the file of its restored slices. Of several samples it holds the mean, and one more file,
-    `spread_of(preset)`, their standard deviation in the input's units: float32, 0 outside the mask. more: what is added
-    to a preset's name for further files in the input's dtype, as of BOUNDS and of `kept_samples`."""
+    """By preset, the files of restored slices: of several samples the mean, and as `spread_of(preset)` their standard
+    deviation in the input's units, float32, 0 outside the mask. more: what names of further files add, as of BOUNDS."""
     stack, single = task.stack, np.dtype(np.float32)
     kinds = {preset: (stack.dtype, preset) for preset in presets}
     kinds |= {spread_of(preset): (single, preset) for preset in presets if samples > 1}

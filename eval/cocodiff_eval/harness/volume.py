@@ -164,10 +164,7 @@ def words_of(values: Mapping[str, Any]) -> list[str]:
 
 
 def axes_of(values: Mapping[str, Any], stack: Stack) -> tuple[tuple[str, ...], bool]:
-    """The axes that slices of a stack may be taken along, and whether a test is to choose among them.
-
-    Raises UserError for an axis whose slices are too small.
-    """
+    """The axes of a stack's slices, and whether a test chooses among them. Raises UserError for too small slices."""
     words, deep = words_of(values), is_deep(stack)
     if not words and deep and values["samples"] > 1 and values["hidden_test"] is not False and not values["quality"]:
         words = [AUTO]
@@ -184,8 +181,7 @@ def axes_of(values: Mapping[str, Any], stack: Stack) -> tuple[tuple[str, ...], b
 
 
 def volume_of(values: Mapping[str, Any], stack: Stack, mask: Mask) -> tuple[Volume | None, Mask]:
-    """How a stack is restored as a volume, None where it is slice by slice along z alone; and the mask of what its axes
-    restore. Raises UserError for options that do not fit together."""
+    """How a stack is restored as a volume, if it is; and the mask of what its axes restore. Raises UserError."""
     axes, chosen = axes_of(values, stack)
     usual = is_deep(stack) and (chosen or (values["samples"] > 1 and not values["quality"]))
     tested = usual if values["hidden_test"] is None else values["hidden_test"]

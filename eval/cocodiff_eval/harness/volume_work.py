@@ -94,8 +94,7 @@ class Making:
     def draw(
         self, axis: str, sample: int, prepared: Sequence[np.ndarray], masks: Sequence[np.ndarray], mode: str
     ) -> list[ItemSamples]:
-        """A sample of each of some slices along an axis, by the model. No two samples of different axes have the same
-        noise; along z those of a job of this axis alone."""
+        """A sample of some slices, each axis with noise of its own; along z that of a job of this axis alone."""
         numbers = [sample + self.samples * AXES.index(axis)] * len(prepared)
         return self.restorer.run(prepared, masks, mode, self.task.scale.limits01, numbers)
 
@@ -111,8 +110,7 @@ class Making:
         return Restored(path, made_along(method), self.volume.statistics)
 
     def window(self, hidden: Hidden | None, window: Window) -> tuple[np.ndarray, np.ndarray]:
-        """Of a volume that is tested a window, normalised, and of its mask with what is hidden besides: [Z, Y, X] each.
-        Both are read from the copies along y."""
+        """Of a tested volume, normalised, and of its mask with what is hidden: [Z, Y, X], from copies along y."""
         image_ZYX, mask_ZYX = (copy.window(window) for copy in self.turned("y"))
         if hidden is not None:
             indices = range(window[0].start, window[0].stop)

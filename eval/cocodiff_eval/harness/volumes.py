@@ -32,8 +32,7 @@ FUSED_TOGETHER = 8  # slices along z in a batch
 
 
 class Volumes(Stage):
-    """hidden: of the volumes that are tested, by the number of the task, what is hidden in each round; of: how each
-    volume is made, by the numbers of their tasks; works: of all of them."""
+    """of: how each volume is made, by the number of its task; hidden: of tested ones, in each round; works: of all."""
 
     def __init__(
         self, session: Session, restorer: Restorer, tasks: Sequence[Task], hidden: Mapping[int, Sequence[Hidden]]
