@@ -50,8 +50,8 @@ class Presets:
         names = dict.fromkeys([*self.presets, *([self.exact] if self.exact is not None and batch.compared else ())])
         return BatchSettings({name: name for name in names}, self.exact if self.exact in names else None)
 
-    def made(self, batches: Sequence[Batch], index: int) -> tuple[BatchSettings, dict[str, ItemSamples]]:
-        """An item of batches that are `kept`, whose samples they are."""
+    def made(self, batches: Sequence[Batch], index: int) -> tuple[str | None, dict[str, ItemSamples]]:
+        """What an item of batches that are `kept` is compared with, and all its samples."""
         raise NotImplementedError("no batch is made before")
 
     def configs(self, task: int) -> Mapping[str, Config]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -15,14 +15,11 @@ from cocodiff.jobs.partition import own_pixels
 from cocodiff.jobs.pipelines import Request
 from cocodiff_eval.harness.items import Batch, Cost, ItemSamples, measured
 from cocodiff_eval.harness.judging import SliceReview
-from cocodiff_eval.harness.session import Session
+from cocodiff_eval.harness.session import Engines, Session
 from cocodiff_eval.quality.fusing import Moments
 from cocodiff_eval.restore.pipeline_inpainter import SMALL_MODEL, PipelineInpainter
 from cocodiff_eval.restore.restore import plan_slice, restore_slices
 from cocodiff_eval.restore.tiling import TilingSettings
-
-if TYPE_CHECKING:
-    from cocodiff.engine.engine import Engine
 
 TOGETHER = 8  # slices in a batch: more make calls little cheaper, and leave replicas idle at the end of a stack
 
@@ -54,7 +51,7 @@ class Restorer:
     """Restores slices with the model's tiles, by an engine for each mode, as the replica of this number."""
 
     inpainter: PipelineInpainter
-    engines: Mapping[str, Engine]
+    engines: Engines
     batch: int
     tiling: TilingSettings
     replica: int

@@ -102,7 +102,7 @@ def put_together(job: Job, way: Presets, parts: Parts, progress: Callable[..., A
         (*_, kept), batches = divided[number]
         for place, index in enumerate(batches[0].indices):
             if kept:
-                (_, exact), drawn = way.made(batches, index)
+                exact, drawn = way.made(batches, index)
             else:
                 exact, drawn = way.of(batches[0]).exact, parts.merged(batches, index)
             rows += finish_item(job, batches[0], place, drawn, exact)
@@ -171,10 +171,10 @@ class Trials(Presets, Stage):
         setting, preset = self._setting(batch.task), self.quality.preset
         return BatchSettings({preset: setting}, preset if setting == self.quality.exact else None)
 
-    def made(self, batches: Sequence[Batch], index: int) -> tuple[BatchSettings, dict[str, ItemSamples]]:
+    def made(self, batches: Sequence[Batch], index: int) -> tuple[str | None, dict[str, ItemSamples]]:
         settings = {self.quality.preset: self._setting(batches[0].task), EXACT_RUN: self.quality.exact}
         drawn = {name: self.parts[one].merged(batches, index)[one] for name, one in settings.items()}
-        return BatchSettings(settings, EXACT_RUN), drawn
+        return EXACT_RUN, drawn
 
     def configs(self, task: int) -> dict[str, Config]:
         return {self.quality.preset: self.quality.rungs[self._setting(task)]}
