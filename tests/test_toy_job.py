@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cocodiff_eval.harness.job import JobResult, Presets
+from cocodiff_eval.harness.job import JobResult, Presets, Trials, run_batches
 from cocodiff_eval.harness.quality import Bound, Quality
-from cocodiff_eval.harness.running import Trials, run_batches
 from toys.job import ERRORS, Squares
 
 from cocodiff.comm.loopback import run_ranks

@@ -1,5 +1,5 @@
 """`--quality`: what is asked for, the settings that it is found among, which of them is to be tried next, and what one
-is chosen for: a group of a job's items. `running.py` tries them, docs/inpainting.md tells users.
+is chosen for: a group of a job's items. `job.py` tries them, docs/inpainting.md tells users.
 
 What is tried follows from measured figures alone, so that all ranks and every start of a job decide alike.
 """

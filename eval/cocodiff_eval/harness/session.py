@@ -135,8 +135,7 @@ class Session:
 
     def run(self, job: Job) -> None:
         """Makes the job's results, completes and publishes them. All ranks call it."""
-        from cocodiff_eval.harness.job import Presets
-        from cocodiff_eval.harness.running import Trials, run_batches
+        from cocodiff_eval.harness.job import Presets, Trials, run_batches
 
         prepared, quality = self.prepared, self.prepared.quality
         way = Presets(prepared.presets, self.exact)
