@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,6 +27,7 @@ from cocodiff_eval.harness.volume import (
     APART,
     BIHARMONIC,
     LINES,
+    MEMBERS,
     METHODS,
     OWN,
     HiddenRegionReport,
@@ -364,3 +366,27 @@ class SliceTrial(Trial):
             left = iter(images)
             made[name] = np.stack([np.full(shape, np.nan) if mask.all() else next(left)[grid] for mask in masks])
         return made
+
+
+def works_of(making: Making) -> list[Work]:
+    """All that may have to be made of a volume, in an order that depends on the job's settings and masks alone."""
+    volume, works, groups = making.volume, list[Work](), making.groups
+    for place, hidden in enumerate(making.hidden):
+        for axis in making.read_along:
+            tested = groups(axis, hidden.tested[axis])
+            samples = volume.sampled(making.samples) if axis in volume.axes else 1
+            works += [SliceTrial(making, axis, group, place, n) for n in range(samples) for group in tested]
+        works.append(Trial(making, "", (), place))
+    for axis in volume.axes:
+        restorable = groups(axis, volume.statistics.restorable(axis))
+        works += [ByModel(making, axis, group, n) for n in range(making.samples) for group in restorable]
+    for method in MEMBERS if making.hidden else ():
+        axis = made_along(method)
+        if method in SOLVERS:  # also where a slice along z is masked wholly
+            masked = (volume.statistics.counts("z") > 0).nonzero()[0].tolist()
+            cells = [tuple(group) for _, group in groupby(masked, lambda index: index // CELL)]
+            works += [Solved(making, axis, group, method) for group in cells]
+        else:
+            restorable = groups(axis, volume.statistics.restorable(axis))
+            works += [Smoothed(making, axis, group, method) for group in restorable]
+    return works

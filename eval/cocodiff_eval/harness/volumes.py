@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 from cocodiff.jobs.replicas import Queue
@@ -23,10 +22,9 @@ from cocodiff_eval.harness.job import Stage
 from cocodiff_eval.harness.restoring import Restorer
 from cocodiff_eval.harness.session import Session
 from cocodiff_eval.harness.tasks import Task
-from cocodiff_eval.harness.volume import MEMBERS, HiddenRegionReport, Tested, judge_test, made_along
-from cocodiff_eval.harness.volume_work import ByModel, Making, Restoring, SliceTrial, Smoothed, Solved, Trial, Work
+from cocodiff_eval.harness.volume import HiddenRegionReport, Tested, judge_test
+from cocodiff_eval.harness.volume_work import ByModel, Making, Restoring, Trial, works_of
 from cocodiff_eval.quality.hidden import Hidden
-from cocodiff_eval.restore.baseline import CELL, SOLVERS
 
 FUSED_TOGETHER = 8  # slices along z in a batch
 
@@ -132,27 +130,3 @@ class Volumes(Stage):
         """For metrics.json."""
         found = [(making.verdict, making.task) for making in self.of.values()]
         return [verdict.record(task.stack.name, task.mask.name) for verdict, task in found if verdict is not None]
-
-
-def works_of(making: Making) -> list[Work]:
-    """All that may have to be made of a volume, in an order that depends on the job's settings and masks alone."""
-    volume, works, groups = making.volume, list[Work](), making.groups
-    for place, hidden in enumerate(making.hidden):
-        for axis in making.read_along:
-            tested = groups(axis, hidden.tested[axis])
-            samples = volume.sampled(making.samples) if axis in volume.axes else 1
-            works += [SliceTrial(making, axis, group, place, n) for n in range(samples) for group in tested]
-        works.append(Trial(making, "", (), place))
-    for axis in volume.axes:
-        restorable = groups(axis, volume.statistics.restorable(axis))
-        works += [ByModel(making, axis, group, n) for n in range(making.samples) for group in restorable]
-    for method in MEMBERS if making.hidden else ():
-        axis = made_along(method)
-        if method in SOLVERS:  # also where a slice along z is masked wholly
-            masked = (volume.statistics.counts("z") > 0).nonzero()[0].tolist()
-            cells = [tuple(group) for _, group in groupby(masked, lambda index: index // CELL)]
-            works += [Solved(making, axis, group, method) for group in cells]
-        else:
-            restorable = groups(axis, volume.statistics.restorable(axis))
-            works += [Smoothed(making, axis, group, method) for group in restorable]
-    return works
