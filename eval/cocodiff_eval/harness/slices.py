@@ -165,8 +165,8 @@ class SliceJob(Job):
     def make(self, settings: Sequence[str], batch: Batch) -> dict[str, list[ItemSamples]]:
         leads = self.session.replica.leads
         if (volume := self.volumes.of.get(batch.task)) is not None:
-            indices = batch.indices if leads else ()
-            return {one: [volume.fused(index, one) for index in indices] for one in settings}
+            slices = self._seen(batch) if leads else []
+            return {one: [volume.fused(seen, one) for seen in slices] for one in settings}
         seen = self._seen(batch)
         if batch.copied:  # a slice without masked voxels is its own restoration
             pairs = [(Moments.of(one.given(False)[0]), one.original_YX) for one in (seen if leads else [])]

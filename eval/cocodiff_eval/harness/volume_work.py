@@ -17,10 +17,11 @@ import numpy as np
 
 from cocodiff.config.files import flush
 from cocodiff.jobs.replicas import Queue
-from cocodiff_eval.data.intensity import compose_native, prepare_slice
+from cocodiff_eval.data.intensity import prepare_slice
 from cocodiff_eval.data.masks import depth
 from cocodiff_eval.data.reoriented import AXES, Reoriented, Restored, reoriented_shape
 from cocodiff_eval.harness.items import Cost, ItemSamples, evenly
+from cocodiff_eval.harness.judging import SliceReview
 from cocodiff_eval.harness.restoring import Restorer
 from cocodiff_eval.harness.tasks import Task
 from cocodiff_eval.harness.volume import (
@@ -38,7 +39,6 @@ from cocodiff_eval.harness.volume import (
 )
 from cocodiff_eval.quality.fusing import Intervals, Moments, fuse, samples_along
 from cocodiff_eval.quality.hidden import Hidden
-from cocodiff_eval.quality.metrics import masked_psnr_db
 from cocodiff_eval.restore.baseline import CELL, SOLVERS, Window, in_cells
 
 TRACE = 1e-9  # of weight, so that a voxel without any other is restored along an axis
@@ -128,25 +128,24 @@ class Making:
         deep_YX = depth(self.volume.read_mask, index, self.volume.statistics.shape[0])
         return (self.verdict.intervals or Intervals.unknown()).at(deep_YX)
 
-    def fused(self, index: int, mode: str) -> ItemSamples:
+    def fused(self, seen: SliceReview, mode: str) -> ItemSamples:
         """A slice along z: all its samples, with the PSNR of each, and themselves where they are kept."""
-        task, mask_YX = self.task, self.mask("z", index)
-        original_YX, image_YX = task.stack.read(index), np.zeros(mask_YX.shape)
-        if not task.mask.read(index).any():  # nothing to restore, or nothing to restore it from
-            return ItemSamples(Moments.of(image_YX), Cost(), kept=(original_YX,) * self.samples * self.keeps)
-        values_SP, weights_SP, drawn_SP = self._samples(index, mode, mask_YX)
+        mask_YX, image_YX = seen.mask_YX, np.zeros(seen.mask_YX.shape)
+        if not mask_YX.any():  # nothing to restore, or nothing to restore it from
+            return ItemSamples(Moments.of(image_YX), Cost(), kept=(seen.original_YX,) * self.samples * self.keeps)
+        values_SP, weights_SP, drawn_SP = self._samples(seen.index, mode, mask_YX)
         mean_P, spread_P = fuse(values_SP, weights_SP, drawn_SP)
         drawn_S = (drawn_SP > 0).any(axis=1)
         samples, squares_YX = int(drawn_S.sum()), np.zeros(mask_YX.shape)
         image_YX[mask_YX], squares_YX[mask_YX] = mean_P, np.square(spread_P) * (samples - 1)
         cost = self.costs.get(mode, Cost()).shares(int((self.volume.statistics.counts("z") > 0).sum()))[0]
-        truth_YX, psnr_db, kept = task.truth.read(index) if task.truth is not None else None, [], []
+        psnr_db, kept = [], []
         for values_P, weights_P in zip(values_SP[drawn_S], drawn_SP[drawn_S], strict=True):
             sample_YX = image_YX.copy()
             sample_YX[mask_YX] = np.where(weights_P > 0, values_P, mean_P)
-            native_YX = compose_native(original_YX, sample_YX, mask_YX, task.scale)
-            psnr_db.append(None if truth_YX is None else masked_psnr_db(task.scale, truth_YX, native_YX, mask_YX))
-            kept += [native_YX] if self.keeps else []
+            one = ItemSamples(Moments.of(sample_YX), Cost())
+            psnr_db.append(seen.psnr_db(one))
+            kept += [seen.native(one)] if self.keeps else []
         return ItemSamples(Moments(samples, image_YX, squares_YX), cost, tuple(psnr_db), tuple(kept))
 
     def _samples(self, index: int, mode: str, mask_YX: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
