@@ -101,13 +101,11 @@ def start(words: Sequence[str], launch: Launch) -> int:
         what = f"{', '.join(prepared.presets)} on {ranks} rank(s)"
         say(f"cocodiff {__version__}: {what} into {values['out']}; reading {len(values['input'])} input(s)")
     tasks = find_tasks(values)
-    from cocodiff_eval.harness.tasks import describe_inputs
-
     for line in dict.fromkeys(line for task in tasks for line in task.remarks() if launch.speaks):
         say(line)
     for task in tasks:
         check_truth(prepared.quality, task)
-    prepared = replace(partitioned(prepared, tasks), inputs=partial(describe_inputs, tasks, values))
+    prepared = partitioned(prepared, tasks)
     compared = {f"intensities of {task.stack.name} outside {task.mask.name}": str(task.scale) for task in tasks}
     return start_job(prepared, launch, "slices", partial(job, tasks), compared)
 
@@ -143,22 +141,22 @@ def partitioned(prepared: Prepared, tasks: list[Any]) -> Prepared:
     """The job with its ranks divided into replicas and guidance. Raises UserError."""
     from cocodiff_eval.harness.items import count_batches
     from cocodiff_eval.harness.restoring import SMALL_MODEL, frames_of, slices_together, tiles_in_a_call
+    from cocodiff_eval.harness.tasks import describe_inputs
 
     values, request = prepared.values, prepared.request
     native = values["tile"] or own_pixels(request)
     tiles, samples, frames = tiles_in_a_call(values["batch"], native), values["samples"], frames_of(values, request)
-    counts = [
-        count_batches(task.mask.masked, together, samples, frames > 1)
-        for task in tasks
-        for together in [frames if frames > 1 else slices_together(task.stack.shape[1:], native, tiles)]
-    ]
+    together = [slices_together(task.stack.shape[1:], native, tiles, frames) for task in tasks]
+    pairs = zip(tasks, together, strict=True)
+    counts = [count_batches(task.mask.masked, slices, samples, frames > 1) for task, slices in pairs]
     groups = max(calls for _, calls in counts)
-    return prepared.partitioned(
+    prepared = prepared.partitioned(
         images=samples * sum(task.mask.masked for task in tasks),
         batches=sum(batches for batches, _ in counts),
         batch=tiles if native <= SMALL_MODEL else 1,
         steps=values["steps"] * groups,
     )
+    return replace(prepared, inputs=partial(describe_inputs, tasks, values))
 
 
 def find_tasks(values: dict[str, Any], unmasked: str | None = None) -> list[Any]:

@@ -29,10 +29,12 @@ def tiles_in_a_call(wanted: int | None, native: int) -> int:
     return wanted or (16 if native <= SMALL_MODEL else 2)
 
 
-def slices_together(shape: Sequence[int], native: int, batch: int) -> int:
-    """How many slices [Y, X] may share a model's calls: those of a small model whose tiles fit into one."""
+def slices_together(shape: Sequence[int], native: int, batch: int, frames: int, most: int = TOGETHER) -> int:
+    """How many slices [Y, X] share a model's calls: those of a video, or of a small model those whose tiles fit one."""
+    if frames > 1:
+        return frames
     tiles = math.prod(-(-side // native) for side in shape)
-    return min(TOGETHER, max(1, batch // tiles)) if native <= SMALL_MODEL else 1
+    return min(most, max(1, batch // tiles)) if native <= SMALL_MODEL else 1
 
 
 def frames_of(values: Mapping[str, Any], request: Request) -> int:
@@ -89,10 +91,8 @@ class Restorer:
         return sum(plan.tile_steps(self.inpainter.steps) for plan in plans)
 
     def together(self, rows_columns: Sequence[int], most: int = TOGETHER) -> int:
-        """How many slices [Y, X] share the model's calls: those of a video, or few of a small model."""
-        if self.inpainter.frames > 1:
-            return self.inpainter.frames
-        return min(most, slices_together(rows_columns, self.inpainter.native_size, self.batch))
+        """As of `slices_together`."""
+        return slices_together(rows_columns, self.inpainter.native_size, self.batch, self.inpainter.frames, most)
 
     def run(
         self,
