@@ -8,11 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cocodiff_eval.harness.bound import Bound
-from cocodiff_eval.harness.job import JobResult
-from cocodiff_eval.harness.quality import Quality
-from cocodiff_eval.harness.running import Presets, run_batches
-from cocodiff_eval.harness.trials import Trials
+from cocodiff_eval.harness.job import JobResult, Presets, Trials, run_batches
+from cocodiff_eval.harness.quality import Bound, Quality
 from toys.job import ERRORS, Squares
 
 from cocodiff.comm.loopback import run_ranks

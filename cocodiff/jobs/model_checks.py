@@ -84,8 +84,7 @@ def _check_layers(config: Mapping[str, Any], path: Path) -> None:
 
 
 def check_index(index: Mapping[str, Any], path: Path, parts: Sequence[str]) -> None:
-    """Raises UserError where `model_index.json` names the parts of a model in another way than diffusers does. parts:
-    those that may be absent, as [null, null]."""
+    """Raises UserError for parts of a model that diffusers names otherwise. parts: those that may be absent."""
     for part in (*REQUIRED, *(name for name in parts if name in index)):
         named = index.get(part)
         if part not in REQUIRED and named == [None, None]:
@@ -97,8 +96,7 @@ def check_index(index: Mapping[str, Any], path: Path, parts: Sequence[str]) -> N
 
 
 def check_folder(folder: Path, index: Mapping[str, Any], parts: Sequence[str]) -> None:
-    """Raises UserError for configurations and weights of a model's folder that cannot be read, or that are absent.
-    Reads the headers of weights only. parts: those of the index that may be absent."""
+    """Raises UserError for configurations and weights that cannot be read, or are absent. parts: that may be absent."""
     check_index(index, folder / "model_index.json", parts)
     named = [part for part in parts if (index.get(part) or [None])[0]]
     weighty = [part for part in named if part.startswith(("text_encoder", *EXPERTS[1:]))]
@@ -207,8 +205,7 @@ def check_tokenizer(tokenizer: Any, part: str, model: str) -> None:
 def check_sides(
     pipe: Any, height: int, width: int, model: str, frames: int = 1, options: Sequence[str] = ("height", "width")
 ) -> None:
-    """Raises UserError for images that a model has no positions for, and for those that fit in no memory. frames: of a
-    video."""
+    """Raises UserError for images that a model has no positions for, and that fit in no memory. frames: of a video."""
     given = [*zip(options, (height, width), strict=True)]
     positions = pipe.transformer.config.get("pos_embed_max_size")
     if positions:
@@ -252,8 +249,7 @@ def variant_of(folder: Path) -> str | None:
 
 
 def read_headers(folder: Path) -> dict[str, tuple[str, int]]:
-    """Of the tensors of a folder's safetensors files the dtype (safetensors' name) and how many values they have, by
-    their names; reads headers only. Raises UserError for files that are no safetensors."""
+    """The dtypes and numbers of values in a folder's safetensors, by name. Raises UserError for others."""
     from safetensors import SafetensorError, safe_open
 
     tensors: dict[str, tuple[str, int]] = {}

@@ -39,9 +39,7 @@ def family_of_shape(name: str) -> str | None:
 
 
 def shape_of_mapping(values: Mapping[str, Any], where: str) -> ModelShape:
-    """The shape of a model file: the fields of ModelShape, and `family`, whose facts stand for fields that are absent.
-
-    `entrance`, the former name of `unsharded_copies`, is read as well."""
+    """Of a model file: fields of ModelShape (one by its former name as well), and `family`, for absent ones."""
     given = {"unsharded_copies" if key == "entrance" else key: value for key, value in values.items()}
     if "family" not in given:
         return from_mapping(ModelShape, given, where)
@@ -80,8 +78,7 @@ def shape_of_folder(path: Path) -> ModelShape:
 
 
 def of_other_parts(shape: ModelShape, family: Family, folder: Path) -> dict[str, Any]:
-    """Facts of a model's text encoders and VAE, from the headers of their weights where there are any, and of its
-    index."""
+    """Facts of a model's text encoders and VAE, from the headers of their weights and the model's index."""
 
     def numbers(part: Path) -> int:
         return sum(stored_values(part).values())
@@ -95,6 +92,5 @@ def of_other_parts(shape: ModelShape, family: Family, folder: Path) -> dict[str,
 
 
 def family_of_class(name: str) -> Family | None:
-    """The family whose transformer's class has this name, as a config.json gives it; None where none has of whose shape
-    enough is known."""
+    """The family whose transformer's class has this name; None where none has of whose shape enough is known."""
     return next((family for family in families() if family.planned and family.class_name == name), None)

@@ -41,6 +41,12 @@ PARTITION_OPTIONS = (
     Option("dry_run", "say partition, memory and predicted time; start nothing", False, type=bool),
 )
 RESUME = Option("resume", "go on with a run into the same folder that did not end; else start one", False, type=bool)
+JOB_OPTIONS = (
+    Option("overwrite", "replace the results of an earlier run", False, type=bool),
+    RESUME,
+    *PARTITION_OPTIONS,
+    *RUN_OPTIONS,
+)
 # What --help shows of a job's options, after those under the job's own headings; --help-all shows the others too.
 HEADINGS = {
     "ranks": "ranks preset parallel replicas dry_run machine device exchange codec guidance_parallel vae compile",
@@ -135,8 +141,7 @@ def check_counts(values: dict[str, Any], *names: str) -> None:
 
 
 def check_strength(strength: float, steps: Sequence[int]) -> None:
-    """Raises UserError for a strength outside (0, 1], and for one so small that the schedule, of which the last
-    `steps` run, has more than MOST["steps"]."""
+    """Raises UserError outside (0, 1], and where the schedule, whose end runs, is longer than MOST["steps"]."""
     if not 0 < strength <= 1:
         raise UserError(f"--strength {strength}: give a number above 0 and up to 1")
     if max(steps) / strength > MOST["steps"]:
@@ -146,8 +151,7 @@ def check_strength(strength: float, steps: Sequence[int]) -> None:
 
 
 def _check_number_or_word(option: Option, value: Any) -> None:
-    """Raises UserError for a word that is none of the option's, and for digits that int() has trouble with: ² and
-    thousands of them."""
+    """Raises UserError for a word that is none of the option's, and for digits that int() has trouble with."""
     if isinstance(value, str) and value not in option.words and not re.fullmatch(r"[0-9]{1,18}", value):
         said = "not a whole number of at most 18 digits" if value.isdigit() else f"give {option.wanted}"
         raise UserError(f"--{option.name} {value[:20]!r}: {said}")
@@ -176,8 +180,7 @@ class _Help(HelpFormatter):
 def _parser(
     command: str, about: str, options: Sequence[Option], headings: Mapping[str, str], full: bool
 ) -> ArgumentParser:
-    """full: whether the help shows all options, and all that is said of each, or what stands before the first colon,
-    semicolon or bracket."""
+    """full: whether the help shows all options, and all that is said of each."""
     needed = "".join(f" --{option.name} {option.name.upper()}" for option in options if option.required)
     more = "" if full else " --help-all shows all options, and all that is said of each."
     parser = _Parser(

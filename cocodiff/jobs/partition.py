@@ -15,7 +15,7 @@ from cocodiff.config.files import read_json
 from cocodiff.config.machine import Topology
 from cocodiff.demo_model import PROMPT_TOKENS
 from cocodiff.jobs.pipelines import Request, encoders_of, import_pipeline, model_file, own_weights, transformer_config
-from cocodiff.jobs.replicas import axes_of
+from cocodiff.jobs.replicas import axes_of, topology_of
 from cocodiff.jobs.terminal import say
 from cocodiff.models import families
 from cocodiff.models.family import INPAINT, VAE_FACTOR
@@ -41,18 +41,16 @@ def partition_of(
     steps: int | None = None,
     compares: bool = True,
 ) -> Partition:
-    """The partition of a job that makes `images` in each of `presets`.
+    """The partition of a job that makes `images` in each of `presets`; all ranks find the same.
 
-    values: the command's options, of them parallel, replicas, dry_run, dtype, machine, device; steps, height and width.
-    batches: calls of the pipeline, by default one for each image. batch: images, or tiles of them, in one call.
-    steps: denoising steps of a call, instead of the option's. compares: whether several presets are compared.
+    values: of options parallel, replicas, dry_run, dtype, machine, device; steps, height and width. batches: calls of
+    the pipeline, by default one for each image. batch: images, or tiles of them, in one call. steps: of a call, instead
+    of the option's. compares: whether several presets are compared: on all ranks, unless replicas are given.
 
-    Several presets are compared on all ranks, unless replicas are given. Two ranks or more share an image where a
-    preset selects or codes what it sends, which one rank has no use for. Rank 0 says what was taken and why; with
-    dry_run also memory and predicted time, also where there is no choice. All ranks find the same. The partition's
-    guidance is for presets whose guidance_parallel is auto.
-    A model of which no more than a plan is known has one replica unless more are given.
-    Raises UserError for pinned axes that the ranks do not allow, and where no partition fits the machine's memory.
+    Two ranks or more share an image where a preset selects or codes what it sends. A model of which no more than a plan
+    is known has one replica unless more are given. Rank 0 says what was taken and why, in a dry run memory and time
+    too. The guidance is for presets whose guidance_parallel is auto. Raises UserError for pinned axes that the ranks do
+    not allow, and where no partition fits the machine's memory.
     """
     two = guides(request)
     replicas, guidance = pinned(values, presets)
@@ -66,11 +64,10 @@ def partition_of(
     only = possible[0] if len(possible) == 1 and not values["dry_run"] else None
     if only is not None and only.replicas == 1:
         return only
-    import_pipeline(request)  # which the model's shape is taken from
+    works = workloads(values, request, presets, batch, values["steps"] if steps is None else steps)
     from cocodiff.planner.choice import Pricer, choose
 
-    works = workloads(values, request, presets, batch, values["steps"] if steps is None else steps)
-    pricer = Pricer(Topology.build(load_machine(values["machine"]), ranks, detect().local_size))
+    pricer = Pricer(topology_of(values["machine"], ranks))
     if only is not None:
         for work in works:
             pricer.check_same_bits(work, only)
@@ -106,18 +103,16 @@ def with_weights(
     batch: int = 1,
     **_: Any,
 ) -> dict[str, Config]:
-    """The presets with `weights: auto` decided: whole on a CPU, where the machine does not tell a tile's memory, and of
-    a model of which no more than a plan is known; else as the preset that needs most has it, for all share one model,
-    each with the state that fits beside."""
+    """The presets with `weights: auto` decided: whole on a CPU and where memory or model are not known; else as the
+    preset that needs most has it, for all share one model, each with the state that fits beside."""
     undecided = {name: config for name, config in presets.items() if config.weights == "auto"}
-    machine = load_machine(values["machine"])
-    if not undecided or values["device"] == "cpu" or not machine.device.memory_gib or not is_planned(request):
+    topology = topology_of(values["machine"], ranks)
+    memory = topology.machine.device.memory_gib
+    if not undecided or values["device"] == "cpu" or not memory or not is_planned(request):
         return dict(presets) | {name: config.with_(weights="whole") for name, config in undecided.items()}
-    import_pipeline(request)
+    works = workloads(values, request, [*undecided.values()], batch, 1)
     from cocodiff.planner.choice import shared_weights, with_weights_chosen
 
-    topology = Topology.build(machine, ranks, detect().local_size)
-    works = workloads(values, request, [*undecided.values()], batch, 1)
     found = [with_weights_chosen(topology, work, partition).config for work in works]
     most = max(found, key=lambda one: (one.split is not None, one.weights == "node", one.split_layers or math.inf))
     chosen = {
@@ -175,6 +170,7 @@ def workloads(
     values: dict[str, Any], request: Request, presets: Sequence[Config], batch: int, steps: int
 ) -> list[Workload]:
     """What one call of the pipeline is in each preset, from the model's configs alone: the prompt is the longest."""
+    import_pipeline(request)  # which the model's shape is taken from
     from cocodiff.jobs.model_shapes import shape_of_folder
     from cocodiff.models.adapter import image_and_text
     from cocodiff.planner.choice import Workload
@@ -196,18 +192,15 @@ def workloads(
 
 
 def with_tokens(presets: Mapping[str, Config], values: dict[str, Any], request: Request) -> dict[str, Config]:
-    """The presets with the tokens of the job's images or videos, by which meshes are chosen; as they are on machines
-    whose file does not tell all rates, and of a model of which no more than a plan is known."""
+    """With the tokens of the job's images, by which meshes are chosen, where all rates and the model are known."""
     if load_machine(values["machine"]).missing_rates or not is_planned(request):
         return dict(presets)
-    import_pipeline(request)
     works = workloads(values, request, [*presets.values()], 1, 1)
     return dict(zip(presets, (work.config for work in works), strict=True))
 
 
 def image_tokens(values: dict[str, Any], request: Request, path: Path, shape: ModelShape) -> int:
-    """Of the image or video that is made: the model's own size, or height and width, or a tile's side, where they are
-    given. path: of the transformer's config."""
+    """Of what is made: the model's own size, or that of the options. path: of the transformer's config."""
     model = request.model
     if request.task == INPAINT and request.own is None:
         values = values | dict.fromkeys(("height", "width"), values.get("tile") or own_pixels(request))

@@ -60,8 +60,7 @@ class Request:
 
     @cached_property
     def index(self) -> dict[str, Any]:
-        """The `model_index.json` of a model with files of its own. Raises UserError where there is none, and where it
-        is no JSON object."""
+        """The `model_index.json` of a model with files of its own. Raises UserError where it is no JSON object."""
         index = read_json(model_file(self.model, INDEX))
         return index | {"_class_name": str(index.get("_class_name") or "")}
 
@@ -101,8 +100,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Model:
-    """A pipeline ready to be called, on its device, without text encoders: prompts are embeddings of one row each.
-    fixed: arguments that all calls have, for guidance and the first frame."""
+    """A pipeline on its device, without text encoders. prompts: a row each; fixed: arguments of all calls."""
 
     name: str
     pipe: Any
@@ -348,8 +346,7 @@ def _from_pretrained(request: Request, dtype: Any, parts: dict[str, Any]) -> Any
 
 
 def _load_encoder(request: Request, part: str, dtype: Any) -> Any:
-    """A text encoder. Raises UserError where it cannot be read, and for weights that lack tensors, which the pipeline's
-    own loading would make up."""
+    """Raises UserError for weights that lack tensors, which the pipeline's own loading would make up."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()

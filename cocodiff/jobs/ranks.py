@@ -172,8 +172,7 @@ def _check_no_device(ranks: int, config: Config) -> None:
 
 
 class _Notes:
-    """What forked ranks leave for their parent: how they ended, and what they wrote. All of it and the store at which
-    they meet are files in memory without a name, which are gone with the last of the processes, however these end."""
+    """What forked ranks leave for their parent, in nameless files in memory, gone with the last process."""
 
     def __init__(self, ranks: int) -> None:
         self.store, self._ends, *self._logs = (os.memfd_create("cocodiff") for _ in range(2 + ranks))
@@ -345,8 +344,7 @@ def _report(ends: dict[int, End], ranks: int, left: str) -> int:
 
 
 def settle(values: dict[str, Any], launch: Launch) -> int:
-    """Quiets libraries and shares the cores among ranks, before numpy or torch are imported. Returns how many ranks.
-    Raises UserError where this host has no room for so many."""
+    """Quiets libraries and shares cores, before torch is imported. Returns how many ranks. Raises UserError."""
     gc.disable()  # until ranks run: a tenth of the time would go into a search for garbage among what imports leave
     quiet_libraries(values["log_level"])
     ranks = (values["ranks"] if launch.kind == "alone" else launch.size) or 1

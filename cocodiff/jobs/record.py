@@ -19,8 +19,7 @@ REMEMBERED = (
 
 
 def lasting(config: Config) -> dict[str, Any]:
-    """The settings that results depend on: how long to wait for a lost rank is none of them, nor is how messages
-    are checked and posted."""
+    """The settings that results depend on: none of how long to wait, and how messages are checked and posted."""
     settings = {name: value for name, value in vars(config).items() if not name.endswith("timeout_s")}
     return settings | {"timeout_s": None, "check_messages": False, "messages": "batch"}
 
@@ -100,8 +99,7 @@ def write_document(folder: Path, name: str, document: Mapping[str, Any], values:
 
 
 def write_settings(folder: Path, values: Mapping[str, Any], remarks: Sequence[str] = ()) -> None:
-    """Writes run.yaml, which repeats the run. That it replaced an older one, or went on, is not for repeating.
-    remarks: lines of what the run chose by itself, as comments."""
+    """Writes run.yaml, which repeats the run, with remarks as comments; not that it replaced an older one."""
     import yaml
 
     once = ("overwrite", "resume")

@@ -22,10 +22,13 @@ from cocodiff.topology.axes import Axes
 VISIBLE_S = 10.0  # what a shared file system may take to show a new file on another host
 
 
+def topology_of(machine: str, ranks: int) -> Topology:
+    return Topology.build(load_machine(machine), ranks, detect().local_size)
+
+
 def axes_of(machine: str, ranks: int, replicas: int, guidance: int = 1) -> Axes:
     """Raises UserError for replicas that do not divide the ranks."""
-    topology = Topology.build(load_machine(machine), ranks, detect().local_size)
-    return Axes.build(topology, replica=replicas, guidance=guidance)
+    return Axes.build(topology_of(machine, ranks), replica=replicas, guidance=guidance)
 
 
 def topology_of_replica(values: dict[str, Any], ranks: int, replicas: int) -> Topology:
@@ -35,8 +38,7 @@ def topology_of_replica(values: dict[str, Any], ranks: int, replicas: int) -> To
 
 
 class Replica:
-    """This rank's replica. number: which it is; transport: that of its ranks; leads: whether this rank is the one that
-    claims batches and writes."""
+    """This rank's replica. transport: of its ranks; leads: whether this rank claims batches and writes."""
 
     def __init__(self, whole: Any, machine: str, replicas: int) -> None:
         from cocodiff.comm.transport import Part  # torch
@@ -61,8 +63,7 @@ class Replica:
         say(f"{self.whole.size} rank(s){in_replicas} ready after {time.monotonic() - started:.1f} s")
 
     def take(self, numbers: Sequence[int], journals: Journals) -> Iterator[int]:
-        """The batches that this replica is to do, one after the other, each when it is asked for. All its ranks ask
-        together."""
+        """The batches that this replica is to do, each when it is asked for. All its ranks ask together."""
         if self.count == 1:
             yield from numbers
             return
@@ -107,9 +108,8 @@ class Queue:
     """
 
     def __init__(self, replica: Replica, record: JobRecord, expected: int) -> None:
-        """expected: so many of the batches, the first, are to be done by now; `expect` tells of others. Raises
-        UserError where another start's settings were others."""
-        self._replica, self._counts, self._journals = replica, record.counts, record.output.journals
+        """expected: how many batches, the first, are to be done by now. Raises UserError for other settings."""
+        self.replica, self._counts, self._journals = replica, record.counts, record.output.journals
         total, whole = sum(self._counts[:expected]), replica.whole
         if whole.rank == 0:
             record.begin(total)
@@ -120,7 +120,7 @@ class Queue:
 
     @cached_property
     def _journal(self) -> Journal:
-        return self._journals.open_journal(f"{time.time_ns()}-{self._replica.whole.rank}")
+        return self._journals.open_journal(f"{time.time_ns()}-{self.replica.whole.rank}")
 
     def __enter__(self) -> Queue:
         self.bar.__enter__()
@@ -132,8 +132,8 @@ class Queue:
     def take(self, numbers: Sequence[int]) -> Iterator[int]:
         """Those of some batches that this replica is to do; it ends when all of them are done, on all replicas."""
         missing = [number for number in numbers if not self.is_done(number)]
-        yield from self._replica.take(missing, self._journals)
-        self._replica.whole.gather_object(None)  # the bar goes on until all replicas are done
+        yield from self.replica.take(missing, self._journals)
+        self.replica.whole.gather_object(None)  # the bar goes on until all replicas are done
         self._done |= {*numbers}
 
     def begin(self, items: int, steps: int) -> None:
@@ -148,7 +148,7 @@ class Queue:
     def expect(self, numbers: Sequence[int]) -> None:
         """All ranks say which batches are still to be done, of those that may be."""
         self.bar.total = sum(self._counts[number] for number in {*numbers, *self._done})
-        if self._replica.whole.rank == 0:
+        if self.replica.whole.rank == 0:
             self._journals.expect(self.bar.total)
 
     def add(self, number: int, rows: list[Any], sums: Sequence[int] = ()) -> None:
@@ -158,10 +158,10 @@ class Queue:
             self._journal.add(Entry(number, self._counts[number], rows, sums))
         self.bar.begin(0, 0)
 
-    def rows(self) -> list[Any]:
-        """The rows of all batches in their order, when all are done."""
+    def rows(self, numbers: Sequence[int]) -> list[Any]:
+        """The rows of some batches in this order, when they are done."""
         entries = self._journals.finished()
-        return [row for number in sorted(entries) for row in entries[number].rows]
+        return [row for number in numbers if number in entries for row in entries[number].rows]
 
 
 @dataclass(frozen=True)

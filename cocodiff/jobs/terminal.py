@@ -148,8 +148,7 @@ def reading_bar(shown: bool) -> Callable[[range, str], Iterable[int]]:
 
 
 def say(text: str = "") -> None:
-    """A line on stdout. Where nobody reads it any more (`| head -1`), or it goes to a full disk, it is lost, and the
-    work goes on."""
+    """A line on stdout. Where nobody reads it any more, or the disk is full, it is lost, and the work goes on."""
     try:
         print(text, flush=True)
     except OSError:

@@ -33,7 +33,7 @@ STAGES = {
         "jobs.journal.Journal.add",
     ],
     "create": ["jobs.folder.OutputFolder.open", "harness.slices.SliceJob.begin", "harness.sweep.SweepJob.begin"],
-    "put together": ["harness.running.put_together"],
+    "put together": ["harness.job.put_together"],
     "hand over": ["harness.slices.SliceJob.complete", "harness.sweep.SweepJob.complete", "harness.session.finish"],
     "publish": ["jobs.folder.OutputFolder.publish"],
 }

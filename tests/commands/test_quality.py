@@ -14,8 +14,21 @@ import numpy as np
 import pytest
 import tifffile
 import yaml
-from cocodiff_eval.harness.bound import ENOUGH, MARGIN_DB, Bound, Slices, Trial, next_trial
-from cocodiff_eval.harness.quality import CACHED, CODED, UNCODED, Figure, Group, Quality, read_ladder
+from cocodiff_eval.harness.quality import (
+    CACHED,
+    CODED,
+    ENOUGH,
+    MARGIN_DB,
+    UNCODED,
+    Bound,
+    Figure,
+    Group,
+    Quality,
+    Slices,
+    Trial,
+    next_trial,
+    read_ladder,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from killed_runs import Killed, results

@@ -9,7 +9,7 @@ from cocodiff_eval.quality.metrics import psnr_db
 ERRORS = {"rough": 1e-1, "fine": 1e-3, "exact": 0.0}
 
 
-class Squares(Job[Batch]):
+class Squares(Job):
     unit = "squares"
 
     def __init__(self, folder, leads):

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from cocodiff import __version__
 from cocodiff.comm.launch import Launch
 from cocodiff.config.errors import UserError
-from cocodiff.jobs.options import PARTITION_OPTIONS, RESUME, RUN_OPTIONS, Option, check_counts, parse, with_settings
+from cocodiff.jobs.options import JOB_OPTIONS, Option, check_counts, parse, with_settings
 from cocodiff.jobs.pipelines import Request
 from cocodiff.jobs.ranks import settle
 from cocodiff.jobs.terminal import say
 from cocodiff.models.family import GENERATE
 from cocodiff_eval.harness.quality import BOUND_OPTIONS, PRESET_OPTION, Quality
-from cocodiff_eval.harness.session import DTYPES, Prepared, open_session, start_job
+from cocodiff_eval.harness.session import DTYPES, Prepared, Session, start_job
 
 ABOUT = "Make images or videos from text with a diffusion transformer."
 SHOWN = {"images": "model prompt image frames height width steps seed guidance"}
@@ -36,10 +37,7 @@ OPTIONS = (
     Option("exact", "compare with the exact baseline (the same run)", True, type=bool),
     *BOUND_OPTIONS,
     Option("out", "folder of the results", "generated"),
-    Option("overwrite", "replace the results of an earlier run", False, type=bool),
-    RESUME,
-    *PARTITION_OPTIONS,
-    *RUN_OPTIONS,
+    *JOB_OPTIONS,
 )
 
 
@@ -50,11 +48,11 @@ def start(words: Sequence[str], launch: Launch) -> int:
     prepared = prepare(values, ranks, started)
     if launch.speaks:
         say(f"cocodiff {__version__}: {', '.join(prepared.presets)} on {ranks} rank(s) into {values['out']}")
-    prepared = prepared.partitioned(ranks, images=max(1, len(values["prompt"])))
-    # sides and frames follow from the model and from those that are asked for
-    asked = prepared.request.content
-    unit = "images" if prepared.request.video is None else "videos"
-    return start_job(prepared, launch, ranks, unit, lambda there: asked | {"sides": there.get("sides")}, work)
+    prepared = prepared.partitioned(images=max(1, len(values["prompt"])))
+    request = prepared.request
+    unit = "images" if request.video is None else "videos"
+    prepared = replace(prepared, inputs=lambda: request.content)
+    return start_job(prepared, launch, unit, job)
 
 
 def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:
@@ -70,12 +68,10 @@ def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:
     request = Request(values["model"], GENERATE, prompts, *scales, image=values["image"])
     if values["frames"] is not None and request.video is None:
         raise UserError(f"--frames {values['frames']}: model {request.model} makes images: leave it away")
-    return Prepared.checked(values, quality, request, ranks, started)
+    return Prepared.checked(values, ranks, request, started, quality)
 
 
-def work(prepared: Prepared, transport: Any) -> None:
-    """One rank's part: the prompts that its replica takes, in every mode. The replica's leader compares and writes."""
+def job(session: Session) -> Any:
     from cocodiff_eval.harness.images import ImageJob
 
-    session = open_session(prepared, transport)
-    session.run(ImageJob(session))
+    return ImageJob(session)

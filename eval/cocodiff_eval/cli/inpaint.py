@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,16 +12,7 @@ from cocodiff import __version__
 from cocodiff.comm.launch import Launch, detect
 from cocodiff.config.errors import UserError
 from cocodiff.config.files import is_there
-from cocodiff.jobs.options import (
-    PARTITION_OPTIONS,
-    RESUME,
-    RUN_OPTIONS,
-    Option,
-    check_counts,
-    check_strength,
-    parse,
-    with_settings,
-)
+from cocodiff.jobs.options import JOB_OPTIONS, Option, check_counts, check_strength, parse, with_settings
 from cocodiff.jobs.partition import own_pixels
 from cocodiff.jobs.pipelines import EMBEDDED, Request
 from cocodiff.jobs.ranks import settle
@@ -28,7 +20,7 @@ from cocodiff.jobs.terminal import reading_bar, say
 from cocodiff.models.family import INPAINT
 from cocodiff_eval.data import SAME, WRITTEN
 from cocodiff_eval.harness.quality import BOUND_OPTIONS, PRESET_OPTION, Quality
-from cocodiff_eval.harness.session import DTYPES, Prepared, open_session, start_job
+from cocodiff_eval.harness.session import DTYPES, Prepared, Session, start_job
 
 ABOUT = "Restore masked regions of slices with a diffusion transformer."
 SHOWN = {
@@ -94,10 +86,7 @@ OPTIONS = (
     *BOUND_OPTIONS,
     Option("follow_links", "read other files that an HDF5 file links to or has its voxels in", False, type=bool),
     Option("out", "folder of the results", "restored"),
-    Option("overwrite", "replace the results of an earlier run", False, type=bool),
-    RESUME,
-    *PARTITION_OPTIONS,
-    *RUN_OPTIONS,
+    *JOB_OPTIONS,
 )
 # What the options of volumes are where each slice is restored, or cut from, by itself.
 SLICE_BY_SLICE = {"samples": 1, "axes": ["z"], "hidden_test": False, "keep_samples": False, "quality": None}
@@ -114,22 +103,20 @@ def start(words: Sequence[str], launch: Launch) -> int:
     tasks = find_tasks(values)
     for line in dict.fromkeys(line for task in tasks for line in task.remarks() if launch.speaks):
         say(line)
-    if prepared.quality is not None:
-        from cocodiff_eval.harness.slices import check_truth
-
-        check_truth(prepared.quality.bound, tasks)
-    prepared = partitioned(prepared, tasks, ranks)
+    for task in tasks:
+        check_truth(prepared.quality, task)
+    prepared = partitioned(prepared, tasks)
     compared = {f"intensities of {task.stack.name} outside {task.mask.name}": str(task.scale) for task in tasks}
-    return start_job(
-        prepared, launch, ranks, "slices", partial(settings, tasks, values), partial(work, tasks), compared
-    )
+    return start_job(prepared, launch, "slices", partial(job, tasks), compared)
 
 
-def settings(tasks: list[Any], values: dict[str, Any], there: dict[str, Any]) -> dict[str, Any]:
-    """As of `start_job`: what the results depend on, whatever is there."""
-    from cocodiff_eval.harness.tasks import describe_inputs
-
-    return describe_inputs(tasks, values)
+def check_truth(quality: Quality | None, task: Any) -> None:
+    """Raises UserError for a loss against a truth that is not there."""
+    if quality is not None and quality.bound.against == "truth" and task.truth is None:
+        raise UserError(
+            f"--quality {quality.bound} is a loss against the truth, which mask {task.mask.name} of {task.stack.name} "
+            f"hides: name the original with --truth, or give a distance to the exact run, as 50dB"
+        )
 
 
 def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:
@@ -142,7 +129,7 @@ def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:
         raise UserError(f"--fresh_noise {fresh:g}: give a share from 0 to 1")
     if fresh is not None and not request.keeps_known:
         raise UserError(f"--fresh_noise {fresh:g}: model {request.model} only restores: leave it away")
-    prepared = Prepared.checked(values, Quality.asked(values), request, ranks, started)
+    prepared = Prepared.checked(values, ranks, request, started, Quality.asked(values))
     for how, lacks in (("tiled", "has no tiles"), ("sharded", "is not known in bands")):
         if request.own is not None and any(config.vae == how for config in prepared.presets.values()):
             raise UserError(f"--vae {how}: the embedded model's VAE {lacks}: choose one or all")
@@ -150,39 +137,36 @@ def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:
     return prepared
 
 
-def partitioned(prepared: Prepared, tasks: list[Any], ranks: int) -> Prepared:
+def partitioned(prepared: Prepared, tasks: list[Any]) -> Prepared:
     """The job with its ranks divided into replicas and guidance. Raises UserError."""
     from cocodiff_eval.harness.items import count_batches
     from cocodiff_eval.harness.restoring import SMALL_MODEL, frames_of, slices_together, tiles_in_a_call
+    from cocodiff_eval.harness.tasks import describe_inputs
 
     values, request = prepared.values, prepared.request
     native = values["tile"] or own_pixels(request)
     tiles, samples, frames = tiles_in_a_call(values["batch"], native), values["samples"], frames_of(values, request)
-    counts = [
-        count_batches(task.mask.masked, together, samples, frames > 1)
-        for task in tasks
-        for together in [frames if frames > 1 else slices_together(task.stack.shape[1:], native, tiles)]
-    ]
+    together = [slices_together(task.stack.shape[1:], native, tiles, frames) for task in tasks]
+    pairs = zip(tasks, together, strict=True)
+    counts = [count_batches(task.mask.masked, slices, samples, frames > 1) for task, slices in pairs]
     groups = max(calls for _, calls in counts)
-    return prepared.partitioned(
-        ranks,
+    prepared = prepared.partitioned(
         images=samples * sum(task.mask.masked for task in tasks),
         batches=sum(batches for batches, _ in counts),
         batch=tiles if native <= SMALL_MODEL else 1,
         steps=values["steps"] * groups,
     )
+    return replace(prepared, inputs=partial(describe_inputs, tasks, values))
 
 
 def find_tasks(values: dict[str, Any], unmasked: str | None = None) -> list[Any]:
-    """The work: a `tasks.Task` for each input and mask. Raises UserError; reads, writes nothing.
-
-    unmasked: the word for a mask that hides nothing, where there may be one."""
+    """A `tasks.Task` for each input and mask. unmasked: a mask that hides nothing. Raises UserError; writes nothing."""
     from cocodiff_eval.data.formats import result_format
     from cocodiff_eval.data.intensity import intensity_range, parse_range
     from cocodiff_eval.data.masks import make_mask, nothing_masked
     from cocodiff_eval.data.slices import open_stacks, open_truth
     from cocodiff_eval.data.volume import Part
-    from cocodiff_eval.harness.tasks import Task, file_names
+    from cocodiff_eval.harness.tasks import FileNames, Task, file_names
     from cocodiff_eval.harness.volume import axes_of, volume_of
 
     links, progress = values["follow_links"], reading_bar(not values["quiet"] and detect().speaks)
@@ -193,7 +177,7 @@ def find_tasks(values: dict[str, Any], unmasked: str | None = None) -> list[Any]
     masks = list(dict.fromkeys(values["mask"]))
     if len(masks) == 1 and not is_there(masks[0]):
         masks = list(dict.fromkeys(masks[0].split(",")))
-    found: list[tuple[Any, Any, Any, Any, Any]] = []
+    tasks: list[Task] = []
     for stack in stacks:
         truth = open_truth(values["truth"], stack, links) if values["truth"] else None
         for number, word in enumerate(masks):
@@ -201,23 +185,23 @@ def find_tasks(values: dict[str, Any], unmasked: str | None = None) -> list[Any]
                 mask = nothing_masked(stack)
             else:
                 mask = make_mask(word, stack, values["seed"], links, progress, axes_of(values, stack)[0] == ("z",))
-            if any(mask.name == other.name for of, other, *_ in found if of is stack):
+            if any(mask.name == task.mask.name for task in tasks if task.stack is stack):
                 raise UserError(f"--mask {word}: two masks are called {mask.name}: rename file {number + 1}")
             known = truth or (None if mask.from_file else stack)
             scale = intensity_range(stack, mask, progress, given)
             volume, mask = volume_of(values, stack, mask)
-            found.append((stack, mask, scale, known, volume))
-    names = file_names([(stack.name, mask.name) for stack, mask, *_ in found])
-    words = [result_format(values.get("format") or "same", stack) for stack, *_ in found]
-    steps, parts = values.get("steps", 0), zip(found, names, words, strict=True)
-    return [Task(*of[:4], name, word, of[4], steps) for of, name, word in parts]
+            files, steps = FileNames(stack.name, mask.name), values.get("steps", 0)
+            tasks.append(Task(stack, mask, scale, known, files, volume=volume, steps=steps))
+    names = file_names([(task.stack.name, task.mask.name) for task in tasks])
+    wanted = values.get("format") or "same"
+    formats = [result_format(wanted, task.stack) for task in tasks]
+    return [replace(task, files=name, format=one) for task, name, one in zip(tasks, names, formats, strict=True)]
 
 
-def work(tasks: list[Any], prepared: Prepared, transport: Any) -> None:
-    """One rank's part: the model once, then the batches that its replica takes, every slice in every preset."""
+def job(tasks: list[Any], session: Session) -> Any:
     from cocodiff_eval.harness.slices import SliceJob, find_hidden, find_masked
 
-    session = open_session(prepared, transport)
-    masked = transport.broadcast_object(find_masked(tasks) if transport.rank == 0 else None)
-    hidden = transport.broadcast_object(find_hidden(tasks, prepared.values) if transport.rank == 0 else None)
-    session.run(SliceJob(session, tasks, masked, hidden))
+    whole, values = session.replica.whole, session.prepared.values
+    masked = whole.broadcast_object(find_masked(tasks) if whole.rank == 0 else None)
+    hidden = whole.broadcast_object(find_hidden(tasks, values) if whole.rank == 0 else None)
+    return SliceJob(session, tasks, masked, hidden)

@@ -25,10 +25,10 @@ from cocodiff.jobs.replicas import topology_of_replica
 from cocodiff.jobs.terminal import say
 from cocodiff.models.family import INPAINT
 from cocodiff_eval.cli.inpaint import OPTIONS as OF_INPAINT
-from cocodiff_eval.cli.inpaint import SHOWN, SLICE_BY_SLICE, find_tasks, settings
+from cocodiff_eval.cli.inpaint import SHOWN, SLICE_BY_SLICE, find_tasks
 from cocodiff_eval.harness.grid import SECTIONS, Grid, Point, read_grid
 from cocodiff_eval.harness.quality import BOUND_OPTIONS
-from cocodiff_eval.harness.session import Prepared, open_session, start_job
+from cocodiff_eval.harness.session import Prepared, Session, start_job
 
 ABOUT = "Run a grid of settings (base, grid and points of the --config file) and compare each with the exact run."
 # What a sweep fixes of inpaint's options: it restores each slice once along z, and compares all with the exact run.
@@ -66,8 +66,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
         what = f"sweep of {len(grid.points)} point(s) on {ranks} rank(s) into {values['out']}"
         say(f"cocodiff {__version__}: {what}; reading {len(values['input'])} input(s)")
     prepared, tasks = prepare(values, grid, ranks, started)
-    described = partial(settings, tasks, values)
-    return start_job(prepared, launch, ranks, "slices", described, partial(work, tasks, grid))
+    return start_job(prepared, launch, "slices", partial(job, tasks, grid))
 
 
 def check_request(values: dict[str, Any]) -> None:
@@ -83,12 +82,11 @@ def check_request(values: dict[str, Any]) -> None:
 
 
 def prepare(values: dict[str, Any], grid: Grid, ranks: int, started: float) -> tuple[Prepared, list[Any]]:
-    """The checked request, and its tasks: each stack and mask at every number of steps. Raises UserError; writes
-    nothing."""
+    """The request and its tasks: each stack and mask at every number of steps. Raises UserError; writes nothing."""
     check_counts(values, "steps")
     check_strength(values["strength"], grid.steps)
     request = Request(values["model"], INPAINT, (values["prompt"],), values["guidance"])
-    prepared = Prepared.checked(values, None, request, ranks, started, grid.presets)
+    prepared = Prepared.checked(values, ranks, request, started, presets=grid.presets)
     lossy = [point.name for point in grid.points if point.lossy]
     if ranks == 1 and lossy:
         raise UserError(
@@ -96,13 +94,16 @@ def prepare(values: dict[str, Any], grid: Grid, ranks: int, started: float) -> t
             f"...) would be exact: start 2 ranks or more for each replica with --ranks, mpiexec or torchrun"
         )
     prepared.output.keep_apart([*values["input"], *values["mask"], *filter(None, [values["truth"]])])
-    tasks = find_tasks(values)
-    images = sum(task.mask.masked for task in tasks)
-    prepared = prepared.partitioned(ranks, images=images, batch=values["batch"] or 1, steps=sum(grid.steps))
+    once = find_tasks(values)
+    from cocodiff_eval.harness.tasks import describe_inputs
+
+    images = sum(task.mask.masked for task in once)
+    prepared = prepared.partitioned(images=images, batch=values["batch"] or 1, steps=sum(grid.steps))
     topology = topology_of_replica(values, ranks, prepared.partition.replicas)
     for point in grid.points:
         check_point(point, topology)
-    return prepared, [replace(task, steps=steps) for task in tasks for steps in grid.steps]
+    tasks = [replace(task, steps=steps) for task in once for steps in grid.steps]
+    return replace(prepared, inputs=partial(describe_inputs, tasks, values)), tasks
 
 
 def check_point(point: Point, topology: Topology) -> None:
@@ -118,14 +119,13 @@ def check_point(point: Point, topology: Topology) -> None:
         raise UserError(f"point {point.name}: {error}") from error
 
 
-def work(tasks: list[Any], grid: Grid, prepared: Prepared, transport: Any) -> None:
-    """One rank's part."""
+def job(tasks: list[Any], grid: Grid, session: Session) -> Any:
     from cocodiff_eval.harness.slices import find_masked
     from cocodiff_eval.harness.sweep import SweepJob
 
-    session = open_session(prepared, transport)
-    masked = transport.broadcast_object(find_masked(tasks) if transport.rank == 0 else None)
-    session.run(SweepJob(session, tasks, masked, grid))
+    whole = session.replica.whole
+    masked = whole.broadcast_object(find_masked(tasks) if whole.rank == 0 else None)
+    return SweepJob(session, tasks, masked, grid)
 
 
 def report(folder: Path) -> None:

@@ -72,10 +72,9 @@ def start(words: Sequence[str], launch: Launch) -> int:
     config = Config.preset("flat", **engine_settings(values))
 
     def imports() -> None:
-        if launch.speaks and not values["quiet"]:
+        if not values["quiet"]:
             note("importing torch and diffusers")
-        if launch.kind == "alone":
-            import cocodiff_eval.harness.training  # noqa: F401  before ranks are forked, so that they share it
+        import cocodiff_eval.harness.training  # noqa: F401  before ranks are forked, so that they share it
 
     return run_holding(output, values, launch, config, partial(work, tasks, values, weights, output), imports)
 

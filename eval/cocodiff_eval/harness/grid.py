@@ -48,8 +48,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Grid:
-    """What a sweep runs: every point at each number of steps under each mask. presets: the points' settings by their
-    names, after those of the exact run."""
+    """What a sweep runs. presets: of the points by their names, after those of the exact run."""
 
     points: list[Point]
     steps: list[int]

@@ -19,9 +19,9 @@ from cocodiff.jobs.model_checks import check_sides
 from cocodiff.jobs.terminal import say
 from cocodiff_eval.data.intensity import IntensityRange
 from cocodiff_eval.data.slices import safe_stem, unique_names
-from cocodiff_eval.harness.bound import Bound
 from cocodiff_eval.harness.items import Batch, ItemSamples, measured
-from cocodiff_eval.harness.job import BatchPolicy, ItemResult, Job, JobResult
+from cocodiff_eval.harness.job import ItemResult, Job, JobResult
+from cocodiff_eval.harness.quality import Bound
 from cocodiff_eval.harness.session import Session
 from cocodiff_eval.quality.fusing import Moments
 from cocodiff_eval.quality.metrics import Result, distance_db
@@ -36,9 +36,8 @@ from cocodiff_eval.restore.pipeline_inpainter import (
 )
 
 
-class ImageJob(Job[Batch]):
-    """The prompts of a job, each a batch. Images are float32 [Y, X, C] in [0, 1], videos [F, Y, X, C]. frames: of a
-    video; None for images."""
+class ImageJob(Job):
+    """The prompts of a job, each a batch: images [Y, X, C], or videos [F, Y, X, C] of so many `frames`, in [0, 1]."""
 
     unit = "images"
 
@@ -57,9 +56,9 @@ class ImageJob(Job[Batch]):
                 say("videos are TIFF stacks alone, without an MP4: pip install imageio-ffmpeg brings what writes it")
 
     def settings(self) -> dict[str, Any]:
-        return self.session.prepared.request.content | {"sides": list(self.sides)}
+        return {"sides": list(self.sides)}
 
-    def begin(self, way: BatchPolicy, first: bool) -> None:
+    def begin(self, first: bool) -> None:
         if first:
             self.session.images.mkdir(exist_ok=True)
 
@@ -156,8 +155,7 @@ class ImageJob(Job[Batch]):
 
 
 def video_frames(session: Session) -> int | None:
-    """How many frames a video has; None for models that make images. Raises UserError for a number that the model
-    would round."""
+    """None for models that make images. Raises UserError for a number that the model would round."""
     request, asked = session.prepared.request, session.prepared.values["frames"]
     if request.video is None:
         return None

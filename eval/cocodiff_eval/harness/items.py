@@ -63,8 +63,7 @@ class Batch:
 
     @property
     def calls(self) -> list[list[tuple[int, int]]]:
-        """What shares the model's calls: the place of an item in `indices`, and a sample; of tests apart, so that there
-        are as many as there would be without."""
+        """Places in `indices` and samples that share the model's calls, tests apart: as many as without them."""
         every = [(place, sample) for place in range(len(self.indices)) for sample in self.samples]
         kinds = [[pair for pair in every if (pair[1] >= self.drawn) is tests] for tests in (False, True)]
         return [[pairs[n] for n in group] for pairs in kinds for group in evenly(range(len(pairs)), self.together)]
@@ -143,11 +142,8 @@ class Parts:
             return drawn
 
     def holds(self, batch: Batch, modes: Collection[str]) -> bool:
-        """Whether what was kept of a batch in some modes is there, whole."""
-        try:
-            return all({*modes} <= {*self.read(batch, index)} for index in batch.indices)
-        except Exception:  # numpy, zipfile and json raise many kinds for a damaged file
-            return False
+        """Whether what was kept of a batch in some modes is there. Any exception says that it is not whole."""
+        return all({*modes} <= {*self.read(batch, index)} for index in batch.indices)
 
     def merged(self, batches: Sequence[Batch], index: int) -> dict[str, ItemSamples]:
         """All that was kept of an item, whose samples are in some batches, in their order."""
@@ -190,8 +186,7 @@ class Cost:
         }
 
     def shares(self, count: int) -> list[Cost]:
-        """Equal shares of `count` images that were made together; of bytes that cannot be shared equally, the first
-        have one more. The drift is that of all of them."""
+        """Equal shares of `count` images; of bytes, the first have one more. The drift is that of all."""
         shared: dict[str, Any] = {"seconds": self.seconds / count, "rank_seconds": self.rank_seconds / count}
         shared["replica_seconds"] = {replica: one / count for replica, one in self.replica_seconds.items()}
 
@@ -281,7 +276,6 @@ def shape_of_batch(slices: int, together: int, samples: int) -> tuple[int, int]:
 
 
 def count_batches(slices: int, together: int, samples: int, video: bool = False) -> tuple[int, int]:
-    """How many batches a task has with so many slices to restore, and how many calls of the model take a batch's
-    slices, as far as tiles of one strength fit a call."""
+    """Of a task with so many slices to restore; and the model's calls of a batch, as far as tiles fit a call."""
     of_slices, at_once = (together, 1) if video else shape_of_batch(slices, together, samples)
     return -(-slices // of_slices) * -(-samples // at_once), -(-at_once // together)

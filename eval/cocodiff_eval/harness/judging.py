@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cocodiff.jobs.folder import storage_faults
-from cocodiff_eval.data.intensity import IntensityRange, compose_native, prepare_slice
+from cocodiff_eval.data.intensity import compose_native, prepare_slice
 from cocodiff_eval.data.masks import depth_in
 from cocodiff_eval.data.slices import save_preview_png
 from cocodiff_eval.data.volume import Progress
 from cocodiff_eval.harness.items import ItemSamples
 from cocodiff_eval.harness.job import ItemResult
-from cocodiff_eval.harness.tasks import BOUNDS, Task, WorkingFile, kept_samples, result_files, slice_name, spread_of
+from cocodiff_eval.harness.tasks import BOUNDS, Task, WorkingFile, kept_samples, slice_name, spread_of
 from cocodiff_eval.harness.volume import is_deep
 from cocodiff_eval.quality.fusing import Intervals, Moments, coverage, spread_native
 from cocodiff_eval.quality.metrics import (
@@ -80,11 +80,8 @@ class ReportPictures:
         make: Callable[[int, int], Picture],
         progress: Callable[[range, str], Iterable[int]],
     ) -> Iterator[str]:
-        """The texts of all slices that the report shows, one after the other.
-
-        rows: those of metrics.json, each with its task and slice. make: a slice's picture from the files of results,
-        for slices that turned out worst, or whose text was lost with a run that was killed.
-        """
+        """The texts of all slices that the report shows. rows: of metrics.json, each with its task and slice; make: a
+        slice's picture, of those that turned out worst, or whose text was lost with a run that was killed."""
         found: list[tuple[int, int]] = []
         for task, shown in enumerate(self.plan.shown):
             quality: dict[int, list[float]] = {}
@@ -97,33 +94,8 @@ class ReportPictures:
             yield text if text is not None else self.encoded(make(*found[place]))
 
 
-def picture(
-    task: Any,
-    index: int,
-    images: tuple[np.ndarray, np.ndarray, np.ndarray | None],
-    native: Mapping[str, np.ndarray],
-    smooth_YX: np.ndarray | None,
-) -> Picture:
-    """What the report shows of a slice.
-
-    images: as given, its mask, and its truth (None where it is unknown). native: what the result files hold, by preset,
-    and as `spread_of(preset)` the standard deviation of its samples. smooth_YX: the slice restored without a model;
-    None where nothing is masked, or everything.
-    """
-    input_YX, mask_YX, truth_YX = images
-    spread = {preset: native[spread_of(preset)] for preset in native if spread_of(preset) in native}
-    restored = {name: image_YX for name, image_YX in native.items() if name not in map(spread_of, spread)}
-    if not mask_YX.any():
-        restored, spread = {}, {}
-    elif smooth_YX is not None:
-        restored["biharmonic"] = smooth_YX
-    name = slice_name(task.stack, index)
-    return Picture(name, task.mask.name, index, input_YX, mask_YX, task.scale, restored, truth_YX, spread)
-
-
 def shown_volume(task: Task, presets: Sequence[str], files: Mapping[str, WorkingFile]) -> ShownVolume:
-    """What the report's three views show of a task. files: of its results, by name; their intervals and their spread
-    are shown where there are such files."""
+    """What the report's three views show of a task. files: of its results, by name."""
     grey = {preset: files[preset].read for preset in presets}
     ends = [(preset, *end) for preset in presets for end in zip(BOUNDS, ("low 90 %", "high 90 %"), strict=True)]
     grey |= {f"{preset}: {told}": files[preset + end].read for preset, end, told in ends if preset + end in files}
@@ -164,8 +136,7 @@ class Restored(NamedTuple):
 
 @dataclass(frozen=True)
 class SliceReview:
-    """A slice whose samples are judged one by one. hidden_YX: known voxels that are hidden besides the mask, for its
-    intervals; None where there are to be none."""
+    """A slice to judge. hidden_YX: known voxels that are hidden besides, for intervals; None where there are none."""
 
     task: Task
     index: int
@@ -196,8 +167,7 @@ class SliceReview:
         return prepare_slice(self.original_YX, self.unknown_YX, self.task.scale), self.unknown_YX
 
     def intervals(self, tested: Moments | None) -> Intervals | None:
-        """Of the mask's voxels, by the errors of those that were hidden besides; unknown where these are too few, None
-        where none are asked for."""
+        """By the errors of voxels hidden besides; unknown where these are too few, None where none are wanted."""
         if self.hidden_YX is None or tested is None:
             return None if self.hidden_YX is None else Intervals.unknown()
         judged_YX = self.hidden_YX & np.isfinite(self.original_YX)
@@ -219,20 +189,52 @@ class SliceReview:
             return None
         return masked_psnr_db(self.task.scale, self.truth_YX, self.native(run), self.mask_YX)
 
+    def psnr_vs_exact_db(self, exact: ItemSamples, run: ItemSamples) -> float | None:
+        """PSNR under the mask against the exact run, before rounding to the input's dtype; None for the same bits."""
+        exact_YX, restored_YX = (self.task.scale.denormalise(one.restored01_YX) for one in (exact, run))
+        return distance_db(self.task.scale, exact_YX, restored_YX, self.mask_YX)
+
+    @cached_property
+    def smooth_YX(self) -> np.ndarray | None:
+        """The slice restored without a model, in the input's units; None where nothing is masked, or everything."""
+        if self.mask_YX.all() or not self.mask_YX.any():
+            return None
+        return self.task.scale.denormalise(biharmonic(*self.given(False)))
+
+    def picture(self, presets: Sequence[str], native: Mapping[str, np.ndarray]) -> Picture:
+        """native: what the result files hold, by preset, and as `spread_of(preset)` the deviation of its samples."""
+        task, masked = self.task, bool(self.mask_YX.any())
+        shown = presets if masked else ()
+        restored = {preset: native[preset] for preset in shown}
+        spread = {preset: native[spread_of(preset)] for preset in shown if spread_of(preset) in native}
+        if self.smooth_YX is not None:
+            restored["biharmonic"] = self.smooth_YX
+        return Picture(
+            slice_name(task.stack, self.index),
+            task.mask.name,
+            self.index,
+            self.original_YX,
+            self.mask_YX,
+            task.scale,
+            restored,
+            self.truth_YX if masked else None,
+            spread,
+        )
+
 
 def judge_slice(
     seen: SliceReview,
     modes: Sequence[str],
-    exact_mode: str | None,
+    exact: ItemSamples | None,
     drawn: Mapping[str, ItemSamples],
     samples: int,
     intervals: Mapping[str, Intervals],
 ) -> ItemResult:
     """Restored slices in the input's dtype, of several samples with their standard deviation, and their rows of
-    metrics.json with the biharmonic baseline. modes: whose results are kept; exact_mode: which they are compared with;
+    metrics.json with the biharmonic baseline. modes: whose results are kept; exact: what they are compared with;
     intervals: calibrated ones of each mode, whose ends are written.
     """
-    task, index, original_YX, mask_YX, scale = seen.task, seen.index, seen.original_YX, seen.mask_YX, seen.task.scale
+    task, mask_YX, scale = seen.task, seen.mask_YX, seen.task.scale
     rows: list[dict[str, Any]] = []
     presets = {mode: drawn[mode] for mode in modes}
     native = {name: seen.native(one) for name, one in presets.items()}
@@ -240,28 +242,28 @@ def judge_slice(
         native |= {
             spread_of(name): spread_native(one.moments.deviation_YX, mask_YX, scale) for name, one in presets.items()
         }
-    shown = partial(picture, task, index)
-    written = native | further_native(seen, presets, intervals)
+    restored = Restored(native | further_native(seen, presets, intervals), partial(seen.picture, modes, native))
     if not mask_YX.any():
-        return ItemResult(rows, Restored(written, partial(shown, (original_YX, mask_YX, None), native, None)))
+        return ItemResult(rows, restored)
     truth_YX, started = seen.truth_YX, time.perf_counter()
-    smooth_YX, baseline = None, None
-    if not mask_YX.all():
-        smooth_YX = smoothed(task, original_YX, mask_YX)
-        baseline = {**masked_quality(scale, truth_YX, smooth_YX, mask_YX), "seconds": time.perf_counter() - started}
-        baseline |= ring_correlation(scale, truth_YX, smooth_YX, mask_YX)
-    exact = drawn.get(exact_mode) if exact_mode is not None else None
+    baseline = None
+    if seen.smooth_YX is not None:
+        baseline = {
+            **masked_quality(scale, truth_YX, seen.smooth_YX, mask_YX),
+            "seconds": time.perf_counter() - started,
+        }
+        baseline |= ring_correlation(scale, truth_YX, seen.smooth_YX, mask_YX)
     for preset, one in presets.items():
         more: dict[str, Any] = {}
         if exact is not None:
-            more = {"psnr_vs_exact_db": psnr_vs_exact_db(scale, exact, one, mask_YX), "bytes_exact": exact.cost.bytes}
+            more = {"psnr_vs_exact_db": seen.psnr_vs_exact_db(exact, one), "bytes_exact": exact.cost.bytes}
         if samples > 1 or intervals:
             of_preset = intervals.get(preset)
             more |= {"samples": samples, "psnr_db_single": mean(one.psnr_db)}
             more |= coverage(one.moments, truth_YX, mask_YX, scale, of_preset)
             more["intervals"] = of_preset.record() if of_preset is not None else None
         result = Result(
-            slice_name(task.stack, index),
+            slice_name(task.stack, seen.index),
             task.mask.name,
             preset,
             **masked_quality(scale, truth_YX, native[preset], mask_YX),
@@ -272,14 +274,13 @@ def judge_slice(
             exact_compared=exact is not None,
         )
         rows.append(result.row())
-    return ItemResult(rows, Restored(written, partial(shown, (original_YX, mask_YX, truth_YX), native, smooth_YX)))
+    return ItemResult(rows, restored)
 
 
 def further_native(
     seen: SliceReview, presets: Mapping[str, ItemSamples], intervals: Mapping[str, Intervals]
 ) -> dict[str, np.ndarray]:
-    """The ends of intervals that hold 90 % of the truth, and the samples that are kept, in the input's dtype, by the
-    names of their files."""
+    """The ends of 90 % intervals, and the samples that are kept, in the input's dtype, by the names of their files."""
     found: dict[str, np.ndarray] = {}
     for name, one in presets.items():
         found |= {f"{name}{end}": kept_YX for end, kept_YX in zip(kept_samples(len(one.kept)), one.kept, strict=True)}
@@ -289,27 +290,6 @@ def further_native(
                 end01_YX = one.restored01_YX + apart_YX
                 found[f"{name}{end}"] = compose_native(seen.original_YX, end01_YX, seen.mask_YX, seen.task.scale)
     return found
-
-
-def smoothed(task: Task, original_YX: np.ndarray, mask_YX: np.ndarray) -> np.ndarray:
-    """A slice restored by biharmonic inpainting, in the input's units."""
-    return task.scale.denormalise(biharmonic(prepare_slice(original_YX, mask_YX, task.scale), mask_YX))
-
-
-def psnr_vs_exact_db(scale: IntensityRange, exact: ItemSamples, run: ItemSamples, mask_YX: np.ndarray) -> float | None:
-    """PSNR under the mask against the exact run, before rounding to the input's dtype; None for the same bits."""
-    exact_YX, restored_YX = (scale.denormalise(one.restored01_YX) for one in (exact, run))
-    return distance_db(scale, exact_YX, restored_YX, mask_YX)
-
-
-def picture_of(task: Task, index: int, presets: Sequence[str], folder: Path, samples: int) -> Picture:
-    """What the report shows of a slice whose results are in their files."""
-    native = {name: file.read(index) for name, file in result_files(task, presets, folder, samples).items()}
-    original_YX, mask_YX = task.stack.read(index), task.mask.read(index)
-    hidden = bool(mask_YX.any())
-    truth_YX = task.truth.read(index) if task.truth is not None and hidden else None
-    smooth_YX = smoothed(task, original_YX, mask_YX) if hidden and not mask_YX.all() else None
-    return picture(task, index, (original_YX, mask_YX, truth_YX), native, smooth_YX)
 
 
 def save_previews(

@@ -5,37 +5,35 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from cocodiff.config.errors import UserError
 from cocodiff.jobs.model_checks import check_sides
 from cocodiff.jobs.partition import own_pixels
-from cocodiff.jobs.pipelines import Model, Request
+from cocodiff.jobs.pipelines import Request
 from cocodiff_eval.harness.items import Batch, Cost, ItemSamples, measured
 from cocodiff_eval.harness.judging import SliceReview
+from cocodiff_eval.harness.session import Engines, Session
 from cocodiff_eval.quality.fusing import Moments
 from cocodiff_eval.restore.pipeline_inpainter import SMALL_MODEL, PipelineInpainter
 from cocodiff_eval.restore.restore import plan_slice, restore_slices
-
-if TYPE_CHECKING:
-    from cocodiff.engine.engine import Engine
 
 TOGETHER = 8  # slices in a batch: more make calls little cheaper, and leave replicas idle at the end of a stack
 
 
 def tiles_in_a_call(wanted: int | None, native: int) -> int:
-    """Tiles that share a model's call. More of them mean fewer messages; what limits them is the memory of large
-    models. native: pixels of a tile's side."""
+    """What limits them is the memory of large models. native: pixels of a tile's side."""
     return wanted or (16 if native <= SMALL_MODEL else 2)
 
 
-def slices_together(shape: Sequence[int], native: int, batch: int) -> int:
-    """How many slices [Y, X] may share a model's calls of `batch` tiles: those of a small model whose tiles fit into
-    one."""
+def slices_together(shape: Sequence[int], native: int, batch: int, frames: int, most: int = TOGETHER) -> int:
+    """How many slices [Y, X] share a model's calls: those of a video, or of a small model those whose tiles fit one."""
+    if frames > 1:
+        return frames
     tiles = math.prod(-(-side // native) for side in shape)
-    return min(TOGETHER, max(1, batch // tiles)) if native <= SMALL_MODEL else 1
+    return min(most, max(1, batch // tiles)) if native <= SMALL_MODEL else 1
 
 
 def frames_of(values: Mapping[str, Any], request: Request) -> int:
@@ -49,46 +47,40 @@ def frames_of(values: Mapping[str, Any], request: Request) -> int:
     return int(asked or request.video.frames)
 
 
-def check_tile(inpainter: PipelineInpainter, side: int, model: Model) -> None:
-    """Raises UserError for tiles that a model would round, or has no positions for."""
-    if side % inpainter.multiple:
-        near = max(inpainter.multiple, round(side / inpainter.multiple) * inpainter.multiple)
-        raise UserError(f"--tile {side}: model {model.name} takes multiples of {inpainter.multiple}; give {near}")
-    check_sides(model.pipe, side, side, model.name, inpainter.frames, ("tile", "tile"))
-
-
 @dataclass(frozen=True)
 class Restorer:
-    """Restores slices: with the model's tiles, and an engine for each mode. replica: the number of the one that does
-    it."""
+    """Restores slices with the model's tiles, by an engine for each mode, as the replica of this number."""
 
     inpainter: PipelineInpainter
-    engines: Mapping[str, Engine]
+    engines: Engines
     batch: int
     strength: float
     replica: int
 
     @classmethod
-    def of_model(
-        cls,
-        model: Model,
-        request: Request,
-        values: dict[str, Any],
-        steps: int,
-        engines: Mapping[str, Engine],
-        replica: int,
-    ) -> Restorer:
+    def of(cls, session: Session, steps: int) -> Restorer:
         """steps: those that run, also where a strength below 1 skips the first part of the schedule. Raises UserError
-        for tiles that the model does not make."""
-        frames, steps = frames_of(values, request), round(steps / values["strength"])
+        for tiles that the model would round, or has no positions for."""
+        values, request, model = session.prepared.values, session.prepared.request, session.model
         side = values.get("tile") or (own_pixels(request) if request.video is not None else None)
         fresh = values.get("fresh_noise")
-        more: dict[str, Any] = {"side": side, "frames": frames, "fresh": 1.0 if fresh is None else fresh}
-        inpainter = PipelineInpainter(model.pipe, model.arguments, steps, values["seed"], **more)
+        inpainter = PipelineInpainter(
+            model.pipe,
+            model.arguments,
+            round(steps / values["strength"]),
+            values["seed"],
+            side=side,
+            frames=frames_of(values, request),
+            fresh=1.0 if fresh is None else fresh,
+        )
         if side is not None:
-            check_tile(inpainter, side, model)
+            if side % inpainter.multiple:
+                near = max(inpainter.multiple, round(side / inpainter.multiple) * inpainter.multiple)
+                each = f"model {model.name} takes multiples of {inpainter.multiple}"
+                raise UserError(f"--tile {side}: {each}; give {near}")
+            check_sides(model.pipe, side, side, model.name, inpainter.frames, ("tile", "tile"))
         batch = tiles_in_a_call(values["batch"], inpainter.native_size)
-        return cls(inpainter, engines, batch, values["strength"], replica)
+        return cls(inpainter, session.engines, batch, values["strength"], session.replica.number)
 
     def tile_steps(self, masks_YX: Sequence[np.ndarray]) -> int:
         """Denoising steps of all tiles of these slices together, in one mode."""
@@ -98,10 +90,8 @@ class Restorer:
         return sum(plan.tile_steps(self.inpainter.steps) for plan in plans)
 
     def together(self, rows_columns: Sequence[int], most: int = TOGETHER) -> int:
-        """How many slices [Y, X] share the model's calls: those of a video, or few of a small model."""
-        if self.inpainter.frames > 1:
-            return self.inpainter.frames
-        return min(most, slices_together(rows_columns, self.inpainter.native_size, self.batch))
+        """As of `slices_together`."""
+        return slices_together(rows_columns, self.inpainter.native_size, self.batch, self.inpainter.frames, most)
 
     def run(
         self,
@@ -111,8 +101,7 @@ class Restorer:
         limits: tuple[float, float],
         samples: Sequence[int] | None = None,
     ) -> list[ItemSamples]:
-        """Slices in one mode, on all ranks of the engine. limits: of restored voxels; samples: of each slice the number
-        of the sample, 0 unless given."""
+        """Slices in one mode, on all ranks. limits: of voxels; samples: the number of each, 0 unless given."""
         how: dict[str, Any] = {"batch": self.batch, "strength": self.strength, "samples": samples, "limits": limits}
         with measured(self.engines[mode]) as cost:
             restored = restore_slices(prepared_YX, masks_YX, self.inpainter, **how)

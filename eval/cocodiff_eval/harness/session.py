@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +30,7 @@ from cocodiff_eval.harness.quality import Quality
 
 if TYPE_CHECKING:
     from cocodiff.engine.engine import Engine
-    from cocodiff_eval.harness.job import BatchPolicy, Job, JobResult
+    from cocodiff_eval.harness.job import Job, JobResult
 
 EVERY_RANK_IMPORTS = (
     "skimage.metrics",
@@ -51,38 +50,39 @@ ROUTES = ("exchange", "exchange_table", "nic_balance", "transport", "messages", 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A checked request: everything that can be known before ranks start."""
+    """A checked request: everything that can be known before ranks start. ranks: of all replicas; inputs: what results
+    depend on beside settings, as plain data."""
 
     values: dict[str, Any]
+    ranks: int
     request: Request
     presets: dict[str, Config]
     output: OutputFolder
     started: float  # time.monotonic() when the command began
     partition: Partition = field(default=Partition())
     quality: Quality | None = None
+    inputs: Callable[[], dict[str, Any]] = dict
 
     @classmethod
     def checked(
         cls,
         values: dict[str, Any],
-        quality: Quality | None,
-        request: Request,
         ranks: int,
+        request: Request,
         started: float,
+        quality: Quality | None = None,
         presets: dict[str, Config] | None = None,
     ) -> Prepared:
-        """Checks a request against machine, model and output. presets: unless the options name them. Raises UserError;
-        writes nothing."""
+        """presets: unless the options name them. Raises UserError for what does not fit; writes nothing."""
         presets = presets or (preset_configs(values) if quality is None else quality.presets)
         Topology.build(load_machine(values["machine"]), ranks)
         check_model(request, 1, weights=not values["dry_run"])
         output = OutputFolder(values["out"], values["overwrite"], values["resume"])
-        return cls(values, request, presets, output, started, quality=quality)
+        return cls(values, ranks, request, presets, output, started, quality=quality)
 
-    def partitioned(self, ranks: int, **work: Any) -> Prepared:
-        """With its ranks divided, and the partition's guidance in the presets. work: as of `partition_of`. Raises
-        UserError."""
-        request, quality = self.request, self.quality
+    def partitioned(self, **work: Any) -> Prepared:
+        """With its ranks divided, and what follows in the presets. work: as of `partition_of`. Raises UserError."""
+        request, ranks, quality = self.request, self.ranks, self.quality
         settings = [*(self.presets if quality is None else quality.rungs).values()]
         partition = partition_of(self.values, request, settings, ranks, compares=quality is None, **work)
         check_model(request, ranks // (partition.replicas * partition.guidance), weights=not self.values["dry_run"])
@@ -122,7 +122,6 @@ class Session:
     others are compared with; it may be one of the presets. `folder` takes results; None on ranks other than 0."""
 
     prepared: Prepared
-    transport: Any
     replica: Replica
     model: Model
     engines: Engines
@@ -134,18 +133,17 @@ class Session:
         """The folder of images, on every rank that writes some."""
         return self.prepared.output.partial / "images"
 
-    def run(self, job: Job[Any]) -> None:
+    def run(self, job: Job) -> None:
         """Makes the job's results, completes and publishes them. All ranks call it."""
-        from cocodiff_eval.harness.running import Presets, run_batches
-        from cocodiff_eval.harness.trials import Trials
+        from cocodiff_eval.harness.job import Presets, Trials, run_batches
 
         prepared, quality = self.prepared, self.prepared.quality
-        way: BatchPolicy = Presets(prepared.presets, self.exact)
+        way = Presets(prepared.presets, self.exact)
         if quality is not None:
             way = Trials(job, quality, prepared.output.journals.folder)
 
         def settings() -> dict[str, Any]:
-            return describe(prepared, self.transport.size) | job.settings()
+            return describe(prepared) | job.settings()
 
         shows_bar = self.folder is not None and not prepared.values["quiet"]
         done = run_batches(job, way, self.replica, prepared.output, settings, shows_bar)
@@ -153,18 +151,13 @@ class Session:
 
 
 def start_job(
-    prepared: Prepared,
-    launch: Launch,
-    ranks: int,
-    unit: str,
-    settings: Callable[[dict[str, Any]], dict[str, Any]],
-    work: Callable[[Prepared, Any], None],
-    compared: dict[str, str] | None = None,
+    prepared: Prepared, launch: Launch, unit: str, job: Callable[[Session], Job], compared: dict[str, str] | None = None
 ) -> int:
-    """Runs `work` on every rank, with its transport, unless it is a dry run or nothing is left to do. Returns the exit
-    code. unit: what the job is made of; settings: as of `Job.settings`, called with those of a run that is to go on;
-    compared: what ranks must agree on, beside the options. Raises UserError where a run that has ended had other
-    settings, or where files of its results are gone."""
+    """Runs a job on its ranks, and returns the exit code of the command; nothing is started for a dry run, and where
+    the results are there.
+
+    job: made on every rank; compared: what ranks must agree on, beside the options. Raises UserError where a run that
+    has ended had other settings, or where files of its results are gone."""
     values, config = prepared.values, next(iter(prepared.presets.values()))
     if launch.speaks and prepared.quality is not None:
         say(prepared.quality.line(unit))
@@ -174,7 +167,8 @@ def start_job(
     if ended is not None:
         if launch.speaks:
             there = ended.settings or {}
-            prepared.output.confirm(first_difference(there, as_read(describe(prepared, ranks) | settings(there))))
+            chosen = {"sides": there["sides"]} if "sides" in there else {}  # by a model, of what was asked for
+            prepared.output.confirm(first_difference(there, as_read(describe(prepared) | chosen)))
             say(f"nothing is left to do: the results in {prepared.output.final} are finished, with the same settings")
         return 0
 
@@ -182,16 +176,20 @@ def start_job(
         if launch.speaks and not values["quiet"]:
             note("importing torch and diffusers")
         if launch.kind == "alone":
-            import_before_fork(prepared.request, ranks)
+            import_before_fork(prepared.request, prepared.ranks)
 
     if launch.kind != "alone":
         imports()
-    return run_holding(prepared.output, values, launch, config, partial(work, prepared), imports, compared)
+
+    def work(transport: Any) -> None:
+        session = open_session(prepared, transport)
+        session.run(job(session))
+
+    return run_holding(prepared.output, values, launch, config, work, imports, compared)
 
 
 def import_before_fork(request: Request, ranks: int | None = None) -> None:
-    """Imports what every rank needs once, in the process that ranks are forked from. ranks: one alone shares nothing,
-    and imports the rest when it needs it."""
+    """In the process that ranks are forked from. ranks: one alone shares nothing, and imports the rest when needed."""
     import_pipeline(request)
     for name in EVERY_RANK_IMPORTS if ranks != 1 else ():
         import_module(name)
@@ -200,10 +198,9 @@ def import_before_fork(request: Request, ranks: int | None = None) -> None:
 # Modes ----------------------------------------------------------------------------------------------------------------
 
 
-def describe(prepared: Prepared, ranks: int) -> dict[str, Any]:
-    """What the results of any job depend on, beside its inputs. How many replicas there are is not in it. ranks: of all
-    replicas."""
-    replicas = prepared.partition.replicas
+def describe(prepared: Prepared) -> dict[str, Any]:
+    """What the results of any job depend on. How many replicas there are is not in it."""
+    ranks, replicas = prepared.ranks, prepared.partition.replicas
     return {
         "cocodiff": __version__,
         "ranks of a replica": ranks // replicas,
@@ -214,12 +211,12 @@ def describe(prepared: Prepared, ranks: int) -> dict[str, Any]:
         "presets": [{"name": name, **lasting(config)} for name, config in prepared.presets.items()],
         "exact": with_exact(prepared)[1],
         **({} if prepared.quality is None else {"quality": prepared.quality.lasting()}),
+        **prepared.inputs(),
     }
 
 
 def with_exact(prepared: Prepared) -> tuple[dict[str, Config], str | None]:
-    """The modes to run, and which of them is the exact one: a preset that gives its bits, or one mode more. For a bound
-    on quality the modes are the settings that it is kept with."""
+    """The modes to run (of a bound its settings), and the exact one: one that gives its bits, or one mode more."""
     if prepared.quality is not None:
         return dict(prepared.quality.rungs), prepared.quality.exact
     if not prepared.values["exact"]:
@@ -237,8 +234,7 @@ def with_exact(prepared: Prepared) -> tuple[dict[str, Config], str | None]:
 
 
 def same_bits(config: Config, exact: Config) -> bool:
-    """Whether settings that send all tokens differ from others in what changes no bit: the route of the tokens, and
-    settings that do nothing with them."""
+    """Whether an exact config differs from another in routes alone, and in settings that do nothing with all tokens."""
     if not config.exact:
         return False
     of_lossy = {name for name, one in settings_of(type(config)).items() if one.only_with and one.only_with[0] in LOSSY}
@@ -282,7 +278,7 @@ def open_session(prepared: Prepared, transport: Any) -> Session:
         replica.say_ready(prepared.started)
         for line in engines.chosen():
             say(line)
-    return Session(prepared, transport, replica, model, engines, exact, folder)
+    return Session(prepared, replica, model, engines, exact, folder)
 
 
 def finish(
@@ -293,7 +289,7 @@ def finish(
     records: more of metrics.json: `inputs` by `Task.record`, `volumes` by `HiddenRegionReport.record`, `jumps` by
     `judging.jumps`; told: in the table's place; report: arguments of `cocodiff_eval.report.page.write_report`.
     """
-    transport = session.transport
+    transport = session.replica.whole
     own = {mode: {**engine.trace.record(), "rank": transport.rank} for mode, engine in session.engines.items()}
     gathered = transport.gather_object(own) or []
     if session.folder is not None:
@@ -311,7 +307,7 @@ def _write_results(
     from cocodiff_eval.report.page import write_report
     from cocodiff_eval.report.tables import terminal_table
 
-    values, ranks = session.prepared.values, session.transport.size
+    values, ranks = session.prepared.values, session.prepared.ranks
     document = metrics_document(values, ranks, [row for *_, row in done.rows])
     # What torch.compile did on this rank, a line each.
     compiled = [f"{mode}: {engine.compiled}" for mode, engine in session.engines.items() if engine.compiled]

@@ -3,71 +3,54 @@
 from __future__ import annotations
 
 import shutil
+import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
 from cocodiff import __version__
-from cocodiff.config.errors import UserError
+from cocodiff.config.config import Config
 from cocodiff.jobs.record import lasting
 from cocodiff.jobs.terminal import reading_bar, say
-from cocodiff_eval.harness.bound import Bound, Slices
 from cocodiff_eval.harness.items import Batch, Cost, ItemSamples, batches_of
-from cocodiff_eval.harness.job import BatchPolicy, ItemResult, Job, JobResult
+from cocodiff_eval.harness.job import ItemResult, Job, JobResult
 from cocodiff_eval.harness.judging import (
     ReportPictures,
     Restored,
     SliceReview,
     judge_slice,
     jumps,
-    picture_of,
-    psnr_vs_exact_db,
     save_previews,
     shown_volume,
 )
-from cocodiff_eval.harness.quality import Group, Quality
+from cocodiff_eval.harness.quality import Bound, Group, Quality, Slices
 from cocodiff_eval.harness.restoring import TOGETHER, Restorer
 from cocodiff_eval.harness.session import Session
 from cocodiff_eval.harness.tasks import (
     BOUNDS,
     Task,
     WorkingFile,
-    checksums,
-    describe_inputs,
     export,
     kept_samples,
     result_files,
     slice_name,
+    spread_of,
 )
 from cocodiff_eval.harness.volume import is_deep
 from cocodiff_eval.harness.volumes import Volumes
 from cocodiff_eval.quality.fusing import Moments
 from cocodiff_eval.quality.hidden import Hidden, hide_beside
 from cocodiff_eval.quality.metrics import json_ready
-from cocodiff_eval.report.pictures import plan_pictures, shown_slices
-
-if TYPE_CHECKING:
-    from cocodiff.jobs.replicas import Queue
+from cocodiff_eval.report.pictures import Picture, plan_pictures, shown_slices
 
 TESTED, MOST_TESTS = 4, 4  # samples of a slice for each one in which more is hidden, and these at most
 TILES = 1.25  # times as many has such a sample at most, but one more in any case
 
 
-def check_truth(bound: Bound, tasks: Sequence[Task]) -> None:
-    """Raises UserError for a loss against a truth that is not there."""
-    for task in tasks:
-        if bound.against == "truth" and task.truth is None:
-            raise UserError(
-                f"--quality {bound} is a loss against the truth, which mask {task.mask.name} of {task.stack.name} "
-                f"hides: name the original with --truth, or give a distance to the exact run, as 50dB"
-            )
-
-
-class SliceJob(Job[Batch]):
-    """tasks: stacks and their masks; masked: which slices of each have something to restore; hidden: what is hidden of
-    the volumes that are tested."""
+class SliceJob(Job):
+    """masked: which slices of each task have something to restore; hidden: of volumes that are tested."""
 
     together = TOGETHER
 
@@ -82,53 +65,40 @@ class SliceJob(Job[Batch]):
         self.session, self.tasks, self.masked = session, tasks, masked
         self.presets, self.samples = list(session.prepared.presets), values["samples"]
         self.unit = "slices" if self.samples == 1 else "samples"
-        self.restorers = {task.steps: self._restorer(task.steps) for task in tasks}
+        self.restorers = {task.steps: Restorer.of(session, task.steps) for task in tasks}
         restorer = self.restorers[tasks[0].steps]
-        compared = values["exact_slices"]
+        compared, self.keeps = values["exact_slices"], bool(values["keep_samples"])
         self.volumes = Volumes(session, restorer, tasks, hidden)
         # Of several samples of a slice alone, unless it is asked for a test of its own, or for none.
-        calibrates = self.samples > 1 and quality is None and values.get("hidden_test", False) is None
+        calibrates = self.samples > 1 and quality is None and values["hidden_test"] is None
         self.tests = min(MOST_TESTS, max(1, self.samples // TESTED)) if calibrates else 0
-        self.before = [len(work.indices) * work.counted for work in self.volumes.works]
-        self._masks = {} if quality is None else slices_of_masks(quality, tasks, masked, compared)
+        self.before = self.volumes if self.volumes.works else None
+        self._groups = {} if quality is None else groups_of_masks(quality, tasks, masked, compared)
         self.batches: list[Batch] = []
         for number, (task, of_task) in enumerate(zip(tasks, masked, strict=True)):
             if number in self.volumes.of:
                 self.batches += self.volumes.batches(number)
                 continue
             together = restorer.together(task.stack.shape[1:], self.together)
-            apart = self._masks[number].apart(number) if self._masks else []
+            apart = self._groups[number].apart(number) if self._groups else []
             video = restorer.inpainter.frames > 1
             self.batches += batches_of(number, of_task, together, compared, self.samples, apart, self.tests, video)
+        for group in self._groups.values():
+            group.take(self.batches)
         journals = session.prepared.output.journals.folder
         self._store = journals / "results"
+        self._files = [*map(self._result_files, range(len(tasks)))]
         plan = plan_pictures(masked, len(self.presets) * (1 + (self.samples > 1)) + 1)
         self.pages = ReportPictures(journals, plan)
-        self._way: BatchPolicy | None = None
-        self._last: tuple[Batch | None, list[SliceReview]] = (None, [])
+        self._seen = lru_cache(1)(self._read)
 
-    def _restorer(self, steps: int) -> Restorer:
-        session = self.session
-        prepared, number = session.prepared, session.replica.number
-        return Restorer.of_model(session.model, prepared.request, prepared.values, steps, session.engines, number)
-
-    def settings(self) -> dict[str, Any]:
-        return describe_inputs(self.tasks, self.session.prepared.values)
-
-    def make_before(self, queue: Queue, first: int) -> None:
-        self.volumes.make(queue, first)
-
-    def holds_before(self, number: int) -> bool:
-        return self.volumes.holds(number)
-
-    def begin(self, way: BatchPolicy, first: bool) -> None:
+    def begin(self, first: bool) -> None:
         """Makes the files of results, where an earlier start has not."""
-        self._way = way
         if not first:
             return
         self.session.images.mkdir(exist_ok=True)
         self._store.mkdir(exist_ok=True)
-        files = [file for number in range(len(self.tasks)) for file in self._files(number).values()]
+        files = [file for of_task in self._files for file in of_task.values()]
         for file in files:
             file.create()
         results, free = sum(file.bytes for file in files), shutil.disk_usage(self._store).free
@@ -139,20 +109,22 @@ class SliceJob(Job[Batch]):
                 f"the disk of {self.session.prepared.output.out} has {free / 2**30:.1f} GiB left"
             )
 
-    def _files(self, task: int) -> dict[str, WorkingFile]:
-        bounds = BOUNDS if self._calibrates(task) or self.volumes.tested(task) else ()
-        further = [*bounds, *(kept_samples(self.samples) if self.volumes.keeps else ())]
-        return result_files(self.tasks[task], self.presets, self._store, self.samples, further)
+    def _result_files(self, number: int) -> dict[str, WorkingFile]:
+        """Of a task, by name."""
+        volume = self.volumes.of.get(number)
+        bounds = BOUNDS if (self.tests if volume is None else volume.hidden) else ()
+        further = [*bounds, *(kept_samples(self.samples) if self.keeps else ())]
+        return result_files(self.tasks[number], self.presets, self._store, self.samples, further)
 
-    def _provenance(self, task: int) -> dict[str, dict[str, Any]]:
+    def _provenance(self, task: int, configs: Mapping[str, Config]) -> dict[str, dict[str, Any]]:
         """How a task's results of each preset are made, for the files' own metadata: plain data."""
-        assert self._way is not None, "it is known how results are made"
         names = ("model", "steps", "strength", "seed", "prompt", "guidance", "dtype", "samples", "quality")
         values = self.session.prepared.values
         settings = {"version": __version__} | {name: values[name] for name in names if values.get(name) is not None}
-        settings |= self.volumes.provenance(task)
-        configs = self._way.configs(task).items()
-        told = {preset: {**settings, "preset": preset, "settings": lasting(config)} for preset, config in configs}
+        volume = self.volumes.of.get(task)
+        if volume is not None and volume.verdict is not None:
+            settings |= {"axes": volume.verdict.axes, "weights": dict(volume.verdict.weights)}
+        told = {preset: {**settings, "preset": preset, "settings": lasting(of)} for preset, of in configs.items()}
         return {preset: json_ready(of_preset, otherwise=str) for preset, of_preset in told.items()}
 
     def watched(self, advance: Callable[[int], None]) -> None:
@@ -170,23 +142,17 @@ class SliceJob(Job[Batch]):
         ]
         return self.restorers[self.tasks[batch.task].steps].tile_steps(masks)
 
-    def _seen(self, batch: Batch) -> list[SliceReview]:
-        """The slices of a batch, which are read once: those of the last one are remembered."""
-        if self._last[0] != batch:
-            task = self.tasks[batch.task]
-            pairs = [(task.stack.read(index), task.mask.read(index)) for index in batch.indices]
-            hidden = [self._hidden_beside(batch, *pair) for pair in pairs]
-            found = zip(batch.indices, pairs, hidden, strict=True)
-            self._last = (batch, [SliceReview(task, index, *pair, hides) for index, pair, hides in found])
-        return self._last[1]
-
-    def _calibrates(self, task: int) -> bool:
-        """Whether slices of a task have intervals each of its own."""
-        return self.tests > 0 and task not in self.volumes.of
+    def _read(self, batch: Batch) -> list[SliceReview]:
+        """The slices of a batch, of which those of the last one are remembered."""
+        task, found = self.tasks[batch.task], []
+        for index in batch.indices:
+            pair = task.stack.read(index), task.mask.read(index)
+            found.append(SliceReview(task, index, *pair, self._hidden_beside(batch, *pair)))
+        return found
 
     def _hidden_beside(self, batch: Batch, original_YX: np.ndarray, mask_YX: np.ndarray) -> np.ndarray | None:
         """What is hidden of a slice besides its mask, on all ranks alike; None where it has no intervals of its own."""
-        if not self._calibrates(batch.task):
+        if not self.tests or batch.task in self.volumes.of:
             return None
         if batch.copied or mask_YX.all():
             return np.zeros_like(mask_YX)
@@ -198,41 +164,43 @@ class SliceJob(Job[Batch]):
 
     def make(self, settings: Sequence[str], batch: Batch) -> dict[str, list[ItemSamples]]:
         leads = self.session.replica.leads
-        if batch.task in self.volumes.of:
-            indices = batch.indices if leads else ()
-            return {one: [self.volumes.fused(batch.task, index, one) for index in indices] for one in settings}
+        if (volume := self.volumes.of.get(batch.task)) is not None:
+            slices = self._seen(batch) if leads else []
+            return {one: [volume.fused(seen, one) for seen in slices] for one in settings}
         seen = self._seen(batch)
         if batch.copied:  # a slice without masked voxels is its own restoration
             pairs = [(Moments.of(one.given(False)[0]), one.original_YX) for one in (seen if leads else [])]
-            kept = self.samples if self.volumes.keeps else 0
+            kept = self.samples if self.keeps else 0
             copies = [ItemSamples(moments, Cost(), kept=(original_YX,) * kept) for moments, original_YX in pairs]
             return dict.fromkeys(settings, copies)
         restorer = self.restorers[self.tasks[batch.task].steps]
-        return {one: restorer.draw(batch, seen, one, leads, self.volumes.keeps) for one in settings}
+        return {one: restorer.draw(batch, seen, one, leads, self.keeps) for one in settings}
 
     def judge(self, batch: Batch, place: int, drawn: Mapping[str, ItemSamples], exact: str | None) -> ItemResult:
-        of_volume, seen = self.volumes.intervals(batch.task, batch.indices[place]), self._seen(batch)[place]
+        volume, seen = self.volumes.of.get(batch.task), self._seen(batch)[place]
+        of_volume = None if volume is None else volume.intervals(batch.indices[place])
         found = {mode: of_volume or seen.intervals(drawn[mode].tested) for mode in self.presets}
         intervals = {mode: one for mode, one in found.items() if one is not None}
-        return judge_slice(seen, self.presets, exact, drawn, batch.drawn, intervals)
+        compared = None if exact is None else drawn[exact]
+        return judge_slice(seen, self.presets, compared, drawn, batch.drawn, intervals)
 
     def write(self, batch: Batch, place: int, result: Restored) -> None:
         index = batch.indices[place]
-        for name, file in self._files(batch.task).items():
+        for name, file in self._files[batch.task].items():
             file.write(index, result.native[name])
         self.pages.add(batch.task, index, result.picture)
 
     def sums(self, batch: Batch) -> list[int]:
-        return checksums(self._files(batch.task).values(), batch.indices)
+        files = self._files[batch.task].values()
+        return [zlib.crc32(file.read(index).tobytes()) for file in files for index in batch.indices]
 
     def groups(self, quality: Quality) -> dict[int, Group]:
-        groups = {id(mask): mask.group(self.tasks, self.batches) for mask in self._masks.values()}
-        return {task: groups[id(mask)] for task, mask in self._masks.items()}
+        return self._groups
 
     def figure_db(self, bound: Bound, batch: Batch, place: int, exact: ItemSamples, one: ItemSamples) -> float | None:
         seen = self._seen(batch)[place]
         if bound.against == "exact":
-            return psnr_vs_exact_db(seen.task.scale, exact, one, seen.mask_YX)
+            return seen.psnr_vs_exact_db(exact, one)
         before, after = seen.psnr_db(exact), seen.psnr_db(one)
         return None if before is None or after is None else before - after
 
@@ -242,8 +210,9 @@ class SliceJob(Job[Batch]):
         progress, found = reading_bar(not values["quiet"]), []
         if self.session.folder is not None:
             for number, (task, of_task) in enumerate(zip(self.tasks, self.masked, strict=True)):
-                files, about = self._files(number), {"version": __version__, "seed": values["seed"]}
-                for line in export(task, files, images, self._provenance(number), about, progress):
+                files, about = self._files[number], {"version": __version__, "seed": values["seed"]}
+                provenance = self._provenance(number, done.configs[number])
+                for line in export(task, files, images, provenance, about, progress):
                     say(line)
                 found += jumps(task, self.presets, files, of_task, progress)
                 save_previews(task, of_task, files, self.presets, images)
@@ -254,7 +223,7 @@ class SliceJob(Job[Batch]):
         volumes = [number for number, task in enumerate(self.tasks) if is_deep(task.stack)]
         return {
             "pictures": self.pages.all(done.rows, self._picture, progress),
-            "shown": [shown_volume(self.tasks[n], self.presets, self._files(n)) for n in volumes],
+            "shown": [shown_volume(self.tasks[n], self.presets, self._files[n]) for n in volumes],
             "slices": numbers,
             "side": self.pages.plan.side,
             "records": {
@@ -264,8 +233,12 @@ class SliceJob(Job[Batch]):
             },
         }
 
-    def _picture(self, task: int, index: int) -> Any:
-        return picture_of(self.tasks[task], index, self.presets, self._store, self.samples)
+    def _picture(self, task: int, index: int) -> Picture:
+        """What the report shows of a slice whose results are in their files."""
+        files, names = self._files[task], [*self.presets, *map(spread_of, self.presets)]
+        native = {name: files[name].read(index) for name in names if name in files}
+        stack, mask = self.tasks[task].stack, self.tasks[task].mask
+        return SliceReview(self.tasks[task], index, stack.read(index), mask.read(index)).picture(self.presets, native)
 
 
 def find_masked(tasks: Sequence[Task]) -> list[list[bool]]:
@@ -282,46 +255,21 @@ def find_hidden(tasks: Sequence[Task], values: Mapping[str, Any]) -> dict[int, t
     }
 
 
-@dataclass(frozen=True)
-class MaskSlices:
-    """The slices under one mask in all stacks, in their order. places: task and index of each that has something to
-    restore; slices: which of them, by their number in `places`, are tried and checked."""
-
-    mask: str
-    places: list[tuple[int, int]]
-    slices: Slices
-
-    def apart(self, task: int) -> list[set[int]]:
-        """Of a task the slices that settings are tried on, and those that are checked: they have batches of their
-        own."""
-        return [
-            {index for place in places for of, index in [self.places[place]] if of == task}
-            for places in (self.slices.calibration, self.slices.checks)
-        ]
-
-    def group(self, tasks: Sequence[Task], batches: Sequence[Batch]) -> Group:
-        checked = {self.places[place]: place for place in self.slices.checks}
-        names = {place: slice_name(tasks[task].stack, index) for (task, index), place in checked.items()}
-        of_batches = {
-            number: tuple(checked[batch.task, index] for index in batch.indices)
-            for number, batch in enumerate(batches)
-            if (batch.task, batch.indices[0]) in checked
-        }
-        return Group(f"mask {self.mask}", self.slices, names, of_batches)
-
-
-def slices_of_masks(
+def groups_of_masks(
     quality: Quality, tasks: Sequence[Task], masked: Sequence[Sequence[bool]], exact_slices: int
-) -> dict[int, MaskSlices]:
-    """For each task the slices under its mask. What is compared with the exact run in any case is checked as well."""
+) -> dict[int, Group]:
+    """For each task the group of the slices under its mask, in all stacks in their order, without batches so far. What
+    is compared with the exact run in any case is checked as well."""
     of_masks: dict[str, list[int]] = {}
     for number, task in enumerate(tasks):
         of_masks.setdefault(task.mask.name, []).append(number)
-    found: dict[int, MaskSlices] = {}
+    found: dict[int, Group] = {}
     for mask, numbers in of_masks.items():
-        places = [(n, index) for n in numbers for index, has_mask in enumerate(masked[n]) if has_mask]
+        items = [(n, index) for n in numbers for index, has_mask in enumerate(masked[n]) if has_mask]
         compared = {(n, index) for n in numbers for index in shown_slices(masked[n], exact_slices)}
-        always = [place for place, one in enumerate(places) if one in compared]
-        slices = Slices.chosen(len(places), quality.slices, quality.every, always)
-        found |= dict.fromkeys(numbers, MaskSlices(mask, places, slices))
+        always = [place for place, item in enumerate(items) if item in compared]
+        slices = Slices.chosen(len(items), quality.slices, quality.every, always)
+        checked = {items[place]: place for place in slices.checks}
+        names = {place: slice_name(tasks[n].stack, index) for (n, index), place in checked.items()}
+        found |= dict.fromkeys(numbers, Group(f"mask {mask}", slices, names, {}, checked))
     return found

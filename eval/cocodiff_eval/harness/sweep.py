@@ -9,11 +9,12 @@ from typing import Any
 
 from cocodiff_eval.harness.grid import Grid
 from cocodiff_eval.harness.items import Batch, ItemSamples
-from cocodiff_eval.harness.job import BatchPolicy, ItemResult, JobResult
+from cocodiff_eval.harness.job import ItemResult, JobResult
 from cocodiff_eval.harness.judging import Restored
+from cocodiff_eval.harness.restoring import Restorer
 from cocodiff_eval.harness.session import Session
 from cocodiff_eval.harness.slices import SliceJob
-from cocodiff_eval.harness.tasks import Task
+from cocodiff_eval.harness.tasks import Task, WorkingFile
 from cocodiff_eval.quality.metrics import OF_RUN, json_ready
 from cocodiff_eval.report.sweeps import LINES, PARETO, save_pareto, summarise, told
 
@@ -28,14 +29,15 @@ class SweepJob(SliceJob):
         super().__init__(session, tasks, masked, {})
         self.grid = grid
 
-    def begin(self, way: BatchPolicy, first: bool) -> None:
+    def begin(self, first: bool) -> None:
         """A short run in every preset, so that no figure pays for first allocations and connections."""
-        own, self.restorers = self.restorers, dict.fromkeys(self.restorers, self._restorer(1))
+        own, self.restorers = self.restorers, dict.fromkeys(self.restorers, Restorer.of(self.session, 1))
         for batch in [one for one in self.batches if not one.copied][:1]:
             self.make(self.presets, batch)
         self.restorers = own
 
-    def _files(self, task: int) -> dict[str, Any]:
+    def _result_files(self, number: int) -> dict[str, WorkingFile]:
+        """None: figures are kept alone."""
         return {}
 
     def _mode(self, point: str, steps: int) -> str:

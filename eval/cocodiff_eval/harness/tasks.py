@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -63,9 +62,8 @@ class Task:
         return [self.stack.numbers[index] for index in sorted(self.mask.full)]
 
     def record(self) -> dict[str, Any]:
-        """What metrics.json and the report say of the input: the numbers of its slices, from the first to before the
-        second; the range of intensities, and how many voxels outside the mask lie beyond it, up to which; the slices
-        that are masked wholly."""
+        """For metrics.json and the report. slices: the first and the one after the last; beyond: voxels outside the
+        range."""
         numbers, scale = self.stack.numbers, self.scale
         return {
             "name": self.stack.name,
@@ -108,8 +106,7 @@ class Task:
 def describe_inputs(tasks: Sequence[Task], values: Mapping[str, Any]) -> dict[str, Any]:
     """What the results depend on beside the settings of the command."""
     described = {name: values[name] for name in ("samples", "exact_slices")} | {"inputs": described_inputs(tasks)}
-    calibrates = values["samples"] > 1 and "hidden_test" in values
-    if calibrates or values.get("keep_samples") or any(task.volume is not None for task in tasks):
+    if values["samples"] > 1 or values["keep_samples"] or any(task.volume is not None for task in tasks):
         described |= {name: values[name] for name in ("axes", "hidden_test", "keep_samples")}
     others = [task.format for task in tasks]
     return described if set(others) == {"tiff"} else described | {"formats": others}
@@ -132,8 +129,7 @@ def _cut(name: str) -> str:
 
 @dataclass(frozen=True)
 class WorkingFile:
-    """The voxels of a result while a job runs: raw, slice after slice, so that any process writes any slice. preset:
-    whose result it is."""
+    """The voxels of a preset's result while a job runs: raw, so that any process writes any slice."""
 
     path: Path
     shape: tuple[int, int, int]
@@ -168,20 +164,14 @@ class WorkingFile:
 def result_files(
     task: Task, presets: Sequence[str], folder: Path, samples: int = 1, more: Sequence[str] = ()
 ) -> dict[str, WorkingFile]:
-    """For each preset the file of its restored slices. Of several samples it holds the mean, and one more file,
-    `spread_of(preset)`, their standard deviation in the input's units: float32, 0 outside the mask. more: what is added
-    to a preset's name for further files in the input's dtype, as of BOUNDS and of `kept_samples`."""
+    """By preset, the files of restored slices: of several samples the mean, and as `spread_of(preset)` their standard
+    deviation in the input's units, float32, 0 outside the mask. more: what names of further files add, as of BOUNDS."""
     stack, single = task.stack, np.dtype(np.float32)
     kinds = {preset: (stack.dtype, preset) for preset in presets}
     kinds |= {spread_of(preset): (single, preset) for preset in presets if samples > 1}
     kinds |= {f"{preset}{one}": (stack.dtype, preset) for preset in presets for one in more}
     paths = {name: folder / task.files.result(name, ".raw") for name in kinds}
     return {name: WorkingFile(paths[name], stack.shape, *kind) for name, kind in kinds.items()}
-
-
-def checksums(files: Iterable[WorkingFile], indices: Sequence[int]) -> list[int]:
-    """Of slices as they are read from files of results."""
-    return [zlib.crc32(file.read(index).tobytes()) for file in files for index in indices]
 
 
 def export(

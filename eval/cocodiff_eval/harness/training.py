@@ -76,6 +76,8 @@ class Trainer:
         self.own, held = cut_patches(tasks, self.side, counts, (values["seed"], transport.rank), shown)
         generator = np.random.default_rng([values["seed"], 9])
         self.held, self.hidden_BHW = held, np.stack([block_mask(generator, self.side) for _ in range(len(held))])
+        images, known = (one[:JUDGED] for one in held)
+        self.judged = images.astype(np.float32), self.hidden_BHW[:JUDGED], known
         self.forward = self._forward(self.model)
         self.step, self.smoothed, self.best_loss = 0, 0.0, math.inf
         self.best: dict[str, Tensor] = {}
@@ -159,19 +161,15 @@ class Trainer:
             return prompt_embeddings(batch) | {"guidance_scale": 1.0}
 
         inpainter = PipelineInpainter(self.pipe, arguments, JUDGED_STEPS, self.values["seed"])
-        images, hidden, known = self._judged()
+        images, hidden, known = self.judged
         shown = torch.from_numpy(np.where(known & ~hidden, images, 0.5))
         restored_BHW = inpainter(shown, torch.from_numpy((hidden | ~known).astype(np.float32)), 1.0, range(len(images)))
         return _psnr_db(restored_BHW.numpy(), images, hidden & known)
 
     def biharmonic_db(self) -> float:
-        images, hidden, known = self._judged()
+        images, hidden, known = self.judged
         restored = [biharmonic(one, hide | ~there) for one, hide, there in zip(images, hidden, known, strict=True)]
         return _psnr_db(np.stack(restored), images, hidden & known)
-
-    def _judged(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        judged = slice(0, JUDGED)
-        return self.held.image01_NHW[judged].astype(np.float32), self.hidden_BHW[judged], self.held.known_NHW[judged]
 
 
 def _turned(image_HW: np.ndarray, quarters: int, mirrored: bool) -> np.ndarray:
@@ -236,8 +234,7 @@ def _begun(trainer: Trainer, tasks: Sequence[Task], output: OutputFolder, every:
 
 
 def _publish(trainer: Trainer, weights: Path, output: OutputFolder, before: float) -> None:
-    """Writes the files of a model that `load_pipeline` reads, its weights in float16. weights: the folder of the model
-    that was gone on from, whose other files hold for it too."""
+    """Writes what `load_pipeline` reads. weights: the folder of the model that was gone on from."""
     from safetensors.torch import save_file
 
     trainer.model.load_state_dict(trainer.best)

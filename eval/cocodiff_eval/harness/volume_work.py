@@ -1,135 +1,176 @@
-"""What is made of volumes slice by slice, before slices along z are fused: each kind of work, and the files that it is
-kept in while a job runs."""
+"""How a volume is made: each kind of work that slices along its axes are, the files that these are kept in while a job
+runs, and what is fused of them along z."""
 
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
+from cocodiff.config.files import flush
+from cocodiff.jobs.replicas import Queue
 from cocodiff_eval.data.intensity import prepare_slice
-from cocodiff_eval.data.reoriented import AXES, Reoriented, Restored
-from cocodiff_eval.harness.hidden_test import (
-    APART,
-    LINES,
-    METHODS,
-    in_slice,
-    made_along,
-    read_window,
-    slice_figures,
-    solved_near,
-)
-from cocodiff_eval.harness.items import Cost, ItemSamples
+from cocodiff_eval.data.masks import depth
+from cocodiff_eval.data.reoriented import AXES, Reoriented, Restored, reoriented_shape
+from cocodiff_eval.harness.items import Cost, ItemSamples, evenly
+from cocodiff_eval.harness.judging import SliceReview
 from cocodiff_eval.harness.restoring import Restorer
 from cocodiff_eval.harness.tasks import Task
-from cocodiff_eval.harness.volume import OWN, HiddenRegionReport, Volume
-from cocodiff_eval.quality.fusing import samples_along
+from cocodiff_eval.harness.volume import (
+    APART,
+    BIHARMONIC,
+    LINES,
+    MEMBERS,
+    METHODS,
+    OWN,
+    HiddenRegionReport,
+    Volume,
+    in_slice,
+    judged_grid,
+    made_along,
+)
+from cocodiff_eval.quality.fusing import Intervals, Moments, fuse, samples_along
 from cocodiff_eval.quality.hidden import Hidden
 from cocodiff_eval.restore.baseline import CELL, SOLVERS, Window, in_cells
-
-if TYPE_CHECKING:
-    from cocodiff.jobs.replicas import Queue
 
 TRACE = 1e-9  # of weight, so that a voxel without any other is restored along an axis
 
 
-@dataclass(frozen=True)
+@dataclass
 class Making:
-    """What volumes are made with, and the files of what is made.
+    """How one volume is made, and the files of what is made.
 
-    modes: names of presets; samples: of each voxel in all; hidden: of the volumes that are tested, what is hidden in
-    each round; leads: whether this rank leads its replica, and writes.
+    number: of its task; modes: names of presets; samples: of each voxel in all; keeps: whether each of them is written;
+    hidden: what is hidden in each round of its test, if it is tested; leads: whether this rank leads its replica, and
+    writes. verdict: once the test is done, costs: of all samples in each preset, once they are made.
     """
 
     folder: Path
-    tasks: Sequence[Task]
+    volume: Volume
+    number: int
+    task: Task
     modes: Sequence[str]
     samples: int
+    keeps: bool
     restorer: Restorer
-    hidden: Mapping[int, Sequence[Hidden]]
+    hidden: Sequence[Hidden]
     leads: bool
+    verdict: HiddenRegionReport | None = None
+    costs: Mapping[str, Cost] = field(default_factory=dict)
 
-    @cached_property
-    def of(self) -> dict[int, Volume]:
-        """The volumes, by the numbers of their tasks."""
-        return {number: task.volume for number, task in enumerate(self.tasks) if task.volume is not None}
+    def groups(self, axis: str, indices: Sequence[int]) -> list[tuple[int, ...]]:
+        """Slices along an axis, those that share the model's calls together."""
+        return evenly(indices, self.restorer.together(reoriented_shape(self.task.stack.shape, axis)[1:]))
 
-    def turned(self, task: int, axis: str) -> tuple[Reoriented, Reoriented]:
-        stack = self.tasks[task].stack
-        voxels = Reoriented(self.folder / f"{task}-{axis}.voxels", axis, stack.shape, stack.dtype)
-        return voxels, Reoriented(self.folder / f"{task}-{axis}.mask", axis, stack.shape, np.dtype(bool))
+    @property
+    def read_along(self) -> list[str]:
+        """The axes along which slices are read: of a test also y, in which lines along z are seen."""
+        wanted = {*self.volume.axes} | ({"y", "z"} if self.hidden else set())
+        return [axis for axis in AXES if axis in wanted]
 
-    def voxels(self, task: int, axis: str, index: int) -> np.ndarray:
-        return self.tasks[task].stack.read(index) if axis == "z" else self.turned(task, axis)[0].read(index)
+    def turned(self, axis: str) -> tuple[Reoriented, Reoriented]:
+        stack, name = self.task.stack, self.folder / f"{self.number}-{axis}"
+        voxels = Reoriented(name.with_suffix(".voxels"), axis, stack.shape, stack.dtype)
+        return voxels, Reoriented(name.with_suffix(".mask"), axis, stack.shape, np.dtype(bool))
 
-    def mask(self, task: int, axis: str, index: int) -> np.ndarray:
-        return self.of[task].read_mask(index) if axis == "z" else self.turned(task, axis)[1].read(index)
+    def voxels(self, axis: str, index: int) -> np.ndarray:
+        return self.task.stack.read(index) if axis == "z" else self.turned(axis)[0].read(index)
 
-    def prepared(self, task: int, axis: str, indices: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    def mask(self, axis: str, index: int) -> np.ndarray:
+        return self.volume.read_mask(index) if axis == "z" else self.turned(axis)[1].read(index)
+
+    def prepared(self, axis: str, indices: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Slices along an axis as they are given to the model, and their masks."""
-        masks, scale = [self.mask(task, axis, index) for index in indices], self.tasks[task].scale
+        masks = [self.mask(axis, index) for index in indices]
         pairs = zip(indices, masks, strict=True)
-        return [prepare_slice(self.voxels(task, axis, index), mask, scale) for index, mask in pairs], masks
+        return [prepare_slice(self.voxels(axis, index), mask, self.task.scale) for index, mask in pairs], masks
 
     def draw(
-        self, work: Any, prepared: Sequence[np.ndarray], masks: Sequence[np.ndarray], mode: str
+        self, axis: str, sample: int, prepared: Sequence[np.ndarray], masks: Sequence[np.ndarray], mode: str
     ) -> list[ItemSamples]:
-        """A sample of each of some slices along an axis, by the model. No two samples of different axes have the same
-        noise; along z those of a job of this axis alone."""
-        numbers = [work.sample + self.samples * AXES.index(work.axis)] * len(prepared)
-        return self.restorer.run(prepared, masks, mode, self.tasks[work.task].scale.limits01, numbers)
+        """A sample of some slices, each axis with noise of its own; along z that of a job of this axis alone."""
+        numbers = [sample + self.samples * AXES.index(axis)] * len(prepared)
+        return self.restorer.run(prepared, masks, mode, self.task.scale.limits01, numbers)
 
-    def restored(self, task: int, mode: str, axis: str, sample: int) -> Restored:
+    def restored(self, mode: str, axis: str, sample: int) -> Restored:
         """The file of a sample."""
-        path = self.folder / f"{task}-{self.modes.index(mode)}-{axis}-{sample}.f32"
-        return Restored(path, axis, self.of[task].statistics)
+        path = self.folder / f"{self.number}-{self.modes.index(mode)}-{axis}-{sample}.f32"
+        return Restored(path, axis, self.volume.statistics)
 
-    def without_model(self, task: int, name: str) -> Restored:
+    def without_model(self, name: str) -> Restored:
         """The file of a method without a model, or of a line's ends."""
         method = name.removesuffix(APART)
-        path = self.folder / f"{task}-{METHODS.index(method)}{'-ends' * (name != method)}.f32"
-        return Restored(path, made_along(method), self.of[task].statistics)
+        path = self.folder / f"{self.number}-{METHODS.index(method)}{'-ends' * (name != method)}.f32"
+        return Restored(path, made_along(method), self.volume.statistics)
 
-    def window_reader(
-        self, task: int, hidden: Hidden | None = None
-    ) -> Callable[[Window], tuple[np.ndarray, np.ndarray]]:
-        """Of a volume that is tested, for which there are copies along y: a window and its mask."""
-        return partial(read_window, self.tasks[task], self.of[task], self.turned(task, "y"), hidden=hidden)
+    def window(self, hidden: Hidden | None, window: Window) -> tuple[np.ndarray, np.ndarray]:
+        """Of a tested volume, normalised, and of its mask with what is hidden: [Z, Y, X], from copies along y."""
+        image_ZYX, mask_ZYX = (copy.window(window) for copy in self.turned("y"))
+        if hidden is not None:
+            indices = range(window[0].start, window[0].stop)
+            mask_ZYX |= np.stack([hidden.mask("z", n, self.volume.read_mask)[window[1:]] for n in indices])
+        scale = self.task.scale
+        known_ZYX = np.where(mask_ZYX, np.asarray(scale.low).astype(image_ZYX.dtype), image_ZYX)
+        return np.clip(scale.normalise(known_ZYX), 0.0, 1.0), mask_ZYX
 
-    def samples_of(
-        self, task: int, index: int, mode: str, mask_YX: np.ndarray, verdict: HiddenRegionReport
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The masked voxels of a slice along z in all samples and by all methods that are taken [S, P], their weights
-        in the mean, and in the deviation."""
-        statistics, count = self.of[task].statistics, int(mask_YX.sum())
+    def intervals(self, index: int) -> Intervals | None:
+        """Those of a slice along z, of a volume that was tested."""
+        if not self.hidden or self.verdict is None:
+            return None
+        deep_YX = depth(self.volume.read_mask, index, self.volume.statistics.shape[0])
+        return (self.verdict.intervals or Intervals.unknown()).at(deep_YX)
+
+    def fused(self, seen: SliceReview, mode: str) -> ItemSamples:
+        """A slice along z: all its samples, with the PSNR of each, and themselves where they are kept."""
+        mask_YX, image_YX = seen.mask_YX, np.zeros(seen.mask_YX.shape)
+        if not mask_YX.any():  # nothing to restore, or nothing to restore it from
+            return ItemSamples(Moments.of(image_YX), Cost(), kept=(seen.original_YX,) * self.samples * self.keeps)
+        values_SP, weights_SP, drawn_SP = self._samples(seen.index, mode, mask_YX)
+        mean_P, spread_P = fuse(values_SP, weights_SP, drawn_SP)
+        drawn_S = (drawn_SP > 0).any(axis=1)
+        samples, squares_YX = int(drawn_S.sum()), np.zeros(mask_YX.shape)
+        image_YX[mask_YX], squares_YX[mask_YX] = mean_P, np.square(spread_P) * (samples - 1)
+        cost = self.costs.get(mode, Cost()).shares(int((self.volume.statistics.counts("z") > 0).sum()))[0]
+        psnr_db, kept = [], []
+        for values_P, weights_P in zip(values_SP[drawn_S], drawn_SP[drawn_S], strict=True):
+            sample_YX = image_YX.copy()
+            sample_YX[mask_YX] = np.where(weights_P > 0, values_P, mean_P)
+            one = ItemSamples(Moments.of(sample_YX), Cost())
+            psnr_db.append(seen.psnr_db(one))
+            kept += [seen.native(one)] if self.keeps else []
+        return ItemSamples(Moments(samples, image_YX, squares_YX), cost, tuple(psnr_db), tuple(kept))
+
+    def _samples(self, index: int, mode: str, mask_YX: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The masked voxels of a slice along z in all that is taken [S, P]; weights in mean and deviation."""
+        assert self.verdict is not None, "it is known which axes are taken"
+        verdict, statistics, count = self.verdict, self.volume.statistics, int(mask_YX.sum())
 
         def without_model(name: str) -> np.ndarray:
-            return self.without_model(task, name).read_along_z(index, mask_YX).astype(np.float64)
+            return self.without_model(name).read_along_z(index, mask_YX).astype(np.float64)
 
         values, shares, drawn = [], [], []
         places = dict(zip(AXES, (np.full(count, index), *mask_YX.nonzero()), strict=True))
         counts, trace = samples_along(self.samples, verdict.axes), TRACE if verdict.mixture is not None else 0.0
-        others = verdict.others
         if verdict.mixture is None:
             weights = {axis: np.full(count, weight) for axis, weight in verdict.axes.items()}
         else:
-            ends = {name: without_model(name + APART) for name in others if name in LINES}
+            ends = {name: without_model(name + APART) for name in verdict.others if name in LINES}
             weights = dict(zip(verdict.mixture.names, verdict.mixture.weights(ends, count), strict=True))
         for axis, drawn_along in counts.items():
             seen_P = ~statistics.full(axis)[places[axis]]
             for sample in range(drawn_along):
-                values.append(self.restored(task, mode, axis, sample).read_along_z(index, mask_YX))
+                values.append(self.restored(mode, axis, sample).read_along_z(index, mask_YX))
                 shares.append(np.where(seen_P, (weights.get(axis, 0.0) + trace) / drawn_along, 0.0))
                 drawn.append(seen_P / drawn_along if verdict.mixture is not None else shares[-1])
-        for name in others:
+        for name in verdict.others:
             values.append(without_model(name))
             seen_P = np.isfinite(values[-1])
             if name not in SOLVERS:  # of a slice that is masked wholly nothing was written
@@ -138,58 +179,49 @@ class Making:
             drawn.append(np.zeros(count))
         return np.stack(values), np.stack(shares), np.stack(drawn)
 
-
-def keep(path: Path, made: Mapping[str, Any]) -> None:
-    """Writes what was made; it has its name when it is on the disk."""
-    unfinished = path.with_name(path.name + ".partial")
-    with unfinished.open("wb") as file:
-        if path.suffix == ".npz":
-            np.savez(file, **made)
-        else:
-            file.write(json.dumps(made).encode())
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
+    def lines(self) -> list[str]:
+        """What the user is told of the verdict."""
+        if self.verdict is None:
+            return []
+        where = f"{self.task.stack.name}, mask {self.task.mask.name}"
+        return [self.verdict.line(where)] * self.volume.tested + [self.verdict.weights_line(where)]
 
 
 @dataclass(frozen=True)
 class Work(ABC):
-    """Slices along an axis that one replica makes together. suffix: of the file of what `run` gives; counted: whether
-    the bar counts them."""
+    """Slices along an axis that one replica makes together. counted: whether the bar counts them."""
 
-    task: int
+    making: Making
     axis: str
     indices: tuple[int, ...]
-    suffix: ClassVar[str]
     counted: ClassVar[bool] = True
 
     @abstractmethod
-    def holds(self, making: Making, path: Path) -> bool:
-        """Whether what an earlier start has made is there. Whatever is raised says that it is not."""
+    def run(self, queue: Queue) -> list[Any]:
+        """Makes it, on all ranks of a replica. Returns what rank 0 is to know of it, on the one that leads."""
 
-    @abstractmethod
-    def run(self, making: Making, queue: Queue) -> Mapping[str, Any] | None:
-        """Makes it, on all ranks of a replica; None on those that do not lead it."""
+    def sums(self) -> list[int]:
+        """Checksums of what was made."""
+        return []
+
+    def holds(self, sums: Sequence[int]) -> bool:
+        """Whether what an earlier start has made is there. Whatever is raised says that it is not."""
+        return self.sums() == sums
 
 
 class Restoring(Work):
     """Restores masked voxels, which go to `Restored` files."""
 
-    suffix = ".json"
-
     @abstractmethod
-    def results(self, making: Making) -> dict[str, Restored]:
+    def results(self) -> dict[str, Restored]:
         """By the names of presets, or of what a method without a model makes."""
 
     @abstractmethod
-    def is_wanted(self, verdict: HiddenRegionReport, samples: int) -> bool:
-        """Whether results are made of it. samples: of each voxel in all."""
+    def is_wanted(self, verdict: HiddenRegionReport) -> bool:
+        """Whether results are made of it."""
 
-    def holds(self, making: Making, path: Path) -> bool:
-        return bool(json.loads(path.read_text())["sums"] == self.sums(making))
-
-    def sums(self, making: Making) -> list[int]:
-        return [zlib.crc32(one.read(n).tobytes()) for one in self.results(making).values() for n in self.indices]
+    def sums(self) -> list[int]:
+        return [zlib.crc32(one.read(n).tobytes()) for one in self.results().values() for n in self.indices]
 
 
 @dataclass(frozen=True)
@@ -198,23 +230,24 @@ class ByModel(Restoring):
 
     sample: int
 
-    def results(self, making: Making) -> dict[str, Restored]:
-        return {mode: making.restored(self.task, mode, self.axis, self.sample) for mode in making.modes}
+    def results(self) -> dict[str, Restored]:
+        return {mode: self.making.restored(mode, self.axis, self.sample) for mode in self.making.modes}
 
-    def is_wanted(self, verdict: HiddenRegionReport, samples: int) -> bool:
-        return self.sample < samples_along(samples, verdict.axes).get(self.axis, 0)
+    def is_wanted(self, verdict: HiddenRegionReport) -> bool:
+        return self.sample < samples_along(self.making.samples, verdict.axes).get(self.axis, 0)
 
-    def run(self, making: Making, queue: Queue) -> dict[str, Any] | None:
-        prepared, masks = making.prepared(self.task, self.axis, self.indices)
+    def run(self, queue: Queue) -> list[Any]:
+        """Of each preset the volume, its name and the cost, whose drift may hold numbers that JSON has not."""
+        making, (prepared, masks) = self.making, self.making.prepared(self.axis, self.indices)
         queue.begin(len(masks), making.restorer.tile_steps(masks) * len(making.modes))
-        made = {mode: making.draw(self, prepared, masks, mode) for mode in making.modes}
+        made = {mode: making.draw(self.axis, self.sample, prepared, masks, mode) for mode in making.modes}
         if not making.leads:
-            return None
-        for mode, file in self.results(making).items():
+            return []
+        for mode, file in self.results().items():
             for index, one, mask in zip(self.indices, made[mode], masks, strict=True):
                 file.write(index, one.restored01_YX[mask])
-        costs = {mode: vars(Cost.summed([one.cost for one in drawn])) for mode, drawn in made.items()}
-        return {"costs": costs, "sums": self.sums(making)}
+        costs = {mode: Cost.summed([one.cost for one in drawn]) for mode, drawn in made.items()}
+        return [[making.number, mode, json.dumps(vars(cost))] for mode, cost in costs.items()]
 
 
 @dataclass(frozen=True)
@@ -224,21 +257,20 @@ class Smoothed(Restoring):
     method: str
     counted = False
 
-    def results(self, making: Making) -> dict[str, Restored]:
+    def results(self) -> dict[str, Restored]:
         names = (self.method, self.method + APART) if self.method in LINES else (self.method,)
-        return {name: making.without_model(self.task, name) for name in names}
+        return {name: self.making.without_model(name) for name in names}
 
-    def is_wanted(self, verdict: HiddenRegionReport, samples: int) -> bool:
+    def is_wanted(self, verdict: HiddenRegionReport) -> bool:
         return self.method in verdict.others
 
-    def run(self, making: Making, queue: Queue) -> dict[str, Any] | None:
-        if not making.leads:
-            return None
-        self.write(making)
-        return {"costs": {}, "sums": self.sums(making)}
+    def run(self, queue: Queue) -> list[Any]:
+        if self.making.leads:
+            self.write()
+        return []
 
-    def write(self, making: Making) -> None:
-        results, pairs = self.results(making), making.prepared(self.task, self.axis, self.indices)
+    def write(self) -> None:
+        results, pairs = self.results(), self.making.prepared(self.axis, self.indices)
         for index, prepared, mask in zip(self.indices, *pairs, strict=True):
             for name, image in in_slice(self.method, prepared, mask).items():
                 results[name].write(index, image[mask])
@@ -247,10 +279,11 @@ class Smoothed(Restoring):
 class Solved(Smoothed):
     """A method in three dimensions, in slices along z, some rows of all of them at once."""
 
-    def write(self, making: Making) -> None:
-        mask_NYX = np.stack([making.mask(self.task, "z", index) for index in self.indices])
-        shape, (file,) = making.of[self.task].statistics.shape, self.results(making).values()
-        read, made = making.window_reader(self.task), [[np.zeros(0)] for _ in self.indices]
+    def write(self) -> None:
+        making, (file,) = self.making, self.results().values()
+        mask_NYX = np.stack([making.mask("z", index) for index in self.indices])
+        shape, read = making.volume.statistics.shape, partial(making.window, None)
+        made = [[np.zeros(0)] for _ in self.indices]
         for top in range(0, shape[1], CELL):
             numbers, rows, columns = mask_NYX[:, top : top + CELL].nonzero()
             points_P3 = np.stack([np.array(self.indices)[numbers], rows + top, columns], 1)
@@ -269,38 +302,90 @@ class Trial(Work):
 
     round: int
     sample: int = 0
-    suffix = ".npz"
 
-    def holds(self, making: Making, path: Path) -> bool:
-        with np.load(path, allow_pickle=False) as found:
-            return all(found[name].size for name in found.files)  # reads all of it
+    @property
+    def hidden(self) -> Hidden:
+        return self.making.hidden[self.round]
 
-    def run(self, making: Making, queue: Queue) -> dict[str, np.ndarray] | None:
-        hidden = making.hidden[self.task][self.round]
-        read = making.window_reader(self.task, hidden)
-        return solved_near(hidden, making.of[self.task], read) if making.leads else None
+    @property
+    def path(self) -> Path:
+        place = "-".join(map(str, (self.making.number, self.round, self.axis, self.sample, *self.indices[:1])))
+        return self.making.folder / f"{place}.npz"
+
+    def read(self) -> dict[str, np.ndarray]:
+        """What was made."""
+        with np.load(self.path, allow_pickle=False) as found:
+            return {name: found[name] for name in found.files}
+
+    def holds(self, sums: Sequence[int]) -> bool:
+        return all(values.size for values in self.read().values())
+
+    def run(self, queue: Queue) -> list[Any]:
+        made = self.make(queue)
+        if self.making.leads:
+            np.savez(self.path, **made)
+            flush(self.path)
+        return []
+
+    def make(self, queue: Queue) -> dict[str, Any]:
+        """By the names of methods, on the rank that leads: [z, y, x] each, NaN where nothing is judged."""
+        volume, hidden, found = self.making.volume, self.hidden, dict[str, Any]()
+        judged = judged_grid(hidden, volume)
+        points_P3, read = np.stack([at[judged] for at in hidden.grid], 1), partial(self.making.window, hidden)
+        for name, solver in SOLVERS.items() if self.making.leads else ():
+            found[name] = np.full(judged.shape, np.nan)
+            found[name][judged] = in_cells(solver, read, volume.statistics.shape, points_P3)
+        return found
 
 
 class SliceTrial(Trial):
     """Of the model, a sample of each slice, and with the first one of the methods that work slice by slice."""
 
-    def run(self, making: Making, queue: Queue) -> dict[str, np.ndarray] | None:
-        hidden, reads = making.hidden[self.task][self.round], partial(making.mask, self.task, self.axis)
-        original = [making.voxels(self.task, self.axis, index) for index in self.indices]
+    def make(self, queue: Queue) -> dict[str, Any]:
+        making, hidden, reads = self.making, self.hidden, partial(self.making.mask, self.axis)
+        original = [making.voxels(self.axis, index) for index in self.indices]
         masks = [reads(index) | hidden.mask(self.axis, index, reads) for index in self.indices]
         of_model, found = [mask for mask in masks if not mask.all()], dict[str, Any]()
-        scale, pairs = making.tasks[self.task].scale, zip(original, masks, strict=True)
-        prepared = [prepare_slice(image, mask, scale) for image, mask in pairs if not mask.all()]
-        if prepared and self.axis in making.of[self.task].axes:
+        pairs = zip(original, masks, strict=True)
+        prepared = [prepare_slice(image, mask, making.task.scale) for image, mask in pairs if not mask.all()]
+        if prepared and self.axis in making.volume.axes:
             queue.begin(len(prepared), making.restorer.tile_steps(of_model))
-            found[OWN] = [one.restored01_YX for one in making.draw(self, prepared, of_model, making.modes[0])]
+            drawn = making.draw(self.axis, self.sample, prepared, of_model, making.modes[0])
+            found[OWN] = [one.restored01_YX for one in drawn]
         if not making.leads:
-            return None
+            return {}
         if self.sample == 0:
-            found |= slice_figures(self.axis, prepared, of_model)
+            for method in [one for one in (*LINES, BIHARMONIC) if made_along(one) == self.axis]:
+                for pair in zip(prepared, of_model, strict=True):
+                    for name, image in in_slice(method, *pair).items():
+                        found.setdefault(name, []).append(image)
         tested = [hidden.tested[axis] for axis in AXES if axis != self.axis]
         grid, shape, made = np.ix_(*tested), [*map(len, tested)], {}
         for name, images in found.items():
             left = iter(images)
             made[name] = np.stack([np.full(shape, np.nan) if mask.all() else next(left)[grid] for mask in masks])
         return made
+
+
+def works_of(making: Making) -> list[Work]:
+    """All that may have to be made of a volume, in an order that depends on the job's settings and masks alone."""
+    volume, works, groups = making.volume, list[Work](), making.groups
+    for place, hidden in enumerate(making.hidden):
+        for axis in making.read_along:
+            tested = groups(axis, hidden.tested[axis])
+            samples = volume.sampled(making.samples) if axis in volume.axes else 1
+            works += [SliceTrial(making, axis, group, place, n) for n in range(samples) for group in tested]
+        works.append(Trial(making, "", (), place))
+    for axis in volume.axes:
+        restorable = groups(axis, volume.statistics.restorable(axis))
+        works += [ByModel(making, axis, group, n) for n in range(making.samples) for group in restorable]
+    for method in MEMBERS if making.hidden else ():
+        axis = made_along(method)
+        if method in SOLVERS:  # also where a slice along z is masked wholly
+            masked = (volume.statistics.counts("z") > 0).nonzero()[0].tolist()
+            cells = [tuple(group) for _, group in groupby(masked, lambda index: index // CELL)]
+            works += [Solved(making, axis, group, method) for group in cells]
+        else:
+            restorable = groups(axis, volume.statistics.restorable(axis))
+            works += [Smoothed(making, axis, group, method) for group in restorable]
+    return works

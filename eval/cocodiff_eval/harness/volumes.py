@@ -12,238 +12,121 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import groupby
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-
+from cocodiff.jobs.replicas import Queue
 from cocodiff.jobs.terminal import reading_bar
-from cocodiff_eval.data.intensity import compose_native
-from cocodiff_eval.data.masks import depth
-from cocodiff_eval.data.reoriented import AXES, reoriented_shape, turn
-from cocodiff_eval.harness.hidden_test import MEMBERS, Tested, judge_test, made_along
-from cocodiff_eval.harness.items import Batch, Cost, ItemSamples, evenly
+from cocodiff_eval.data.reoriented import turn
+from cocodiff_eval.harness.items import Batch, Cost, evenly
+from cocodiff_eval.harness.job import Stage
 from cocodiff_eval.harness.restoring import Restorer
+from cocodiff_eval.harness.session import Session
 from cocodiff_eval.harness.tasks import Task
-from cocodiff_eval.harness.volume import HiddenRegionReport
-from cocodiff_eval.harness.volume_work import (
-    ByModel,
-    Making,
-    Restoring,
-    SliceTrial,
-    Smoothed,
-    Solved,
-    Trial,
-    Work,
-    keep,
-)
-from cocodiff_eval.quality.fusing import Intervals, Moments, fuse
+from cocodiff_eval.harness.volume import HiddenRegionReport, Tested, judge_test
+from cocodiff_eval.harness.volume_work import ByModel, Making, Restoring, Trial, works_of
 from cocodiff_eval.quality.hidden import Hidden
-from cocodiff_eval.quality.metrics import masked_psnr_db
-from cocodiff_eval.restore.baseline import CELL, SOLVERS
-
-if TYPE_CHECKING:
-    from cocodiff.jobs.replicas import Queue
-    from cocodiff_eval.harness.session import Session
 
 FUSED_TOGETHER = 8  # slices along z in a batch
 
 
-class Volumes:
-    """hidden: of the volumes that are tested, by the number of the task, what is hidden in each round; of: all
-    volumes, by the numbers of their tasks."""
+class Volumes(Stage):
+    """of: how each volume is made, by the number of its task; hidden: of tested ones, in each round; works: of all."""
 
     def __init__(
         self, session: Session, restorer: Restorer, tasks: Sequence[Task], hidden: Mapping[int, Sequence[Hidden]]
     ) -> None:
-        self.session, self.restorer, self.tasks, self.hidden = session, restorer, tasks, hidden
         prepared, leads = session.prepared, session.replica.leads
-        self.samples: int = prepared.values["samples"]
-        self.keeps: bool = prepared.values["keep_samples"]
-        folder, modes = prepared.output.journals.folder / "volumes", [*prepared.presets]
-        self.making = Making(folder, tasks, modes, self.samples, restorer, hidden, leads)
-        self.of = self.making.of
-        self.verdicts: dict[int, HiddenRegionReport] = {}
-        self.works = [work for number in self.of for work in self._works(number)]
-        self._costs: dict[tuple[int, str], Cost] = {}
+        self.quiet, self.folder = prepared.values["quiet"], prepared.output.journals.folder / "volumes"
+        modes, samples, keeps = [*prepared.presets], prepared.values["samples"], prepared.values["keep_samples"]
+        self.of = {
+            number: Making(
+                self.folder, task.volume, number, task, modes, samples, keeps, restorer, hidden.get(number, ()), leads
+            )
+            for number, task in enumerate(tasks)
+            if task.volume is not None
+        }
+        self.works = [work for making in self.of.values() for work in works_of(making)]
+        self.counts = [len(work.indices) * work.counted for work in self.works]
 
-    def tested(self, task: int) -> bool:
-        return bool(self.hidden.get(task))
+    def holds(self, number: int, sums: Sequence[int]) -> bool:
+        return self.works[number].holds(sums)
 
-    def _works(self, number: int) -> list[Work]:
-        """All that may have to be made of a volume, in an order that depends on the job's settings and masks alone."""
-        volume, tested, works = self.of[number], self.tested(number), list[Work]()
-        for place, hidden in enumerate(self.hidden.get(number) or ()):
-            for axis in self._read_along(number):
-                groups = self._groups(number, axis, hidden.tested[axis])
-                samples = volume.sampled(self.samples) if axis in volume.axes else 1
-                works += [SliceTrial(number, axis, group, place, n) for n in range(samples) for group in groups]
-            works.append(Trial(number, "", (), place))
-        for axis in volume.axes:
-            groups = self._groups(number, axis, volume.statistics.restorable(axis))
-            works += [ByModel(number, axis, group, n) for n in range(self.samples) for group in groups]
-        for method in MEMBERS if tested else ():
-            axis = made_along(method)
-            if method in SOLVERS:  # also where a slice along z is masked wholly
-                masked = (volume.statistics.counts("z") > 0).nonzero()[0].tolist()
-                cells = [tuple(group) for _, group in groupby(masked, lambda index: index // CELL)]
-                works += [Solved(number, axis, group, method) for group in cells]
-            else:
-                groups = self._groups(number, axis, volume.statistics.restorable(axis))
-                works += [Smoothed(number, axis, group, method) for group in groups]
-        return works
-
-    def _groups(self, task: int, axis: str, indices: Sequence[int]) -> list[tuple[int, ...]]:
-        """Slices along an axis, those that share the model's calls together."""
-        return evenly(indices, self.restorer.together(reoriented_shape(self.tasks[task].stack.shape, axis)[1:]))
-
-    def _read_along(self, task: int) -> list[str]:
-        """The axes along which slices are read: of a test also y, in which lines along z are seen."""
-        wanted = {*self.of[task].axes} | ({"y", "z"} if self.tested(task) else set())
-        return [axis for axis in AXES if axis in wanted]
-
-    def intervals(self, task: int, index: int) -> Intervals | None:
-        """Those of a slice along z, of a volume that was tested."""
-        if not self.tested(task):
-            return None
-        deep_YX = depth(self.of[task].read_mask, index, self.of[task].statistics.shape[0])
-        return (self.verdicts[task].intervals or Intervals.unknown()).at(deep_YX)
-
-    def batches(self, task: int) -> list[Batch]:
+    def batches(self, number: int) -> list[Batch]:
         """The slices of a volume along z, which are fused when those along all axes are there."""
-        groups, samples = evenly(range(len(self.tasks[task].stack)), FUSED_TOGETHER), tuple(range(self.samples))
-        return [Batch(task, group, False, samples, self.samples, copied=True) for group in groups]
+        making = self.of[number]
+        groups, samples = evenly(range(len(making.task.stack)), FUSED_TOGETHER), tuple(range(making.samples))
+        return [Batch(number, group, False, samples, making.samples, copied=True) for group in groups]
 
-    def holds(self, number: int) -> bool:
-        """Whether what an earlier start has made is there."""
-        try:
-            return self.works[number].holds(self.making, self._path(number))
-        except Exception:  # numpy, zipfile and json raise many kinds for a damaged file
-            return False
-
-    def _path(self, number: int) -> Path:
-        return self.making.folder / f"{number}{self.works[number].suffix}"
-
-    # Before batches ---------------------------------------------------------------------------------------------------
-
-    def make(self, queue: Queue, first: int) -> None:
-        """Tests, decides and restores, on all ranks. first: the queue's number of the first work."""
-        whole = self.session.replica.whole
+    def run(self, queue: Queue, first: int) -> None:
+        """Tests, decides and restores, on all ranks."""
+        whole, makings = queue.replica.whole, self.of.values()
         if whole.rank == 0:
-            self.making.folder.mkdir(exist_ok=True)
-            for task in self.of:
-                copies = [self.making.turned(task, axis) for axis in self._read_along(task) if axis != "z"]
-                bar, name = reading_bar(not self.session.prepared.values["quiet"]), self.tasks[task].stack.name
-                turn(partial(self.making.voxels, task, "z"), [voxels for voxels, _ in copies], bar, name)
-                turn(partial(self.making.mask, task, "z"), [mask for _, mask in copies], bar, f"the mask of {name}")
+            self.folder.mkdir(exist_ok=True)
+            for making in makings:
+                copies = [making.turned(axis) for axis in making.read_along if axis != "z"]
+                bar, name = reading_bar(not self.quiet), making.task.stack.name
+                turn(partial(making.voxels, "z"), [voxels for voxels, _ in copies], bar, name)
+                turn(partial(making.mask, "z"), [mask for _, mask in copies], bar, f"the mask of {name}")
         whole.broadcast_object(None)  # the copies are there
         tests = [number for number, work in enumerate(self.works) if isinstance(work, Trial)]
-        queue.expect([first + number for number in (*tests, *self._likely())])
-        self._run(queue, first, tests)
-        self.verdicts = whole.broadcast_object(
-            {task: self._verdict(task) for task in self.of} if whole.rank == 0 else None
-        )
-        wanted = {
-            number: work
-            for number, work in enumerate(self.works)
-            if isinstance(work, Restoring) and work.is_wanted(self.verdicts[work.task], self.samples)
+        # For the time left to be shown before it is known which axes are taken: all of them.
+        even = {
+            number: HiddenRegionReport(dict.fromkeys(making.volume.axes[: making.samples], 1.0))
+            for number, making in self.of.items()
         }
+        likely = [n for n in self._wanted(even) if isinstance(self.works[n], ByModel)]
+        queue.expect([first + number for number in (*tests, *likely)])
+        self._run(queue, first, tests)
+        found = {number: self._verdict(making) for number, making in self.of.items()} if whole.rank == 0 else None
+        verdicts = whole.broadcast_object(found)
+        for number, making in self.of.items():
+            making.verdict = verdicts[number]
+        wanted = self._wanted(verdicts)
         if whole.rank == 0:
-            for line in self.lines():
+            for line in [line for making in makings for line in making.lines()]:
                 queue.bar.say(line)
-            results = [file for work in wanted.values() for file in work.results(self.making).values()]
-            for file in {file.path: file for file in results}.values():
+            for file in {file.path: file for work in wanted.values() for file in work.results().values()}.values():
                 file.create()
         whole.broadcast_object(None)  # the files are there
         queue.expect([first + number for number in (*tests, *wanted)])
         self._run(queue, first, [*wanted])
-        self._costs = whole.broadcast_object(self._read_costs([*wanted]) if whole.rank == 0 else None)
+        told = queue.rows([first + number for number in wanted]) if whole.rank == 0 else []
+        costs = whole.broadcast_object(self._costs(told) if whole.rank == 0 else None)
+        for number, making in self.of.items():
+            making.costs = costs[number]
 
-    def _likely(self) -> list[int]:
-        """What is restored if all axes are taken: for the time left to be shown before it is known."""
-        axes = {task: volume.axes[: self.samples] for task, volume in self.of.items()}
-        even = {task: HiddenRegionReport(dict.fromkeys(of_task, 1.0)) for task, of_task in axes.items()}
-        own = [(n, work) for n, work in enumerate(self.works) if isinstance(work, ByModel)]
-        return [n for n, work in own if work.is_wanted(even[work.task], self.samples)]
+    def _wanted(self, verdicts: Mapping[int, HiddenRegionReport]) -> dict[int, Restoring]:
+        """The works that results are made of, by their numbers."""
+        works = {number: work for number, work in enumerate(self.works) if isinstance(work, Restoring)}
+        return {number: work for number, work in works.items() if work.is_wanted(verdicts[work.making.number])}
 
     def _run(self, queue: Queue, first: int, numbers: Sequence[int]) -> None:
         for place in queue.take([first + number for number in numbers]):
-            made = self.works[place - first].run(self.making, queue)
-            if made is not None:
-                keep(self._path(place - first), made)
-                queue.add(place, [])
+            work = self.works[place - first]
+            rows = work.run(queue)
+            if work.making.leads:
+                queue.add(place, rows, work.sums())
 
-    def _read_costs(self, numbers: Sequence[int]) -> dict[tuple[int, str], Cost]:
-        """Of all samples of a volume in each preset."""
-        found: dict[tuple[int, str], list[Cost]] = {}
-        for number in numbers:
-            for mode, cost in json.loads(self._path(number).read_text())["costs"].items():
-                found.setdefault((self.works[number].task, mode), []).append(Cost(**cost))
-        return {key: Cost.summed(costs) for key, costs in found.items()}
+    def _costs(self, rows: Sequence[Any]) -> dict[int, dict[str, Cost]]:
+        """Of all samples of each volume in each preset, by what works have told of theirs."""
+        found: dict[int, dict[str, list[Cost]]] = {number: {} for number in self.of}
+        for number, mode, cost in rows:
+            found[number].setdefault(mode, []).append(Cost(**json.loads(cost)))
+        return {n: {mode: Cost.summed(costs) for mode, costs in of.items()} for n, of in found.items()}
 
-    # The test ---------------------------------------------------------------------------------------------------------
-
-    def _verdict(self, task: int) -> HiddenRegionReport:
-        volume = self.of[task]
-        if not self.tested(task):
-            axes = volume.axes[: self.samples]
+    def _verdict(self, making: Making) -> HiddenRegionReport:
+        volume = making.volume
+        if not making.hidden:
+            axes = volume.axes[: making.samples]
             axes = axes if volume.restores(axes) else volume.axes
             return HiddenRegionReport(dict.fromkeys(axes, 1 / len(axes)))
-        rounds = [Tested(hidden, volume, self.tasks[task]) for hidden in self.hidden[task]]
-        for number, work in enumerate(self.works):
-            if isinstance(work, Trial) and work.task == task:
-                with np.load(self._path(number)) as found:
-                    made = {name: found[name] for name in found.files}
-                rounds[work.round].add(work.axis, work.indices, work.sample, made)
-        return judge_test(rounds, volume, self.samples)
-
-    # Fusing -----------------------------------------------------------------------------------------------------------
-
-    def fused(self, task: int, index: int, mode: str) -> ItemSamples:
-        """A slice along z: all its samples, with the PSNR of each, and themselves where they are kept."""
-        one, mask_YX = self.tasks[task], self.making.mask(task, "z", index)
-        original_YX = one.stack.read(index)
-        image_YX = np.zeros(mask_YX.shape)
-        if not one.mask.read(index).any():  # nothing to restore, or nothing to restore it from
-            return ItemSamples(Moments.of(image_YX), Cost(), kept=(original_YX,) * self.samples * self.keeps)
-        values_SP, weights_SP, drawn_SP = self.making.samples_of(task, index, mode, mask_YX, self.verdicts[task])
-        mean_P, spread_P = fuse(values_SP, weights_SP, drawn_SP)
-        drawn_S = (drawn_SP > 0).any(axis=1)
-        samples, squares_YX = int(drawn_S.sum()), np.zeros(mask_YX.shape)
-        image_YX[mask_YX], squares_YX[mask_YX] = mean_P, np.square(spread_P) * (samples - 1)
-        slices = int((self.of[task].statistics.counts("z") > 0).sum())
-        cost = self._costs.get((task, mode), Cost()).shares(slices)[0]
-        truth_YX, psnr_db, kept = one.truth.read(index) if one.truth is not None else None, [], []
-        for values_P, weights_P in zip(values_SP[drawn_S], drawn_SP[drawn_S], strict=True):
-            sample_YX = image_YX.copy()
-            sample_YX[mask_YX] = np.where(weights_P > 0, values_P, mean_P)
-            native_YX = compose_native(original_YX, sample_YX, mask_YX, one.scale)
-            psnr_db.append(None if truth_YX is None else masked_psnr_db(one.scale, truth_YX, native_YX, mask_YX))
-            kept += [native_YX] if self.keeps else []
-        return ItemSamples(Moments(samples, image_YX, squares_YX), cost, tuple(psnr_db), tuple(kept))
-
-    # What is told -----------------------------------------------------------------------------------------------------
-
-    def _where(self, task: int) -> str:
-        return f"{self.tasks[task].stack.name}, mask {self.tasks[task].mask.name}"
-
-    def lines(self) -> list[str]:
-        found = []
-        for task, verdict in self.verdicts.items():
-            if self.of[task].tested:
-                found.append(verdict.line(self._where(task)))
-            found.append(verdict.weights_line(self._where(task)))
-        return found
-
-    def provenance(self, task: int) -> dict[str, Any]:
-        """For the results' own metadata."""
-        verdict = self.verdicts.get(task)
-        return {} if verdict is None else {"axes": verdict.axes, "weights": dict(verdict.weights)}
+        rounds = [Tested(hidden, volume, making.task) for hidden in making.hidden]
+        for work in self.works:
+            if isinstance(work, Trial) and work.making is making:
+                rounds[work.round].add(work.axis, work.indices, work.sample, work.read())
+        return judge_test(rounds, volume, making.samples)
 
     def records(self) -> list[dict[str, Any]]:
         """For metrics.json."""
-        return [
-            verdict.record(self.tasks[task].stack.name, self.tasks[task].mask.name, self._where(task))
-            for task, verdict in self.verdicts.items()
-        ]
+        found = [(making.verdict, making.task) for making in self.of.values()]
+        return [verdict.record(task.stack.name, task.mask.name) for verdict, task in found if verdict is not None]
