@@ -230,8 +230,7 @@ class Watch(Health):
         the watch finds who never would."""
         if self._peers.closing:
             return
-        self._peers.closed_at = self._peers.own.now()
-        self._tell([{"left": self.rank}])
+        self._tell(self._peers.goodbye())
         if self.rank == 0:
             peers = self._peers
             with self._changed:

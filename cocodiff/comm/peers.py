@@ -200,7 +200,12 @@ class Peers:
         if self.closing or now < self._next_beat:
             return []
         self._next_beat = now + min(5.0, limit_s / 4)
-        return [{"progress": [[*own.calls.items()], own.at, own.among, own.waits_s, own.awaits, own.unchanged_s]}]
+        return [_told(own)]
+
+    def goodbye(self) -> list[Message]:
+        """This rank leaves, and tells where it has come to: who waits for it there knows that it has made that call."""
+        self.closed_at = self.own.now()
+        return [_told(self.own.seen(self.closed_at)), {"left": self.rank}]
 
     def last_words(self, now: float) -> str:
         """Why this process has to end by itself, if it has. A dead peer's connections close, which ends every wait for
@@ -242,6 +247,10 @@ class Peers:
             left = rank in self.left
             found[rank] = replace(one, waits_s=0.0 if left else one.waits_s, unchanged_s=now - changed, left=left)
         return found
+
+
+def _told(own: Progress) -> Message:
+    return {"progress": [[*own.calls.items()], own.at, own.among, own.waits_s, own.awaits, own.unchanged_s]}
 
 
 def describe_difference(ours: dict[str, str], theirs: dict[str, str]) -> str:
@@ -302,7 +311,8 @@ def _find_stalled_among(
     among: Ranks, progress: Mapping[int, Progress], stall_s: float, left_s: float
 ) -> tuple[int, str] | None:
     """`find_stalled` for the calls that all of `among` make."""
-    calls = {rank: one.calls.get(among, 0) for rank, one in progress.items()}
+    # Who has left after the same call is ahead of who waits in it.
+    calls = {rank: one.calls.get(among, 0) + one.left / 2 for rank, one in progress.items()}
     waiting = max(progress, key=lambda rank: progress[rank].waits_s, default=None)
     if waiting is None or progress[waiting].waits_s <= min(stall_s, left_s):
         return None
@@ -321,7 +331,7 @@ def _find_stalled_among(
         return late, f"has not gone on from {one.at} for {one.unchanged_s:.0f} s, and {for_it}"
     ahead = max(calls, key=lambda rank: (calls[rank], -rank))
     if calls[ahead] > calls[late]:
-        gone_on = f"rank {ahead} has gone on to {progress[ahead].at}"
+        gone_on = f"rank {ahead} has {'left after' if progress[ahead].left else 'gone on to'} {progress[ahead].at}"
         return late, f"has waited {one.waits_s:.0f} s in {one.at}, and {gone_on}: a message to it was lost"
     return _in_another_call(progress, waiting)
 

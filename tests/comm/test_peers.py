@@ -131,6 +131,19 @@ def test_a_rank_that_never_says_goodbye_is_given_up_once_it_no_longer_goes_on() 
     assert world.ranks[2].last_words(world.now + 4.0) == f"the other ranks have given this one up: {error}"
 
 
+def test_who_has_made_the_call_that_another_waits_in_may_leave() -> None:
+    """As where the last message to one rank of several is lost."""
+    world = World(3, timeout_s=5.0, stall_s=5.0)
+    for rank in (2, 1, 0):
+        world.ranks[rank].own.arrive("broadcast_object")
+    world.ranks[1].own.blocked_since = world.now
+    for rank in (2, 0):
+        world.send(rank, world.ranks[rank].goodbye())
+    world.pass_time(12.0)
+    (error,) = world.errors()
+    assert "rank 1 has waited 6 s in broadcast_object, and rank 0 has left after broadcast_object" in error
+
+
 def test_the_first_loss_stands() -> None:
     world = World(3)
     world.send(2, world.ranks[2].lose(PeerLost(2, "failed: no memory"), world.now))
