@@ -21,6 +21,7 @@ from cocodiff.config.errors import PeerLost, UserError
 
 BLAME_S = 3.0  # a transport error and the notice of the death behind it travel apart
 BLOCKED_S = 0.5  # how long after a loss a library's wait may take to end with an error of its own
+BEAT_S = 5.0  # between a rank's heartbeats, at most
 ROUND_S = 0.2  # how often the watch looks at the clock
 Message = dict[str, Any]
 Ranks = tuple[int, ...]
@@ -199,7 +200,7 @@ class Peers:
                 return self.lose(PeerLost(*stalled), now)
         if self.closing or now < self._next_beat:
             return []
-        self._next_beat = now + min(5.0, limit_s / 4)
+        self._next_beat = now + min(BEAT_S, limit_s / 4)
         return [_told(own)]
 
     def goodbye(self) -> list[Message]:
@@ -354,6 +355,10 @@ def _in_another_call(progress: Mapping[int, Progress], waiting: int) -> tuple[in
     if names.count(calls[odd]) < len(names):
         other = next(rank for rank in sorted(progress) if calls[rank] != calls[odd])
         return odd, f"waits in {calls[odd]}, and rank {other} in {calls[other]}: ranks make different calls"
+    passed: list[int] = []
+    while waiting not in passed and (awaited := [rank for rank in progress[waiting].awaits if rank in progress]):
+        passed.append(waiting)  # whoever it waits for waits as well: the lost message is where this comes round
+        waiting = awaited[0]
     return waiting, f"and all other ranks wait in {progress[waiting].at}: a message was lost"
 
 

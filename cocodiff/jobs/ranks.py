@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any
 
 from cocodiff.comm.launch import Launch, Meeting
+from cocodiff.comm.peers import BEAT_S
 from cocodiff.config.config import Config
 from cocodiff.config.errors import OwnRankError, PeerLost, UserError
 from cocodiff.jobs.children import StopRequest, check_room, fork, signal_all, stop_requests
@@ -297,7 +298,8 @@ def _attend_children(
         else:
             ends[rank] = _child_end(rank, status, notes)
         if not interrupted and not any(end.code for of, end in ends.items() if of != rank):
-            deadline = time.monotonic() + (GRACE_S if ends[rank].code else config.stall_timeout_s + GRACE_S)
+            watched_s = config.stall_timeout_s + BEAT_S  # in which the watch names who hangs
+            deadline = time.monotonic() + GRACE_S + (0.0 if ends[rank].code else watched_s)
         if len(children) == 1 and all(end.kind == "lost" for end in ends.values()):
             deadline = time.monotonic()  # the one that all others have given up has had its time
     if interrupted:

@@ -113,3 +113,16 @@ ROUND = [stuck("set-up", X, 15, {X: 3, N: 1}), stuck("set-up", M, 15, {X: 2, M: 
 )
 def test_ranks_of_different_parts_that_wait_for_each_other_are_named(ranks, stalled):
     assert find_stalled(dict(enumerate(ranks)), STALL_S, STALL_S) == stalled
+
+
+def test_who_waits_for_a_rank_that_waits_itself_is_not_named() -> None:
+    """As where a message of TAPA's first phase from rank 1 to rank 0 is lost: 2 waits longest, for rank 0 alone."""
+    awaits = {0: (1,), 1: (0,), 2: (0,)}
+    waits = {
+        rank: Progress({ALL: 4}, "attention x", waits_s=11 + 0.1 * rank, unchanged_s=11.0, awaits=of)
+        for rank, of in awaits.items()
+    }
+    assert find_stalled(waits, 10.0, 10.0) == (
+        0,
+        "and all other ranks wait in attention x: a message was lost; it waits for a message from rank 1",
+    )
