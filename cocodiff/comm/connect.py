@@ -203,7 +203,7 @@ def _meet(launch: Launch, limits: Limits) -> _Meeting:
     # Where a store's process is stopped once it listens, the library waits without a limit and heeds no signal.
     meeting: Future[_Meeting] = Future()
     threading.Thread(target=_settle, args=(meeting, partial(_meet_at_store, launch, limits)), daemon=True).start()
-    if not wait([meeting], limits.start_s + BLAME_S).done:  # what the library notices by itself it tells before
+    if not wait([meeting], 2 * limits.start_s + BLAME_S).done:  # what the library notices by itself it tells before
         raise PeerLost(0, f"did not answer within {limits.start_s:g} s of the start")
     return meeting.result()
 
