@@ -14,23 +14,27 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from cocodiff.comm.health import Health, Limits, OnLoss, Watch
 from cocodiff.comm.launch import Launch
+from cocodiff.comm.peers import BLAME_S
 from cocodiff.comm.torch_dist import NEVER, TorchDistTransport, check_backend, device_backend, initialise
 from cocodiff.comm.transport import LaneOwner, Transport
 from cocodiff.config.errors import PeerLost, UserError
 from cocodiff.kernels.device import rank_device, ranks_on_device
 
 ONECCL = ("xccl", "ccl")
+T = TypeVar("T")
 
 
 class Killer(NamedTuple):
@@ -194,20 +198,34 @@ def _meet(launch: Launch, limits: Limits) -> _Meeting:
         there = launch.meeting
         file = dist.FileStore(there.store_file, launch.size)
         return _Meeting(launch.rank, launch.size, ("127.0.0.1", there.port), there.key, there.listener, file, "", True)
-    store: Any
-    if dist.is_initialized():  # by the caller, whose store is ours to use
-        store = dist.PrefixStore("cocodiff", dist.distributed_c10d._get_default_store())
-        return _meet_at_store(launch, dist.get_rank(), dist.get_world_size(), store, limits)
-    if launch.kind == "mpi":
+    if launch.kind == "mpi" and not dist.is_initialized():
         return _meet_over_mpi(launch, limits)
-    assert launch.rank is not None and launch.size is not None
-    store = environment_store(launch.rank, launch.size, limits.start_s, _on_one_host(launch, launch.size))
-    return _meet_at_store(launch, launch.rank, launch.size, store, limits)
+    # Where a store's process is stopped once it listens, the library waits without a limit and heeds no signal.
+    meeting: Future[_Meeting] = Future()
+    threading.Thread(target=_settle, args=(meeting, partial(_meet_at_store, launch, limits)), daemon=True).start()
+    if not wait([meeting], 2 * limits.start_s + BLAME_S).done:  # what the library notices by itself it tells before
+        raise PeerLost(0, f"did not answer within {limits.start_s:g} s of the start")
+    return meeting.result()
 
 
-def _meet_at_store(launch: Launch, rank: int, size: int, store: Any, limits: Limits) -> _Meeting:
+def _settle(future: Future[T], job: Callable[[], T]) -> None:
+    try:
+        future.set_result(job())
+    except BaseException as error:
+        future.set_exception(error)
+
+
+def _meet_at_store(launch: Launch, limits: Limits) -> _Meeting:
     """torch.distributed's store tells rank 0's word. All ranks come as often: a part of the store that no earlier run
     of the same processes has written to is theirs. Raises PeerLost where the word does not come in time."""
+    store: Any
+    if dist.is_initialized():  # by the caller, whose store is ours to use
+        rank, size = dist.get_rank(), dist.get_world_size()
+        store = dist.PrefixStore("cocodiff", dist.distributed_c10d._get_default_store())
+    else:
+        assert launch.rank is not None and launch.size is not None
+        rank, size = launch.rank, launch.size
+        store = environment_store(rank, size, limits.start_s, _on_one_host(launch, size))
     store = dist.PrefixStore(f"run{store.add(f'opened/{rank}', 1)}", store)
     one_host, listener = _on_one_host(launch, size), None
     if rank == 0:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +18,10 @@ from types import SimpleNamespace
 import pytest
 
 from cocodiff.comm import connect, mpi
+from cocodiff.comm.health import Limits
 from cocodiff.comm.launch import Launch
 from cocodiff.comm.presence import Presence
-from cocodiff.config.errors import UserError
+from cocodiff.config.errors import PeerLost, UserError
 
 pytestmark = pytest.mark.processes
 
@@ -165,6 +167,18 @@ def test_peers_that_never_come_are_named_without_an_agent() -> None:
     assert end_of(alone) == (1, "rank 1 did not start within 4 s, nor did rank 2\n")
     code, said = end_of(lost)
     assert code == 1 and "rank 0 does not answer at 127.0.0.1:" in said and "within 4 s" in said
+
+
+def test_a_store_that_falls_silent_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of a rank 0 that is stopped once it listens: connections to it are made all the same."""
+    before = {*threading.enumerate()}
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(silent.getsockname()[1]))
+        with pytest.raises(PeerLost, match=r"rank 0 did not answer within 0\.5 s of the start"):
+            connect._meet(Launch("torchrun", 1, 2), Limits(start_s=0.5))
+    for left_behind in {*threading.enumerate()} - before:
+        left_behind.join(30)  # the library says on stderr that its connection has closed
 
 
 def test_ranks_of_one_host_meet_on_its_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
