@@ -18,9 +18,9 @@ from cocodiff.config.errors import UserError
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # asked of the parent, they end all children
 
 PROC = Path("/proc")
-# Bytes of a CPU rank's own beside weights and activations, once a step has run (docs/benchmarks.md). About half
-# are pages of the imports that ranks share after a fork until Python counts references in them; the rest are buffers of
-# connections and lanes, kernels that oneDNN compiles, and what the C library's allocator holds.
+# Bytes of a CPU rank's own beside weights and activations, once a step has run. About half are pages of imports that
+# ranks share after a fork until Python counts references in them; the rest are connections' and lanes' buffers, kernels
+# that oneDNN compiles, and what the C library's allocator holds.
 LIBRARIES = 26 * 2**20
 FILES, FILES_OF_A_PEER = 16, 4  # that a rank has open at least: measured on 6 and 12 ranks over gloo
 

@@ -12,8 +12,10 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from cocodiff_eval.data import hdf5
 from cocodiff_eval.data.masks import make_mask
 from cocodiff_eval.data.slices import open_stack, open_truth
+from cocodiff_eval.data.volume import NewVolume
 
 from cocodiff.config.errors import UserError
 
@@ -115,6 +117,19 @@ def test_datasets_that_are_no_images(make: Callable[..., str], fill: Callable[[h
         open_stack(make(fill) + ":/a")
     with pytest.raises(UserError, match=r"in\.h5: name the dataset as in\.h5:/path; it holds"):
         open_stack("in.h5")
+
+
+def test_what_is_not_kept_of_a_file_of_very_many_objects_is_said(
+    make: Callable[..., str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = make(lambda file: file.update({"a": IMAGE} | {f"b{number}": number for number in range(9)}))
+    stack = open_stack(f"{path}:/a")
+    for most, kept in ((9, {f"b{number}" for number in range(9)}), (4, {f"b{number}" for number in range(4)})):
+        monkeypatch.setattr(hdf5, "MOST_VISITED", most)
+        hdf5.write_hdf5(NewVolume(Path("new.h5"), (1, 20, 20), stack.dtype, 2, stack.read, stack.metadata))
+        with h5py.File("new.h5") as new:
+            assert set(new) == {"a"} | kept
+        assert caplog.messages == ["in.h5: has more than 5 objects; of those behind them nothing is kept"][: most == 4]
 
 
 def parts(path: Path, count: int = 3) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -40,6 +41,7 @@ from cocodiff_eval.data.volume import (
     start_of,
 )
 
+log = logging.getLogger("cocodiff.eval")
 MOST_LINKS = 64  # that lead on to another; more are a circle
 DATA_EXCHANGE = "/exchange/data"
 FRAME = re.compile(r"^(?P<stem>.*?)(?P<numbers>(?:_?\d+)+)(?:\.tiff?)?$", re.IGNORECASE | re.DOTALL)
@@ -375,18 +377,22 @@ def _say(node: Any, name: str, text: str) -> None:
 
 
 def _copy_around(old: Any, new: Any, voxels: Sequence[str]) -> None:
-    """Attributes of all groups, and the small datasets beside the voxels; nothing that lies in other files."""
-    skipped, visited = set(voxels), count(1)
+    """Attributes of all groups, and the small datasets beside the voxels; nothing that lies in other files. Of a file
+    with very many objects the first ones, with a warning."""
+    skipped, visited, most = set(voxels), count(1), MOST_VISITED + len(voxels)
     _copy_attributes(old, new)
 
     def visit(name: str, node: Any) -> bool | None:
+        if next(visited) > most:
+            return True
         if isinstance(node, h5py.Group):
             _copy_attributes(node, new.require_group(name))
         elif name not in skipped and _is_small(node):
             old.copy(node, new.require_group(str(Path(name).parent)), Path(name).name)
-        return True if next(visited) >= MOST_VISITED + len(skipped) else None
+        return None
 
-    old.visititems(visit)
+    if old.visititems(visit):
+        log.warning("%s: has more than %d objects; of those behind them nothing is kept", old.filename, most)
 
 
 def _is_small(dataset: Any) -> bool:
