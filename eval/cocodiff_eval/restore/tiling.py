@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import numpy as np
@@ -56,12 +56,11 @@ class TilePass:
 class _Holes:
     """The connected holes of one level as arrays over holes [K]: a mask of dust has a hundred thousand of them.
 
-    boxes_K4 top, left, bottom, right; depth_K the distance of a hole's innermost voxel from a known one.
+    boxes_K4: top, left, bottom, right.
     """
 
     labels_K: np.ndarray
     boxes_K4: np.ndarray
-    depth_K: np.ndarray
 
     @cached_property
     def sides_K(self) -> np.ndarray:
@@ -70,7 +69,7 @@ class _Holes:
 
     def only(self, chosen_K: np.ndarray) -> _Holes:
         """Some of the holes, by index or by a boolean for each."""
-        return _Holes(self.labels_K[chosen_K], self.boxes_K4[chosen_K], self.depth_K[chosen_K])
+        return _Holes(self.labels_K[chosen_K], self.boxes_K4[chosen_K])
 
 
 @dataclass(frozen=True)
@@ -129,16 +128,22 @@ class Level:
     def holes(self) -> _Holes:
         from scipy import ndimage
 
-        if self.mask_YX.all():
-            depth_YX = np.full(self.shape, float(max(self.shape)))
-        else:
-            depth_YX = ndimage.distance_transform_edt(np.pad(self.mask_YX, 1, mode="edge"))[1:-1, 1:-1]
         boxes: list[Any] = ndimage.find_objects(self.labels_YX)
         labels_K = np.array([label for label, box in enumerate(boxes, start=1) if box is not None], dtype=np.int64)
         corners = [(box[0].start, box[1].start, box[0].stop, box[1].stop) for box in boxes if box is not None]
         boxes_K4 = np.array(corners, dtype=np.int64).reshape(-1, 4)
-        depth_K = np.asarray(ndimage.maximum(depth_YX, self.labels_YX, labels_K), dtype=np.float64).reshape(-1)
-        return _Holes(labels_K, boxes_K4, depth_K)
+        return _Holes(labels_K, boxes_K4)
+
+    @cached_property
+    def depth(self) -> np.ndarray:
+        """For each label the distance of its hole's innermost voxel from a known one, [labels + 1]."""
+        from scipy import ndimage
+
+        if self.mask_YX.all():
+            depth_YX = np.full(self.shape, float(max(self.shape)))
+        else:
+            depth_YX = ndimage.distance_transform_edt(np.pad(self.mask_YX, 1, mode="edge"))[1:-1, 1:-1]
+        return np.asarray(ndimage.maximum(depth_YX, self.labels_YX, np.arange(self.labels_YX.max() + 1)))
 
 
 @dataclass(frozen=True)
@@ -167,21 +172,19 @@ def plan_restoration(
     if multiple is not None:
         rows, columns = (min(native, -(-side // multiple) * multiple) for side in mask_YX.shape)
         tile = (rows, columns)
-    grids = _grids(mask_YX, native, tile)
-    starts = _starts(grids)
-    deepest = int(starts.max(initial=0))
-    return RestorationPlan(tuple(_level(grid, starts, batch, strength) for grid in grids[: deepest + 1]))
+    grids, starts = _searched(_grids(mask_YX, native, tile))
+    return RestorationPlan(tuple(_level(grid, starts, batch, strength) for grid in grids))
 
 
-def _grids(mask_YX: np.ndarray, native: int, tile: tuple[int, int]) -> list[Level]:
+def _grids(mask_YX: np.ndarray, native: int, tile: tuple[int, int]) -> Iterator[Level]:
     """The mask and its numbered holes on every level, until the whole slice fits a tile."""
     from scipy import ndimage
 
     labels_YX, _ = ndimage.label(mask_YX, structure=np.ones((3, 3)))
     known_YX = (~mask_YX).astype(np.float64)
-    grids = [Level(0, (mask_YX.shape[0], mask_YX.shape[1]), native, tile, mask_YX.copy(), labels_YX)]
-    while max(grids[-1].shape) > native:
-        finer = grids[-1]
+    finer = Level(0, (mask_YX.shape[0], mask_YX.shape[1]), native, tile, mask_YX.copy(), labels_YX)
+    yield finer
+    while max(finer.shape) > native:
         known_YX, _ = downsample(known_YX, np.ones_like(known_YX))
         rows, columns = known_YX.shape
         even = np.pad(labels_YX, [(0, side % 2) for side in finer.shape])
@@ -190,25 +193,27 @@ def _grids(mask_YX: np.ndarray, native: int, tile: tuple[int, int]) -> list[Leve
         labels_YX = np.where(labels_YX > 0, labels_YX, ndimage.grey_dilation(labels_YX, size=(3, 3)))
         coarse_mask_YX = (known_YX < 0.5) & (labels_YX > 0)
         labels = np.where(coarse_mask_YX, labels_YX, 0)
-        grids.append(Level(finer.exponent + 1, (rows, columns), native, tile, coarse_mask_YX, labels))
-    return grids
+        finer = Level(finer.exponent + 1, (rows, columns), native, tile, coarse_mask_YX, labels)
+        yield finer
 
 
-def _starts(grids: list[Level]) -> np.ndarray:
-    """For each label the level on which its hole is restored from noise, [labels + 1].
-    It is the finest level where the hole fits, or the last on which it exists."""
-    starts = np.zeros(int(grids[0].labels_YX.max()) + 1, dtype=np.int64)
-    searching = np.ones(len(starts), dtype=bool)
-    depth = np.zeros(len(starts))
-    depth[grids[0].holes.labels_K] = grids[0].holes.depth_K
-    for grid in grids:
+def _searched(grids: Iterator[Level]) -> tuple[list[Level], np.ndarray]:
+    """The levels that are needed, and for each label the one on which its hole is restored from noise, [labels + 1]:
+    the finest where the hole fits, or the last on which it exists."""
+    finest = next(grids)
+    starts = np.zeros(int(finest.labels_YX.max()) + 1, dtype=np.int64)
+    levels, searching = list[Level](), np.ones(len(starts), dtype=bool)
+    for grid in chain([finest], grids):
+        levels.append(grid)
         holes = grid.holes.only(searching[grid.holes.labels_K])
         starts[holes.labels_K] = grid.exponent
-        fits_K = holes.sides_K <= HOLE_LIMIT * grid.native
-        fits_K |= depth[holes.labels_K] / 2**grid.exponent <= DEPTH_LIMIT * grid.native
+        large_K = holes.labels_K[holes.sides_K > HOLE_LIMIT * grid.native]
         searching[:] = False
-        searching[holes.labels_K[~fits_K]] = True
-    return starts
+        if len(large_K):  # depths take long, and most masks need none
+            searching[large_K] = finest.depth[large_K] / 2**grid.exponent > DEPTH_LIMIT * grid.native
+        if not searching.any():
+            break
+    return levels[: int(starts.max()) + 1], starts
 
 
 def _level(grid: Level, starts: np.ndarray, batch: int, strength: float) -> Level:
