@@ -166,9 +166,8 @@ def _relax(image_BHW: Tensor, hole_BHW: Tensor) -> Tensor:
 def _laplacian(image_BHW: Tensor) -> Tensor:
     """Sum of the four neighbours' differences; the image goes on evenly beyond its border."""
     rows, columns = image_BHW.diff(dim=1), image_BHW.diff(dim=2)
-    return (
-        functional.pad(rows, (0, 0, 0, 1))
-        - functional.pad(rows, (0, 0, 1, 0))
-        + functional.pad(columns, (0, 1))
-        - functional.pad(columns, (1, 0))
-    )
+    sum_BHW = functional.pad(rows, (0, 0, 0, 1))
+    sum_BHW[:, 1:] -= rows
+    sum_BHW[:, :, :-1] += columns
+    sum_BHW[:, :, 1:] -= columns
+    return sum_BHW
