@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from cocodiff.config.errors import UserError
+from cocodiff.config.grouping import by_key
 
 MOST_RANKS = 2**17  # more than the largest machine has tiles; to place them takes a second and 50 MB
 
@@ -239,7 +240,5 @@ class Topology:
         return tuple(place.rank for place in order)
 
     def _grouped(self, attribute: str) -> dict[int, tuple[int, ...]]:
-        groups: dict[int, list[int]] = {}
-        for place in self.places:
-            groups.setdefault(getattr(place, attribute), []).append(place.rank)
+        groups = by_key((getattr(place, attribute), place.rank) for place in self.places)
         return {key: tuple(ranks) for key, ranks in sorted(groups.items())}

@@ -7,17 +7,18 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from cocodiff.attention.sums import TRIED, kernel_of
 from cocodiff.comm.launch import Launch, emulated, system_mpiexec
 from cocodiff.comm.mpi import lacking_shared_memory
+from cocodiff.config.grouping import by_key
 from cocodiff.config.machine import Topology
 from cocodiff.config.text_table import spans
 from cocodiff.kernels.device import free_memory, ranks_on_device
@@ -37,8 +38,6 @@ VARIABLES = re.compile(
 SECRET = re.compile("SECRET|TOKEN|PASS|KEY|CREDENTIAL|COOKIE", re.IGNORECASE)
 SYS = Path("/sys")
 INTEL, DISPLAY = "0x8086", "0x03"
-K = TypeVar("K")
-V = TypeVar("V")
 
 
 @dataclass(frozen=True)
@@ -176,20 +175,12 @@ class Facts:
         return min((one.returns_s / one.messages for one in self.issues), default=0.0) * 1e6
 
     def hosts(self) -> dict[str, list[RankFacts]]:
-        return grouped((rank.host, rank) for rank in self.ranks)
+        return by_key((rank.host, rank) for rank in self.ranks)
 
     def firsts(self, tells: Callable[[RankFacts], Any]) -> list[tuple[str, RankFacts]]:
         """Every host with the first of its ranks that tells something, where there is one."""
         found = {rank.host: rank for rank in reversed(self.ranks) if tells(rank)}
         return [(host, found[host]) for host in self.hosts() if host in found]
-
-
-def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
-    """The values of each key, in their order."""
-    found: dict[K, list[V]] = {}
-    for key, value in pairs:
-        found.setdefault(key, []).append(value)
-    return found
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
@@ -199,7 +190,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 def by_value(ranks: Sequence[RankFacts], values: Sequence[str]) -> str:
     """ "A on ranks 0-3; B on rank 4"."""
-    groups = grouped(zip(values, [rank.rank for rank in ranks], strict=True))
+    groups = by_key(zip(values, [rank.rank for rank in ranks], strict=True))
     return "; ".join(f"{value} on {name_ranks(where)}" for value, where in groups.items())
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from cocodiff.config.grouping import by_key
 from cocodiff.config.text_table import aligned, spans
 from cocodiff_eval.quality.metrics import QUALITY, mean, of_slices
 
@@ -66,13 +67,11 @@ def grouped(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str | None, in
     The rows of a stack's slices are taken together: quality is their mean, rank seconds and bytes their sum, seconds
     that of the replica that took longest.
     """
-    groups: dict[tuple[str, str | None], dict[str, list[Mapping[str, Any]]]] = {}
-    for row in rows:
-        groups.setdefault((parted(row["name"])[0], row["mask"]), {}).setdefault(row["mode"], []).append(row)
-    return [
-        (name, mask, max(len(slices) for slices in by_mode.values()), [_together(one) for one in by_mode.values()])
-        for (name, mask), by_mode in groups.items()
-    ]
+    found = []
+    for (name, mask), of_mask in by_key(((parted(row["name"])[0], row["mask"]), row) for row in rows).items():
+        by_mode = by_key((row["mode"], row) for row in of_mask).values()
+        found.append((name, mask, max(map(len, by_mode)), [*map(_together, by_mode)]))
+    return found
 
 
 def _together(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
