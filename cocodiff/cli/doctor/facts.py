@@ -22,8 +22,7 @@ from cocodiff.config.grouping import by_key
 from cocodiff.config.machine import Topology
 from cocodiff.config.text_table import spans
 from cocodiff.kernels.device import free_memory, ranks_on_device
-from cocodiff.kernels.dispatch import ENVIRONMENT as KERNELS
-from cocodiff.kernels.dispatch import sycl_ops
+from cocodiff.kernels.dispatch import path_of, sycl_ops
 from cocodiff.kernels.trial import KernelTrial, try_operations
 
 BLOCKED_S = 2e-5  # of the host, for a message: a library that only queues it takes less
@@ -225,7 +224,7 @@ def gather_rank(transport: Any, launch: Launch, kernels: str, look_at_sycl: bool
         nics=nics(),
         free=free_memory(device, of_host),
         total=total_memory(device, of_host),
-        kernels=os.environ.get(KERNELS, kernels) if kernels == "auto" else kernels,
+        kernels=path_of(kernels),
         sycl=sycl,
         no_sycl=no_sycl,
         mpi_library=loaded_mpi(),
@@ -343,7 +342,7 @@ def total_memory(device: torch.device, ranks: int) -> int | None:
 
 def sycl_path(device: torch.device, kernels: str) -> tuple[str, str]:
     """The device that SYCL kernels run on, or "" and why they do not."""
-    if kernels == "torch" or (kernels == "auto" and os.environ.get(KERNELS) == "torch"):
+    if path_of(kernels) == "torch":
         return "", "torch was asked for"
     try:
         ops: Any = sycl_ops(device, required=True)
