@@ -188,6 +188,11 @@ class Topology:
         return self.places[-1].node + 1
 
     @cached_property
+    def on_node(self) -> dict[int, tuple[int, ...]]:
+        """Node -> its ranks, ascending."""
+        return self._grouped("node")
+
+    @cached_property
     def cards(self) -> dict[int, tuple[int, ...]]:
         """Card -> its ranks, ascending."""
         return self._grouped("card")
@@ -235,7 +240,7 @@ class Topology:
     @cached_property
     def shard_order(self) -> tuple[int, ...]:
         """Who gets what is left where a number does not divide evenly: in turn nodes, then cards, then planes."""
-        first_card = {node: min(p.card for p in self.places if p.node == node) for node in range(self.nodes)}
+        first_card = {node: min(self.places[rank].card for rank in ranks) for node, ranks in self.on_node.items()}
         order = sorted(self.places, key=lambda p: (p.plane, p.card - first_card[p.node], p.node, p.rank))
         return tuple(place.rank for place in order)
 

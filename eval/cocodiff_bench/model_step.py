@@ -185,8 +185,8 @@ def fitting(values: Values, shape: ModelShape, topology: Topology) -> tuple[int,
     """Images in one call, and the variants for which they fit into a tile's memory by the plan; all where the machine's
     file does not tell that. Raises UserError where none fits."""
     configs = {name: config_of(name, values) for name in values["variants"]}
-    memory = int(topology.machine.device.memory_gib * 2**30)
-    if not memory:
+    memory = topology.machine.device.memory
+    if memory is None:
         return max(1, values["batch"]), configs
 
     def most(config: Config) -> int:

@@ -235,7 +235,7 @@ def check_planes(facts: Facts, found: Findings) -> None:
     machine, places = facts.topology.machine, facts.topology.places
     for host, ranks in facts.hosts().items():
         color = ranks[0].environment.get("CCL_TOPO_COLOR", "")
-        wanted = [place.plane for place in places if place.node == places[ranks[0].rank].node]
+        wanted = [places[rank].plane for rank in facts.topology.on_node[places[ranks[0].rank].node]]
         if "plane" not in color:
             continue
         try:
