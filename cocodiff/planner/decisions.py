@@ -20,7 +20,6 @@ import yaml
 
 from cocodiff.config.config import Config, find_shipped, read_yaml
 from cocodiff.config.errors import UserError
-from cocodiff.config.grouping import by_key
 
 SHIPPED = "embedded"
 NONE = "none"
@@ -107,11 +106,10 @@ def _decisions(about: Mapping[str, Any], rows: Sequence[Mapping[str, float]]) ->
 
 def _of_metrics(document: Mapping[str, Any]) -> tuple[Decisions, ...]:
     """Of every preset of a run whose calls were displaced, over its images."""
-    of_presets = by_key(
-        (image["mode"], [row["displaced_sets"] for row in image["drift"]])
-        for image in document["images"]
-        if any(set(row.get("displaced_sets", ())) - {""} for row in image.get("drift", ()))
-    )
+    of_presets: dict[str, list[Any]] = {}
+    for image in document["images"]:
+        if any(set(row.get("displaced_sets", ())) - {""} for row in image.get("drift", ())):
+            of_presets.setdefault(image["mode"], []).append([row["displaced_sets"] for row in image["drift"]])
     if not of_presets:
         raise ValueError("no image has steps that displaced anything")
     found = []
