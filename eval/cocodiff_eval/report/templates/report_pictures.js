@@ -53,11 +53,11 @@ class Pictures {
   }
 
   async decode(stored) {
-    const [original, hole, unknown, restored, error, spread, images] = await Promise.all([
+    const [original, hole, unknown, restored, error, spread, image] = await Promise.all([
       pixelsOf(stored.original, "webp"), maskOf(stored.hole), maskOf(stored.unknown),
       allPixels(stored.restored), allPixels(stored.error), allPixels(stored.spread), allPixels(stored.images),
     ]);
-    return { ...stored, original, hole, unknown, restored, error, spread, images };
+    return { ...stored, original, hole, unknown, restored, error, spread, image };
   }
 }
 
@@ -65,13 +65,12 @@ class Pictures {
 function hasPicture(slice, kind, mode) {
   if (kind === "original") return slice.original !== null;
   if (kind === "masked") return slice.hole !== null;
-  if (kind === "image") return slice.images.has(mode);
   return slice[kind].has(mode);
 }
 
 /** Pixels of one kind of picture, for a canvas. */
 function composed(slice, kind, mode) {
-  if (kind === "image") return slice.images.get(mode);
+  if (kind === "image") return slice.image.get(mode);
   if (kind === "original") return replaced(slice.original, slice.unknown, () => HOLE);
   if (kind === "masked") return replaced(slice.original, slice.hole, () => HOLE);
   const { data } = slice[kind].get(mode);
