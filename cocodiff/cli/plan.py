@@ -24,7 +24,6 @@ from cocodiff.jobs.terminal import quiet_libraries, say
 from cocodiff.models.adapter import image_and_text
 from cocodiff.models.family import Video
 from cocodiff.planner.choice import Pricer, Workload, choose, shared_weights, untimed, with_weights_chosen
-from cocodiff.planner.costs import state_sizes
 from cocodiff.planner.decisions import read_decisions
 from cocodiff.planner.memory import Load, ModelShape
 
@@ -221,7 +220,6 @@ def workload_of(values: dict[str, Any], shape: ModelShape, config: Config, video
         batch=values["batch"] * shape.rows_per_image,
         itemsize=DTYPES[values["dtype"]],
         branches=values["branches"] or shape.branches,
-        state=state_sizes(config),
     )
     if negative is not None and load.branches != 2:
         raise UserError(
@@ -230,5 +228,5 @@ def workload_of(values: dict[str, Any], shape: ModelShape, config: Config, video
         )
     apart = None if negative is None else image_and_text(image, negative)
     given = read_decisions(values["decisions"])
-    config = config.with_(image_tokens=image)
-    return Workload(shape, load, config, values["steps"], values["stable"], apart, given)
+    work = Workload(shape, load, config, values["steps"], values["stable"], apart, given)
+    return work.with_config(config.with_(image_tokens=image))

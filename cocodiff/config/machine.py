@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from cocodiff.config.errors import UserError
+from cocodiff.config.grouping import by_key
 
 MOST_RANKS = 2**17  # more than the largest machine has tiles; to place them takes a second and 50 MB
 
@@ -187,6 +188,11 @@ class Topology:
         return self.places[-1].node + 1
 
     @cached_property
+    def on_node(self) -> dict[int, tuple[int, ...]]:
+        """Node -> its ranks, ascending."""
+        return self._grouped("node")
+
+    @cached_property
     def cards(self) -> dict[int, tuple[int, ...]]:
         """Card -> its ranks, ascending."""
         return self._grouped("card")
@@ -234,12 +240,10 @@ class Topology:
     @cached_property
     def shard_order(self) -> tuple[int, ...]:
         """Who gets what is left where a number does not divide evenly: in turn nodes, then cards, then planes."""
-        first_card = {node: min(p.card for p in self.places if p.node == node) for node in range(self.nodes)}
+        first_card = {node: min(self.places[rank].card for rank in ranks) for node, ranks in self.on_node.items()}
         order = sorted(self.places, key=lambda p: (p.plane, p.card - first_card[p.node], p.node, p.rank))
         return tuple(place.rank for place in order)
 
     def _grouped(self, attribute: str) -> dict[int, tuple[int, ...]]:
-        groups: dict[int, list[int]] = {}
-        for place in self.places:
-            groups.setdefault(getattr(place, attribute), []).append(place.rank)
+        groups = by_key((getattr(place, attribute), place.rank) for place in self.places)
         return {key: tuple(ranks) for key, ranks in sorted(groups.items())}

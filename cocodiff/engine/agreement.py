@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from cocodiff.comm.transport import Transport
 from cocodiff.config.errors import UserError
+from cocodiff.config.grouping import by_key
 from cocodiff.kernels.device import digest
 
 WHOLE_MODEL = 2**20  # numbers up to which a model's weights are compared whole
@@ -81,10 +82,7 @@ def weights_digest(model: nn.Module) -> str:
     adapters = [(name, *(form(getattr(m, of, None)) for of in ADAPTER_SETTINGS)) for name, m in model.named_modules()]
     plain = {name: x.data for name, x in stored if type(x.data) is Tensor and not x.is_meta and x.numel()}
     each = SAMPLED if sum(x.numel() for x in plain.values()) > WHOLE_MODEL else WHOLE_MODEL
-    sampled: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for x in plain.values():
-        numbers = x.flatten()
-        sampled.setdefault((x.dtype, x.device), []).append(numbers[:: -(-len(numbers) // each)])
+    sampled = by_key(((x.dtype, x.device), x.flatten()[:: -(-x.numel() // each)]) for x in plain.values())
     bits = [int(digest(torch.cat(numbers))) for numbers in sampled.values()]
     told = f"{[(name, form(x)) for name, x in plain.items()]} {bits} {adapters}"
     return blake2b(told.encode(), digest_size=8).digest()[::-1].hex()

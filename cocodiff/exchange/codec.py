@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from cocodiff.comm.transport import Transport
+from cocodiff.config.grouping import by_key
 from cocodiff.config.machine import Topology
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.outgoing import EncodedCall
@@ -48,9 +49,7 @@ def merge_notes(reports: Sequence[Mapping[int, StepNotes]]) -> list[dict[str, An
     kind of notes says."""
     rows: list[dict[str, Any]] = []
     for step in sorted({step for report in reports for step in report}):
-        kinds: dict[type[StepNotes], list[StepNotes]] = {}
-        for part in (report[step] for report in reports if step in report):
-            kinds.setdefault(type(part), []).append(part)
+        kinds = by_key((type(report[step]), report[step]) for report in reports if step in report)
         row: dict[str, Any] = {"step": step}
         for kind, parts in kinds.items():
             row |= kind.merged(parts)

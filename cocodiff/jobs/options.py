@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import reprlib
 from argparse import SUPPRESS, Action, ArgumentParser, HelpFormatter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -66,9 +66,14 @@ def engine_record() -> type[Config]:
 
 def with_settings(own: Sequence[Option], wanted: Callable[[Option], bool] = lambda setting: True) -> tuple[Option, ...]:
     """A command's own options, and those of the engine's settings that it has none of the same name for."""
+    flags = [one for one in settings_of(engine_record()).values() if one.given != "code"]
+    return beside(own, [_flag(one) for one in flags if wanted(one)])
+
+
+def beside(own: Sequence[Option], others: Iterable[Option]) -> tuple[Option, ...]:
+    """A command's own options, and those of others that it has none of the same name for."""
     names = {option.name for option in own}
-    flags = [one for one in settings_of(engine_record()).values() if one.given != "code" and one.name not in names]
-    return (*own, *(_flag(one) for one in flags if wanted(one)))
+    return (*own, *(one for one in others if one.name not in names))
 
 
 def _flag(setting: Option) -> Option:

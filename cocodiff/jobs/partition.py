@@ -174,7 +174,6 @@ def workloads(
     from cocodiff.jobs.model_shapes import shape_of_folder
     from cocodiff.models.adapter import image_and_text
     from cocodiff.planner.choice import Workload
-    from cocodiff.planner.costs import state_sizes
     from cocodiff.planner.memory import Load
 
     path = transformer_config(request.model)
@@ -187,8 +186,8 @@ def workloads(
     text = PROMPT_TOKENS if request.own is not None else shape.text_tokens
     tokens = image_tokens(values, request, path, shape)
     load = Load(image_and_text(tokens, text), batch * shape.rows_per_image, itemsize, shape.branches)
-    presets = [config.with_(image_tokens=tokens) for config in presets]
-    return [Workload(shape, replace(load, state=state_sizes(config)), config, steps) for config in presets]
+    work = Workload(shape, load, presets[0], steps)
+    return [work.with_config(config.with_(image_tokens=tokens)) for config in presets]
 
 
 def with_tokens(presets: Mapping[str, Config], values: dict[str, Any], request: Request) -> dict[str, Config]:

@@ -58,6 +58,11 @@ Function = Callable[..., Any]
 log = logging.getLogger("cocodiff.kernels")
 
 
+def path_of(setting: str) -> str:
+    """What the setting `kernels` says, or the environment where that is auto."""
+    return os.environ.get(ENVIRONMENT, setting) if setting == "auto" else setting
+
+
 def begins_of(path: str, device: str, dtype: torch.dtype) -> Mapping[str, float]:
     """The size from which on each operation is SYCL's, on a type of device."""
     if path == "auto" and dtype in WITH_KERNELS and device in CHOICES:
@@ -77,8 +82,7 @@ class Kernels(TorchOps):
     ) -> None:
         """note: called with the operation's name and "sycl" or "torch" each time one runs. compiled: gives what
         computes in the place of a function of modules and tensors. Raises UserError for an unknown path."""
-        if path == "auto":
-            path = os.environ.get(ENVIRONMENT, "auto")
+        path = path_of(path)
         if path not in PATHS:
             raise UserError(f"kernels {path!r}: choose from {', '.join(PATHS)} (setting kernels, or {ENVIRONMENT})")
         self.path, self.compiled = path, compiled

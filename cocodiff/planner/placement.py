@@ -20,6 +20,7 @@ from cocodiff.attention.ring import LAG
 from cocodiff.attention.streaming import head_runs
 from cocodiff.attention.sums import SCORE_BYTES
 from cocodiff.comm.trace import LINK_CLASSES
+from cocodiff.config.grouping import by_key
 from cocodiff.config.machine import Topology
 from cocodiff.config.registry import RINGS
 from cocodiff.config.text_table import aligned
@@ -296,9 +297,8 @@ def by_degree(
     topology: Topology, work: AttentionWork, ring: int | str = "auto", placement: str = "auto", kind: str = "keys"
 ) -> list[list[Priced]]:
     """All meshes, priced, in lists of one Ring degree each, ascending; the default placement of each comes first."""
-    found: dict[int, list[Priced]] = {}
-    for mesh in meshes(topology, work.heads, ring, placement, kind):
-        found.setdefault(mesh.ring, []).append(price(mesh, work))
+    every = meshes(topology, work.heads, ring, placement, kind)
+    found = by_key((mesh.ring, price(mesh, work)) for mesh in every)
     for of_degree in found.values():
         best = best_of_degree(of_degree, not topology.machine.missing_rates)
         of_degree.sort(key=lambda one: (one is not best, one.seconds))

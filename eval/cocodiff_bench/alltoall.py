@@ -28,6 +28,7 @@ from cocodiff.exchange.outgoing import EncodedCall
 from cocodiff.exchange.transfer import Transfer
 from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.options import Option, check_counts
+from cocodiff.jobs.replicas import topology_of
 from cocodiff.jobs.terminal import say
 from cocodiff.kernels import Kernels
 from cocodiff.topology.layout import Layout, Segment, ShardedSegment
@@ -93,7 +94,7 @@ def check(values: Values, ranks: int | None) -> None:
         return
     if ranks < 2:
         raise UserError(f"bench alltoall on {ranks} rank has nothing to exchange: start 2 or more, as with --ranks 12")
-    topology = common.topology_of(values, ranks)
+    topology = topology_of(values["machine"], ranks)
     if "auto" in names and values["variants"]:
         check_table(values, topology)
 
@@ -109,7 +110,7 @@ def check_table(values: Values, topology: Topology) -> None:
 
 
 def measure(values: Values, output: OutputFolder, transport: Any) -> None:
-    topology = common.topology_of(values, transport.size)
+    topology = topology_of(values["machine"], transport.size)
     names = wanted(values)
     if "auto" in names and not values["variants"]:
         try:

@@ -26,6 +26,7 @@ from cocodiff.config.machine import Topology
 from cocodiff.engine.assemble import AttentionWork, build_strategy, mesh_of
 from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.options import Option, check_counts
+from cocodiff.jobs.replicas import topology_of
 from cocodiff.kernels import Kernels
 from cocodiff.topology.layout import Segment
 from cocodiff_bench import common
@@ -209,7 +210,7 @@ def shared_variants(
     call: Call, values: Values, transport: Any, traces: Mapping[str, Trace]
 ) -> dict[str, Callable[[], Any]]:
     """One for each trace. All ranks build the same ones in the same order: groups are made on the way."""
-    topology = common.topology_of(values, transport.size)
+    topology = topology_of(values["machine"], transport.size)
     found = {}
     for way, trace in traces.items():
         make = {"merged": merging, "torch_ring": torch_ring}.get(way, partial(strategy_of, way))

@@ -19,14 +19,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cocodiff.comm.launch import detect
 from cocodiff.comm.trace import LINK_CLASSES, Trace
-from cocodiff.config.config import Config, load_machine
-from cocodiff.config.machine import Topology
+from cocodiff.config.config import Config
 from cocodiff.config.setting import settings_of
 from cocodiff.config.text_table import aligned
 from cocodiff.jobs.folder import OutputFolder
-from cocodiff.jobs.options import RUN_OPTIONS, Option, engine_record
+from cocodiff.jobs.options import RUN_OPTIONS, Option, beside, engine_record
 from cocodiff.jobs.record import write_document
 from cocodiff.jobs.terminal import progress_bar, say
 
@@ -48,8 +46,7 @@ OF_PRESETS = ("exchange", "exchange_table", "order", "chunks", "vae")
 
 def with_common_options(*own: Option) -> tuple[Option, ...]:
     """A benchmark's options and those of all runs, save where the benchmark has its own of that name."""
-    names = {option.name for option in own}
-    return (*own, *(option for option in (*OUTPUT_OPTIONS, *RUN_OPTIONS) if option.name not in names))
+    return beside(own, (*OUTPUT_OPTIONS, *RUN_OPTIONS))
 
 
 def of_benchmarks(setting: Option) -> bool:
@@ -70,11 +67,6 @@ def with_compiled(configs: Mapping[str, Config]) -> dict[str, Config]:
     """Variants that are to be compiled, each beside one that is not."""
     plain = {name: config.with_(compile=False) for name, config in configs.items()}
     return plain | {f"{name} compiled": config for name, config in configs.items() if config.compile}
-
-
-def topology_of(values: Values, ranks: int) -> Topology:
-    """Raises UserError where so many ranks do not fit the machine."""
-    return Topology.build(load_machine(values["machine"]), ranks, detect().local_size)
 
 
 # Measuring ------------------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ from cocodiff.engine.weights import part_of
 from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.model_shapes import family_of_shape, load_shape
 from cocodiff.jobs.options import Option, check_counts
+from cocodiff.jobs.replicas import topology_of
 from cocodiff.kernels.device import free_memory
 from cocodiff.planner.choice import OUTPUT_CHANNELS
 from cocodiff.planner.costs import WHOLE, CallKind, state_sizes
@@ -184,8 +185,8 @@ def fitting(values: Values, shape: ModelShape, topology: Topology) -> tuple[int,
     """Images in one call, and the variants for which they fit into a tile's memory by the plan; all where the machine's
     file does not tell that. Raises UserError where none fits."""
     configs = {name: config_of(name, values) for name in values["variants"]}
-    memory = int(topology.machine.device.memory_gib * 2**30)
-    if not memory:
+    memory = topology.machine.device.memory
+    if memory is None:
         return max(1, values["batch"]), configs
 
     def most(config: Config) -> int:
@@ -202,7 +203,7 @@ def fitting(values: Values, shape: ModelShape, topology: Topology) -> tuple[int,
 
 
 def measure(values: Values, output: OutputFolder, transport: Any) -> None:
-    topology, shape = common.topology_of(values, transport.size), load_shape(values["model"])
+    topology, shape = topology_of(values["machine"], transport.size), load_shape(values["model"])
     about = {"model": values["model"], "nodes": topology.nodes}
     if not emulated() or not values["batch"]:
         values["batch"], configs = fitting(values, shape, topology)

@@ -38,6 +38,7 @@ from cocodiff.engine.engine import Engine
 from cocodiff.engine.verification import twin
 from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.options import Option, check_counts
+from cocodiff.jobs.replicas import topology_of
 from cocodiff.jobs.terminal import say
 from cocodiff.models.adapter import image_and_text, image_segment
 from cocodiff.planner.calibrate import Constants
@@ -284,7 +285,7 @@ def with_codecs(values: Values, transport: Any) -> dict[str, Config]:
     configs = our_configs(values)
     if all(config.codec != "auto" for config in configs.values()):
         return configs
-    topology, scale = common.topology_of(values, transport.size), emulated().get("scale")
+    topology, scale = topology_of(values["machine"], transport.size), emulated().get("scale")
     joint = MODELS[values["model"]].text_travels
     tokens = sizes_of(values).tokens
     segments = image_and_text(tokens, values["text"]) if joint else (image_segment(tokens),)

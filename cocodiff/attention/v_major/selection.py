@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cocodiff.config.grouping import by_key
 from cocodiff.config.machine import Topology
 from cocodiff.kernels import Kernels
 from cocodiff.topology.layout import Layout, slices
@@ -115,9 +116,7 @@ class Cards:
             torch.cat([torch.arange(of_rank[rank].start, of_rank[rank].stop) for rank in sorted(ranks)])
             for ranks in topology.cards.values()
         ]
-        of_size: dict[int, list[Tensor]] = {}
-        for positions in cards:
-            of_size.setdefault(len(positions), []).append(positions)
+        of_size = by_key((len(positions), positions) for positions in cards)
         alike = tuple(torch.stack(same).to(device) for same in of_size.values())
         single = all(len(ranks) == 1 for ranks in topology.cards.values())
         sizes = tuple(map(len, cards))

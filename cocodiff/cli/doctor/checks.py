@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from functools import partialmethod
 from pathlib import Path
 
-from cocodiff.cli.doctor.facts import Facts, Issue, RankFacts, by_value, grouped, name_ranks
+from cocodiff.cli.doctor.facts import Facts, Issue, RankFacts, by_value, name_ranks
 from cocodiff.comm.connect import overlap_killers
 from cocodiff.comm.host import THROUGH_HOST
+from cocodiff.config.grouping import by_key
 from cocodiff.kernels.trial import KernelTrial
 
 FAULT, WARNING, NOTE, GOOD = "fault", "warning", "note", "ok"
@@ -148,7 +149,7 @@ def check_tiles(facts: Facts, found: Findings) -> None:
         found.note("ranks compute on the CPU: no tiles")
         return
     for host, ranks in facts.hosts().items():
-        for tile, sharing in grouped((rank.tile, rank.rank) for rank in ranks).items():
+        for tile, sharing in by_key((rank.tile, rank.rank) for rank in ranks).items():
             text = f"{name_ranks(sharing)} share tile {tile} of {host}"
             if len(sharing) > 1 and first.library.startswith(THROUGH_HOST):
                 found.note(text)
@@ -192,7 +193,7 @@ def _apart(a: Sequence[int], b: Sequence[int]) -> bool:
 
 
 def _sharing(ranks: Sequence[RankFacts]) -> list[int]:
-    owners = grouped((core, rank.rank) for rank in ranks for core in rank.cores)
+    owners = by_key((core, rank.rank) for rank in ranks for core in rank.cores)
     return sorted({rank for sharing in owners.values() if len(sharing) > 1 for rank in sharing})
 
 
@@ -234,7 +235,7 @@ def check_planes(facts: Facts, found: Findings) -> None:
     machine, places = facts.topology.machine, facts.topology.places
     for host, ranks in facts.hosts().items():
         color = ranks[0].environment.get("CCL_TOPO_COLOR", "")
-        wanted = [place.plane for place in places if place.node == places[ranks[0].rank].node]
+        wanted = [places[rank].plane for rank in facts.topology.on_node[places[ranks[0].rank].node]]
         if "plane" not in color:
             continue
         try:
@@ -255,7 +256,7 @@ def check_planes(facts: Facts, found: Findings) -> None:
 
 def spelled(planes: Sequence[int]) -> str:
     """The tiles of each plane, as in CCL_TOPO_COLOR: {0,3},{1,2}. Numbers of planes carry no meaning but equality."""
-    groups = grouped((plane, tile) for tile, plane in enumerate(planes))
+    groups = by_key((plane, tile) for tile, plane in enumerate(planes))
     return ",".join("{" + ",".join(map(str, tiles)) + "}" for tiles in groups.values())
 
 
@@ -323,7 +324,7 @@ def check_host(facts: Facts, found: Findings) -> None:
     """Whether calls that send and receive return before their messages are through. On a CPU the host copies them, and
     with transport host a lane waits for its copies, so that is no warning there."""
     first = facts.ranks[0]
-    for call, issues in grouped((issue.call, issue) for issue in facts.issues).items():
+    for call, issues in by_key((issue.call, issue) for issue in facts.issues).items():
         text = f"{call}: " + "; ".join(map(_told, issues))
         if any(issue.blocks for issue in issues) and not first.on_cpu and not first.library.startswith(THROUGH_HOST):
             remedy = f"write links: blocked_us: {facts.blocked_us:.3g} into the machine file, for plans to count it"
@@ -398,8 +399,8 @@ def check_kernels(facts: Facts, found: Findings) -> None:
     """Every operation against torch's, with its greatest difference. A vendor's own torch is not judged."""
     for host, rank in facts.firsts(lambda rank: rank.kernel_trials):
         where = f"{rank.sycl} against torch's" if rank.sycl else f"{rank.device} against torch's on the CPU"
-        for op, trials in grouped((trial.op, trial) for trial in rank.kernel_trials).items():
-            told = grouped((_difference(trial), trial.dtype) for trial in trials)
+        for op, trials in by_key((trial.op, trial) for trial in rank.kernel_trials).items():
+            told = by_key((_difference(trial), trial.dtype) for trial in trials)
             verdicts = "; ".join(f"{verdict} in {', '.join(dtypes)}" for verdict, dtypes in told.items())
             text = f"{host}: {op} {trials[0].shapes} on {where}: {verdicts}"
             if rank.sycl and any(trial.wrong for trial in trials):

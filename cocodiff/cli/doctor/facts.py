@@ -7,22 +7,22 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from cocodiff.attention.sums import TRIED, kernel_of
 from cocodiff.comm.launch import Launch, emulated, system_mpiexec
 from cocodiff.comm.mpi import lacking_shared_memory
+from cocodiff.config.grouping import by_key
 from cocodiff.config.machine import Topology
 from cocodiff.config.text_table import spans
 from cocodiff.kernels.device import free_memory, ranks_on_device
-from cocodiff.kernels.dispatch import ENVIRONMENT as KERNELS
-from cocodiff.kernels.dispatch import sycl_ops
+from cocodiff.kernels.dispatch import path_of, sycl_ops
 from cocodiff.kernels.trial import KernelTrial, try_operations
 
 BLOCKED_S = 2e-5  # of the host, for a message: a library that only queues it takes less
@@ -37,8 +37,6 @@ VARIABLES = re.compile(
 SECRET = re.compile("SECRET|TOKEN|PASS|KEY|CREDENTIAL|COOKIE", re.IGNORECASE)
 SYS = Path("/sys")
 INTEL, DISPLAY = "0x8086", "0x03"
-K = TypeVar("K")
-V = TypeVar("V")
 
 
 @dataclass(frozen=True)
@@ -176,20 +174,12 @@ class Facts:
         return min((one.returns_s / one.messages for one in self.issues), default=0.0) * 1e6
 
     def hosts(self) -> dict[str, list[RankFacts]]:
-        return grouped((rank.host, rank) for rank in self.ranks)
+        return by_key((rank.host, rank) for rank in self.ranks)
 
     def firsts(self, tells: Callable[[RankFacts], Any]) -> list[tuple[str, RankFacts]]:
         """Every host with the first of its ranks that tells something, where there is one."""
         found = {rank.host: rank for rank in reversed(self.ranks) if tells(rank)}
         return [(host, found[host]) for host in self.hosts() if host in found]
-
-
-def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
-    """The values of each key, in their order."""
-    found: dict[K, list[V]] = {}
-    for key, value in pairs:
-        found.setdefault(key, []).append(value)
-    return found
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
@@ -199,7 +189,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 def by_value(ranks: Sequence[RankFacts], values: Sequence[str]) -> str:
     """ "A on ranks 0-3; B on rank 4"."""
-    groups = grouped(zip(values, [rank.rank for rank in ranks], strict=True))
+    groups = by_key(zip(values, [rank.rank for rank in ranks], strict=True))
     return "; ".join(f"{value} on {name_ranks(where)}" for value, where in groups.items())
 
 
@@ -234,7 +224,7 @@ def gather_rank(transport: Any, launch: Launch, kernels: str, look_at_sycl: bool
         nics=nics(),
         free=free_memory(device, of_host),
         total=total_memory(device, of_host),
-        kernels=os.environ.get(KERNELS, kernels) if kernels == "auto" else kernels,
+        kernels=path_of(kernels),
         sycl=sycl,
         no_sycl=no_sycl,
         mpi_library=loaded_mpi(),
@@ -352,7 +342,7 @@ def total_memory(device: torch.device, ranks: int) -> int | None:
 
 def sycl_path(device: torch.device, kernels: str) -> tuple[str, str]:
     """The device that SYCL kernels run on, or "" and why they do not."""
-    if kernels == "torch" or (kernels == "auto" and os.environ.get(KERNELS) == "torch"):
+    if path_of(kernels) == "torch":
         return "", "torch was asked for"
     try:
         ops: Any = sycl_ops(device, required=True)

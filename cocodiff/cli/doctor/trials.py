@@ -171,10 +171,7 @@ def _order_once(transport: Transport, group: Group, busy: Callable[[], Any] | No
     module = torch.get_device_module(device)
     after, before = (transport.rank + 1) % size, (transport.rank - 1) % size
 
-    def content(sender: int) -> Tensor:
-        return torch.arange(ORDER_BYTES, device=device).add_(7 * sender + number).remainder_(OLD_SENT).to(torch.uint8)
-
-    own, expected = content(transport.rank), content(before)
+    own, expected = (content(sender, number, ORDER_BYTES, torch.uint8, device) for sender in (transport.rank, before))
     sent, received = (torch.full_like(own, old) for old in (OLD_SENT, OLD_RECEIVED))
     writing, reading = (module.Stream(device=device) for _ in range(2))
     synchronise(device)

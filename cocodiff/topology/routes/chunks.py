@@ -14,6 +14,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
+from cocodiff.config.grouping import by_key
 from cocodiff.config.machine import Topology
 from cocodiff.topology.layout import Layout, even_shares, slices
 from cocodiff.topology.routes.plans import Block, Phase, Plan, reverse
@@ -31,7 +32,7 @@ def chunk_ranks(topology: Topology, rank: int, chunks: int) -> Chunks:
     less than a card, so there are fewer than asked for where there are fewer cards; the same number on all ranks.
     """
     own = topology.places[rank]
-    cards_of = _cards_by_node(topology)
+    cards_of = by_key(dict.fromkeys((place.node, place.card) for place in topology.places))
     nodes = _from(own.node, range(topology.nodes))
     if topology.nodes > 1 and chunks <= topology.nodes:
         groups = [[nodes[0]], *consecutive(nodes[1:], chunks - 1)] if chunks > 1 else [nodes]
@@ -106,13 +107,6 @@ def _shares_for_the_last(total: int, parts: int) -> tuple[int, ...]:
 def _from(first: int, items: Sequence[T]) -> list[T]:
     """The items from one on, and round to it."""
     return [*items[first:], *items[:first]]
-
-
-def _cards_by_node(topology: Topology) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
-    for node, card in dict.fromkeys((place.node, place.card) for place in topology.places):
-        found.setdefault(node, []).append(card)
-    return found
 
 
 @dataclass(frozen=True)

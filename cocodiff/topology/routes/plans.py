@@ -173,7 +173,7 @@ def nic_detours(topology: Topology) -> dict[Pair, int]:
 
 def _balance(topology: Topology, node: int, leaving: bool, detours: dict[Pair, int]) -> None:
     """Moves blocks that leave (or reach) a node from its fullest NIC to its emptiest, until they differ by one."""
-    here = [place.rank for place in topology.places if place.node == node]
+    here = topology.on_node[node]
     away = [place.rank for place in topology.places if place.node != node]
     load = {nic: tiles * len(away) for nic, tiles in Counter(topology.nics[rank] for rank in here).items()}
     tiles_of = Counter((topology.places[rank].node, topology.nics[rank]) for rank in range(topology.size))

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cocodiff.config.config import Config
+from cocodiff.config.grouping import by_key
 from cocodiff.jobs.journal import Entry
 from cocodiff.jobs.replicas import JobRecord, Queue, Replica
 from cocodiff.jobs.terminal import reading_bar
@@ -247,10 +248,8 @@ def finish_item(job: Job, batch: Batch, place: int, drawn: Mapping[str, ItemSamp
 
 def put_together(job: Job, way: Presets, parts: Parts, progress: Callable[..., Any]) -> list[Row]:
     """On rank 0, when all batches are done: the items whose samples were divided, and those that were made before."""
-    groups: dict[tuple[int, tuple[int, ...], bool], list[Batch]] = {}
-    for number, batch in enumerate(job.batches):
-        if number in way.kept or not batch.whole:
-            groups.setdefault((batch.task, batch.indices, number in way.kept), []).append(batch)
+    left = [(number in way.kept, batch) for number, batch in enumerate(job.batches)]
+    groups = by_key(((batch.task, batch.indices, kept), batch) for kept, batch in left if kept or not batch.whole)
     divided, rows = [*groups.items()], []
     for number in progress(range(len(divided)), f"putting {job.unit} together"):
         (*_, kept), batches = divided[number]
@@ -358,10 +357,8 @@ class Trials(Presets, Stage):
     def _figures(self, group: Group, trial: Trial) -> dict[int, Figure]:
         """What a trial has shown, by the places of items in their group."""
         setting, exact = self.settings[trial.rung], self.quality.exact
-        of_items: dict[int, list[tuple[Batch, int]]] = {}
-        for number in group.batches_of(trial.slices):
-            for at, place in enumerate(group.batches[number]):
-                of_items.setdefault(place, []).append((self.job.batches[number], at))
+        tried = [(n, *one) for n in group.batches_of(trial.slices) for one in enumerate(group.batches[n])]
+        of_items = by_key((place, (self.job.batches[number], at)) for number, at, place in tried)
         figures = {}
         for place, parts in sorted(of_items.items()):
             batches, (first, at) = [batch for batch, _ in parts], parts[0]

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cocodiff.config.grouping import by_key
 from cocodiff.jobs.folder import storage_faults
 from cocodiff_eval.data.intensity import compose_native, prepare_slice
 from cocodiff_eval.data.masks import depth_in
@@ -84,10 +85,8 @@ class ReportPictures:
         slice's picture, of those that turned out worst, or whose text was lost with a run that was killed."""
         found: list[tuple[int, int]] = []
         for task, shown in enumerate(self.plan.shown):
-            quality: dict[int, list[float]] = {}
-            for of_task, index, row in rows:
-                if of_task == task and row["psnr_db"] is not None:
-                    quality.setdefault(index, []).append(row["psnr_db"])
+            judged = [(index, row["psnr_db"]) for of_task, index, row in rows if of_task == task]
+            quality = by_key((index, db) for index, db in judged if db is not None)
             found += [(task, n) for n in sorted({*shown, *worst_slices(quality, shown, self.plan.worst)})]
         for place in progress(range(len(found)), "writing the report"):
             text = self.read(*found[place])

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from cocodiff import __version__
 from cocodiff.comm.launch import Launch, detect
 from cocodiff.comm.trace import save_traces
-from cocodiff.config.config import Config, load_machine
-from cocodiff.config.machine import Topology
+from cocodiff.config.config import Config
 from cocodiff.config.setting import settings_of
 from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.options import engine_record, engine_settings, preset_configs
@@ -23,7 +22,7 @@ from cocodiff.jobs.partition import partition_of, sequence_of, with_guidance, wi
 from cocodiff.jobs.pipelines import Model, Request, check_model, import_pipeline, load_model
 from cocodiff.jobs.ranks import run_holding
 from cocodiff.jobs.record import FOUND, REMEMBERED, as_read, first_difference, lasting, write_settings
-from cocodiff.jobs.replicas import Replica, topology_of_replica
+from cocodiff.jobs.replicas import Replica, topology_of, topology_of_replica
 from cocodiff.jobs.terminal import note, say, threads
 from cocodiff.planner.partitions import Partition
 from cocodiff_eval.harness.quality import Quality
@@ -75,7 +74,7 @@ class Prepared:
     ) -> Prepared:
         """presets: unless the options name them. Raises UserError for what does not fit; writes nothing."""
         presets = presets or (preset_configs(values) if quality is None else quality.presets)
-        Topology.build(load_machine(values["machine"]), ranks)
+        topology_of(values["machine"], ranks)
         check_model(request, 1, weights=not values["dry_run"])
         output = OutputFolder(values["out"], values["overwrite"], values["resume"])
         return cls(values, ranks, request, presets, output, started, quality=quality)

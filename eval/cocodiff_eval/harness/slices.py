@@ -12,6 +12,7 @@ import numpy as np
 
 from cocodiff import __version__
 from cocodiff.config.config import Config
+from cocodiff.config.grouping import by_key
 from cocodiff.jobs.record import lasting
 from cocodiff.jobs.terminal import reading_bar, say
 from cocodiff_eval.harness.items import Batch, Cost, ItemSamples, batches_of
@@ -260,9 +261,7 @@ def groups_of_masks(
 ) -> dict[int, Group]:
     """For each task the group of the slices under its mask, in all stacks in their order, without batches so far. What
     is compared with the exact run in any case is checked as well."""
-    of_masks: dict[str, list[int]] = {}
-    for number, task in enumerate(tasks):
-        of_masks.setdefault(task.mask.name, []).append(number)
+    of_masks = by_key((task.mask.name, number) for number, task in enumerate(tasks))
     found: dict[int, Group] = {}
     for mask, numbers in of_masks.items():
         items = [(n, index) for n in numbers for index, has_mask in enumerate(masked[n]) if has_mask]

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cocodiff.config.grouping import by_key
 from cocodiff_eval.data.intensity import IntensityRange
 from cocodiff_eval.data.volume import Progress, unwatched
 
@@ -277,10 +278,9 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     the images whose bits differ, `identical` the number of images whose bits are those of the exact run, of those
     `compared` with one. Means of OF_SAMPLES are there where images have them.
     """
-    groups: dict[tuple[str | None, str], list[Mapping[str, Any]]] = {}
+    groups = by_key(((row["mask"], row["mode"]), row) for row in rows)
     baselines: dict[str | None, dict[str, Mapping[str, Any]]] = {}
     for row in rows:
-        groups.setdefault((row["mask"], row["mode"]), []).append(row)
         if row.get("baseline") is not None:
             baselines.setdefault(row["mask"], {})[row["name"]] = row["baseline"]
     means = []
@@ -310,9 +310,7 @@ Profile = Sequence[Mapping[str, Any]]
 
 def mean_profile(profiles: Sequence[Profile]) -> list[dict[str, Any]]:
     """Profiles of several runs as one: at each step the mean of the values that are there, of fractions by name."""
-    steps: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
-    for row in chain.from_iterable(profiles):
-        steps[row["step"]].append(row)
+    steps = by_key((row["step"], row) for row in chain.from_iterable(profiles))
     return [
         {"step": step, **{name: _mean([row.get(name) for row in of_step]) for name in of_step[0] if name != "step"}}
         for step, of_step in steps.items()
@@ -345,10 +343,8 @@ class StepsFigure(NamedTuple):
 
 def step_figures(rows: Sequence[Mapping[str, Any]]) -> list[StepsFigure]:
     """A figure for each preset of some rows of `metrics.json` that coded or displaced tensors, over all these rows."""
-    profiles: dict[str, list[Profile]] = defaultdict(list)
-    for row in rows:
-        if row.get("drift") and "sent_fraction" in row["drift"][0]:
-            profiles[row["mode"]].append(row["drift"])
+    lossy = (row for row in rows if row.get("drift") and "sent_fraction" in row["drift"][0])
+    profiles = by_key((row["mode"], row["drift"]) for row in lossy)
     return [_figure(mode, mean_profile(of_mode)) for mode, of_mode in profiles.items()]
 
 
@@ -367,11 +363,8 @@ def _figure(mode: str, steps: Profile) -> StepsFigure:
 def ring_figures(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
     """Of each preset of some rows, and of the biharmonic baseline, the name, the mean ring correlation as a path of SVG
     in a picture of 100 x 100, and the resolution in words; empty where no truth is known."""
-    found: dict[str, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        for name, one in ((row["mode"], row), ("biharmonic", row.get("baseline") or {})):
-            if one.get("frc"):
-                found.setdefault(name, []).append(one)
+    every = (one for row in rows for one in ((row["mode"], row), ("biharmonic", row.get("baseline") or {})))
+    found = by_key((name, one) for name, one in every if one.get("frc"))
     figures = []
     for name in sorted(found, key=lambda name: name == "biharmonic"):
         curve = mean_curve([one["frc"] for one in found[name]]) or []

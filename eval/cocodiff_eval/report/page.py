@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cocodiff_eval.quality.metrics import BARS, LEFT, STRIP, WIDTH, ring_figures, step_figures
-from cocodiff_eval.report.pictures import LOSSLESS
+from cocodiff_eval.report.pictures import LOSSLESS, base64_text
 from cocodiff_eval.report.sweeps import PARETO, WORDS, Row, note, tables
 from cocodiff_eval.report.tables import (
     LINK_HEADS,
@@ -89,7 +88,7 @@ def write_report(
         sent=bool(heads & {*LINK_HEADS.values()}),
         by_step=any("sent_fraction" in step for row in rows for step in row.get("drift", ())),
         figure={"width": WIDTH, "left": LEFT, "strip": STRIP, "bars": BARS},
-        colours=base64.b64encode(_colours()).decode("ascii"),
+        colours=base64_text(_colours()),
         blocks=_blocks(pictures, shown, found, of_stacks),
         lossless=LOSSLESS,
         side=side,
@@ -115,7 +114,7 @@ def _template() -> Any:
 def _swept(path: Path, rows: Sequence[Row]) -> dict[str, Any]:
     """A sweep as the template shows it."""
     return {
-        "picture": base64.b64encode(path.with_name(PARETO).read_bytes()).decode("ascii"),
+        "picture": base64_text(path.with_name(PARETO).read_bytes()),
         "tables": [
             Table.of(label, [Column(head, cells, head in WORDS) for head, cells in of.items()], [False] * len(rows))
             for label, of in tables(rows).items()

@@ -133,9 +133,9 @@ def encode(picture: Picture | Generated, side: int, share: int) -> str:
     document = {**head, "quality": quality}
     for (kind, mode), data in files.items():
         if mode:
-            document.setdefault(kind, {})[mode] = _base64(data)
+            document.setdefault(kind, {})[mode] = base64_text(data)
         else:
-            document[kind] = _base64(data)
+            document[kind] = base64_text(data)
     return json.dumps(document, separators=(",", ":"))
 
 
@@ -266,8 +266,8 @@ def _bits(mask_YX: np.ndarray) -> str:
         return ""
     buffer = io.BytesIO()
     Image.fromarray(mask_YX).save(buffer, "PNG", optimize=True)
-    return _base64(buffer.getvalue())
+    return base64_text(buffer.getvalue())
 
 
-def _base64(data: bytes) -> str:
+def base64_text(data: bytes) -> str:
     return base64.b64encode(data).decode("ascii")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cocodiff.config.errors import UserError
+from cocodiff.config.grouping import by_key
 from cocodiff_eval.report.tables import MISSING, text_table
 
 if TYPE_CHECKING:
@@ -103,9 +104,7 @@ def _refuse(number: str) -> None:
 
 def summarise(lines: Sequence[Line]) -> list[Row]:
     """A row for each mask, number of steps and point, in the order in which they first appear."""
-    groups: dict[tuple[str, int, str], list[Line]] = {}
-    for line in lines:
-        groups.setdefault((line["mask"], line["steps"], line["point"]), []).append(line)
+    groups = by_key(((line["mask"], line["steps"], line["point"]), line) for line in lines)
     points = list(dict.fromkeys(line["point"] for line in lines))
     return [_row(groups[key]) for key in sorted(groups, key=lambda key: (*key[:2], points.index(key[2])))]
 

@@ -9,12 +9,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from cocodiff.config.grouping import by_key
 from cocodiff.config.text_table import aligned, spans
 from cocodiff_eval.quality.metrics import QUALITY, mean, of_slices
 
-OF_SAMPLES = ("one sample", "in 50 %", "in 90 %")  # headings, of several samples, and of calibrated intervals
+OF_SAMPLES = ("one sample, dB", "in 50 %", "in 90 %")  # headings, of several samples, and of calibrated intervals
+ON_TERMINAL = {  # what headings of the page are there
+    "PSNR, dB": "PSNR dB",
+    "jump between slices": "jump",
+    OF_SAMPLES[0]: "one sample",
+    "rank seconds": "rank s",
+}
 _LONGEST_NAME = 28
 MISSING = "–"
+OF_BASELINE = {"psnr_vs_exact_db": None, "exact_compared": False, "bytes": None}  # what a row of it lacks
 
 
 def number(value: float | None, digits: int) -> str:
@@ -39,12 +47,29 @@ def versus_exact(row: Mapping[str, Any]) -> str:
     return "identical" if row.get("exact_compared", True) else MISSING
 
 
-def samples_told(row: Mapping[str, Any]) -> tuple[str, str, str]:
-    """The cells of OF_SAMPLES: a single sample's PSNR, and the coverage of intervals of 50 and 90 % where hidden
-    regions have calibrated them: others promise nothing."""
+def cells_of(row: Mapping[str, Any], jump: float | None, digits: int = 2) -> dict[str, str]:
+    """What tables say of a row, by the page's headings; seconds in so many digits. jump: its `slice_jump`.
+
+    Of OF_SAMPLES a single sample's PSNR, and the coverage of intervals of 50 and 90 % where hidden regions have
+    calibrated them: others promise nothing."""
     shares = (row.get(name) if row.get("intervals") else None for name in ("coverage_50", "coverage_90"))
-    half, most = (MISSING if one is None else f"{100 * one:.0f} %" for one in shares)
-    return number(row.get("psnr_db_single"), 2), half, most
+    coverage = (MISSING if one is None else f"{100 * one:.0f} %" for one in shares)
+    return {
+        "preset": row["mode"],
+        "PSNR, dB": number(row["psnr_db"], 2),
+        "jump between slices": number(jump, 2),
+        "SSIM": number(row["ssim"], 3),
+        "MSE": MISSING if row["mse"] is None else f"{row['mse']:.2e}",
+        **dict(zip(OF_SAMPLES, (number(row.get("psnr_db_single"), 2), *coverage), strict=True)),
+        "vs exact": versus_exact(row),
+        "seconds": number(row["seconds"], digits),
+        "rank seconds": number(row.get("rank_seconds"), digits),
+    }
+
+
+def all_bytes(row: Mapping[str, Any]) -> str:
+    """Those that a row has sent over all links together."""
+    return MISSING if row["bytes"] is None else size(sum(row["bytes"].values()))
 
 
 def of_whole(row: Mapping[str, Any]) -> tuple[str, str]:
@@ -66,13 +91,11 @@ def grouped(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str | None, in
     The rows of a stack's slices are taken together: quality is their mean, rank seconds and bytes their sum, seconds
     that of the replica that took longest.
     """
-    groups: dict[tuple[str, str | None], dict[str, list[Mapping[str, Any]]]] = {}
-    for row in rows:
-        groups.setdefault((parted(row["name"])[0], row["mask"]), {}).setdefault(row["mode"], []).append(row)
-    return [
-        (name, mask, max(len(slices) for slices in by_mode.values()), [_together(one) for one in by_mode.values()])
-        for (name, mask), by_mode in groups.items()
-    ]
+    found = []
+    for (name, mask), of_mask in by_key(((parted(row["name"])[0], row["mask"]), row) for row in rows).items():
+        by_mode = by_key((row["mode"], row) for row in of_mask).values()
+        found.append((name, mask, max(map(len, by_mode)), [*map(_together, by_mode)]))
+    return found
 
 
 def _together(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -108,28 +131,16 @@ def terminal_table(metrics: Mapping[str, Any]) -> str:
     images, jumps, ranked = metrics["images"], jumps_of(metrics), has_rank_seconds(metrics)
     known = 3 if any(row.get("intervals") for row in images) else 1
     sampled = OF_SAMPLES[:known] if any("samples" in row for row in images) else ()
-    heads = ["image", "mask", "preset", "PSNR dB", *["jump"] * bool(jumps), "SSIM", *sampled]
-    heads += ["vs exact", "seconds", *["rank s"] * ranked, "bytes"]
-    lines = [heads]
+    heads = ["preset", "PSNR, dB", *["jump between slices"] * bool(jumps), "SSIM", *sampled, "vs exact", "seconds"]
+    heads += ["rank seconds"] * ranked
+    lines = [["image", "mask", *(ON_TERMINAL.get(head, head) for head in heads), "bytes"]]
     for name, mask, slices, rows in grouped(images):
         shown = name if len(name) <= _LONGEST_NAME else f"{name[:12]}...{name[-(_LONGEST_NAME - 15) :]}"
         shown += f" ({slices} slices)" if slices > 1 else ""
         for row in with_baseline(rows):
-            cells = {
-                "image": shown,
-                "mask": "-" if mask is None else mask,
-                "preset": row["mode"],
-                "PSNR dB": number(row["psnr_db"], 2),
-                "jump": number(jumps.get((name, mask, row["mode"])), 2),
-                "SSIM": number(row["ssim"], 3),
-                **dict(zip(OF_SAMPLES, samples_told(row), strict=True)),
-                "vs exact": versus_exact(row),
-                "seconds": number(row["seconds"], 1),
-                "rank s": number(row.get("rank_seconds"), 1),
-                "bytes": MISSING if row["bytes"] is None else size(sum(row["bytes"].values())),
-            }
-            lines.append([cells[head] for head in heads])
-    return text_table(lines, "<<<" + ">" * (len(heads) - 3))
+            cells = cells_of(row, jumps.get((name, mask, row["mode"])), digits=1)
+            lines.append([shown, "-" if mask is None else mask, *(cells[head] for head in heads), all_bytes(row)])
+    return text_table(lines, "<<<" + ">" * len(heads))
 
 
 def jumps_of(metrics: Mapping[str, Any]) -> dict[tuple[str, str | None, str], float | None]:
@@ -146,8 +157,7 @@ def with_baseline(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The presets' rows of one image and mask and, as one more row, the biharmonic baseline if it was made."""
     if rows[0].get("baseline") is None:
         return list(rows)
-    without = {"psnr_vs_exact_db": None, "exact_compared": False, "bytes": None}
-    return [*rows, {"mode": "biharmonic", **rows[0]["baseline"], **without}]
+    return [*rows, {"mode": "biharmonic", **rows[0]["baseline"], **OF_BASELINE}]
 
 
 def text_table(lines: Sequence[Sequence[str]], align: str) -> str:
@@ -328,24 +338,18 @@ def quality_table(
     label: str, rows: Sequence[Mapping[str, Any]], prompts: Mapping[str, str], metrics: Mapping[str, Any]
 ) -> Table:
     """The presets of each image or stack, then the baseline. rows: of metrics.json, those of one series."""
-    tables, jumps, images, told = grouped(rows), jumps_of(metrics), [], []
+    tables, jumps = grouped(rows), jumps_of(metrics)
+    images, told, cells = list[Cell](), list[Mapping[str, Any]](), list[dict[str, str]]()
     for name, mask, _, of_image in tables:
         found = with_baseline(of_image)
         images += [Cell(name, prompts.get(name, "")), *[Cell("")] * (len(found) - 1)]
-        told += [{**row, "slice_jump": jumps.get((name, mask, row["mode"]))} for row in found]
+        told += found
+        cells += [cells_of(row, jumps.get((name, mask, row["mode"]))) for row in found]
     named = len(tables) > 1 or any(one.note for one in images)
-    of_samples = zip(*map(samples_told, told), strict=True)
+    heads = [head for head in cells[0] if head != "rank seconds" or has_rank_seconds(metrics)]
     columns = [
         *([Column("image", images)] if named else []),
-        Column("preset", [row["mode"] for row in told], left=True),
-        Column("PSNR, dB", [number(row["psnr_db"], 2) for row in told]),
-        Column("jump between slices", [number(row["slice_jump"], 2) for row in told]),
-        Column("SSIM", [number(row["ssim"], 3) for row in told]),
-        Column("MSE", [MISSING if row["mse"] is None else f"{row['mse']:.2e}" for row in told]),
-        *(Column(head, cells) for head, cells in zip(("one sample, dB", *OF_SAMPLES[1:]), of_samples, strict=True)),
-        Column("vs exact", [versus_exact(row) for row in told]),
-        Column("seconds", [number(row["seconds"], 2) for row in told]),
-        *([Column("rank seconds", [number(row.get("rank_seconds"), 2) for row in told])] * has_rank_seconds(metrics)),
+        *(Column(head, [one[head] for one in cells], left=head == "preset") for head in heads),
         *(
             Column(head, [MISSING if row["bytes"] is None else size(row["bytes"][link]) for row in told])
             for link, head in LINK_HEADS.items()
@@ -358,24 +362,18 @@ def quality_table(
 
 def summary_table(metrics: Mapping[str, Any]) -> Table | None:
     """Means per mask and preset, only where they say more than the other tables: of two images or more."""
-    rows = []
-    for row in metrics["summary"]["rows"]:
-        exact = versus_exact(row | {"exact_compared": 0 < row["identical"] == row["compared"]})
-        rows.append({**row, "exact": exact, "traffic": size(sum(row["bytes"].values()))})
-    for row in metrics["summary"]["baseline"]:
-        rows.append({**row, "mode": row["method"], "exact": MISSING, "traffic": MISSING})
+    rows = [row | {"exact_compared": 0 < row["identical"] == row["compared"]} for row in metrics["summary"]["rows"]]
+    rows += [row | OF_BASELINE | {"mode": row["method"]} for row in metrics["summary"]["baseline"]]
     if not any(row["n"] > 1 for row in rows):
         return None
     rows.sort(key=lambda row: str(row["mask"]))
+    cells = [cells_of(row, None) for row in rows]
     columns = [
         Column("mask", [row["mask"] or "" for row in rows]),
         Column("preset", [row["mode"] for row in rows], left=True),
         Column("n", [str(row["n"]) for row in rows]),
-        Column("PSNR, dB", [number(row["psnr_db"], 2) for row in rows]),
-        Column("SSIM", [number(row["ssim"], 3) for row in rows]),
-        Column("vs exact", [row["exact"] for row in rows]),
-        Column("seconds", [number(row["seconds"], 2) for row in rows]),
-        Column("bytes sent, sum", [row["traffic"] for row in rows]),
+        *(Column(head, [one[head] for one in cells]) for head in ("PSNR, dB", "SSIM", "vs exact", "seconds")),
+        Column("bytes sent, sum", [all_bytes(row) for row in rows]),
     ]
     return Table.of("Means over all images", columns, [row["mode"] == "biharmonic" for row in rows])
 

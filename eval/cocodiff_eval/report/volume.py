@@ -7,7 +7,6 @@ and jumps between slices.
 
 from __future__ import annotations
 
-import base64
 import gzip
 import math
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,7 @@ from cocodiff_eval.data.intensity import IntensityRange
 from cocodiff_eval.data.masks import Mask
 from cocodiff_eval.data.slices import to_grey8
 from cocodiff_eval.data.volume import Reader, Stack, start_of, unit_symbol
-from cocodiff_eval.report.pictures import window
+from cocodiff_eval.report.pictures import base64_text, window
 
 VOLUME_BYTES = 3_000_000  # of all volumes of a page; 4 MB in base64
 VOXEL_BYTES = 1.125  # of a voxel and its bit of the mask; each layer has one more of a masked voxel
@@ -164,4 +163,4 @@ def _regions(mask_ZYX: np.ndarray) -> tuple[list[Box], list[int]]:
 
 
 def _packed(values: np.ndarray) -> str:
-    return base64.b64encode(gzip.compress(values.tobytes(), 9, mtime=0)).decode("ascii")
+    return base64_text(gzip.compress(values.tobytes(), 9, mtime=0))

@@ -2,17 +2,23 @@
 
 const CURVE = { height: 150, left: 46, right: 8, top: 8, bottom: 20 };
 
-function element(name, attributes = {}, ...children) {
-  const found = document.createElement(name);
+function filled(found, attributes, children) {
   for (const [key, value] of Object.entries(attributes)) found.setAttribute(key, value);
   found.append(...children);
   return found;
 }
 
-function vector(name, attributes = {}, text = "") {
-  const found = document.createElementNS("http://www.w3.org/2000/svg", name);
-  for (const [key, value] of Object.entries(attributes)) found.setAttribute(key, value);
-  found.textContent = text;
+function element(name, attributes = {}, ...children) {
+  return filled(document.createElement(name), attributes, children);
+}
+
+function vector(name, attributes = {}, ...children) {
+  return filled(document.createElementNS("http://www.w3.org/2000/svg", name), attributes, children);
+}
+
+function button(attributes, action, ...children) {
+  const found = element("button", { type: "button", ...attributes }, ...children);
+  found.addEventListener("click", action);
   return found;
 }
 

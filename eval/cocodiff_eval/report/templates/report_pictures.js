@@ -53,11 +53,11 @@ class Pictures {
   }
 
   async decode(stored) {
-    const [original, hole, unknown, restored, error, spread, images] = await Promise.all([
+    const [original, hole, unknown, restored, error, spread, image] = await Promise.all([
       pixelsOf(stored.original, "webp"), maskOf(stored.hole), maskOf(stored.unknown),
       allPixels(stored.restored), allPixels(stored.error), allPixels(stored.spread), allPixels(stored.images),
     ]);
-    return { ...stored, original, hole, unknown, restored, error, spread, images };
+    return { ...stored, original, hole, unknown, restored, error, spread, image };
   }
 }
 
@@ -65,33 +65,24 @@ class Pictures {
 function hasPicture(slice, kind, mode) {
   if (kind === "original") return slice.original !== null;
   if (kind === "masked") return slice.hole !== null;
-  if (kind === "image") return slice.images.has(mode);
   return slice[kind].has(mode);
 }
 
 /** Pixels of one kind of picture, for a canvas. */
 function composed(slice, kind, mode) {
-  if (kind === "image") return slice.images.get(mode);
-  if (kind === "original") return painted(slice.original, slice.unknown);
-  if (kind === "masked") return painted(slice.original, slice.hole);
-  if (kind === "restored") return replaced(slice.original, slice.restored.get(mode), slice.hole);
+  if (kind === "image") return slice.image.get(mode);
+  if (kind === "original") return replaced(slice.original, slice.unknown, () => HOLE);
+  if (kind === "masked") return replaced(slice.original, slice.hole, () => HOLE);
+  const { data } = slice[kind].get(mode);
+  if (kind === "restored") return replaced(slice.original, slice.hole, (at) => data.subarray(at, at + 4));
   return coloured(slice[kind].get(mode));
 }
 
-/** A copy whose masked pixels have the colour of holes. */
-function painted(image, mask) {
+/** A copy with other pixels under the mask. pixel: by its place. */
+function replaced(image, mask, pixel) {
   const result = new ImageData(image.data.slice(), image.width, image.height);
   for (let at = 0; mask && at < result.data.length; at += 4) {
-    if (mask.data[at] > 127) result.data.set(HOLE, at);
-  }
-  return result;
-}
-
-/** The restored slice: the original, with the restored pixels under the mask. */
-function replaced(image, restored, mask) {
-  const result = new ImageData(image.data.slice(), image.width, image.height);
-  for (let at = 0; at < result.data.length; at += 4) {
-    if (mask.data[at] > 127) result.data.set(restored.data.subarray(at, at + 4), at);
+    if (mask.data[at] > 127) result.data.set(pixel(at), at);
   }
   return result;
 }

@@ -17,6 +17,8 @@ class Viewer {
     this.worstShown = WORST_SHOWN;
     this.root = section.querySelector(".viewer");
     if (!this.pictures.numbers.length) return;
+    const restored = this.numbers.numbers.find((number) => this.pictures.blocks.has(number));
+    this.worked = restored ?? this.pictures.numbers[0]; // the first slice that was restored
     this.generated = this.first().images !== undefined;
     this.kind = this.generated ? "image" : "restored";
     this.root.append(this.slider(), this.choices(), this.panes(), this.curves());
@@ -26,15 +28,13 @@ class Viewer {
       this.root.append(element("p", { class: "note" }, text));
     }
     this.root.hidden = false;
-    const worked = this.numbers.numbers.find((number) => this.pictures.blocks.has(number));
-    this.place = Math.max(0, this.pictures.numbers.indexOf(worked)); // the first slice that was restored
+    this.place = this.pictures.numbers.indexOf(this.worked);
     this.draw();
     this.list();
   }
 
   first() {
-    const restored = this.numbers.numbers.find((number) => this.pictures.blocks.has(number));
-    return JSON.parse(this.pictures.blocks.get(restored ?? this.pictures.numbers[0]).textContent);
+    return JSON.parse(this.pictures.blocks.get(this.worked).textContent);
   }
 
   get number() {
@@ -51,10 +51,8 @@ class Viewer {
     this.range = element("input", { type: "range", min: 0, max: last, step: 1, value: 0, "aria-label": what });
     this.output = element("output", { "aria-live": "polite" });
     this.range.addEventListener("input", () => this.go(Number(this.range.value)));
-    const back = element("button", { type: "button", "aria-label": "one back" }, "‹");
-    const on = element("button", { type: "button", "aria-label": "one on" }, "›");
-    back.addEventListener("click", () => this.go(this.place - 1));
-    on.addEventListener("click", () => this.go(this.place + 1));
+    const back = button({ "aria-label": "one back" }, () => this.go(this.place - 1), "‹");
+    const on = button({ "aria-label": "one on" }, () => this.go(this.place + 1), "›");
     const bar = element("div", { class: "bar slider" }, back, this.range, on, this.output);
     bar.hidden = last === 0;
     return bar;
@@ -64,12 +62,10 @@ class Viewer {
   choices() {
     this.modeButtons = new Map(this.modes.map((mode) => {
       const swatch = element("span", { class: "swatch", style: `background: ${colourOf(this.modes, mode)}` });
-      const button = element("button", { type: "button" }, swatch, mode);
-      button.addEventListener("click", () => this.choose(OF_A_PRESET.includes(this.kind) ? this.kind : "restored", mode));
-      return [mode, button];
+      const choose = () => this.choose(OF_A_PRESET.includes(this.kind) ? this.kind : "restored", mode);
+      return [mode, button({}, choose, swatch, mode)];
     }));
-    const bar = element("div", { class: "bar", role: "group", "aria-label": "Preset" }, ...this.modeButtons.values());
-    return bar;
+    return element("div", { class: "bar", role: "group", "aria-label": "Preset" }, ...this.modeButtons.values());
   }
 
   panes() {
@@ -98,20 +94,17 @@ class Viewer {
     const of = mode === null || kind === "image" ? "" : element("span", { class: "of" }, `: ${mode}`);
     const label = element("span", {}, kind === "image" ? mode : KINDS[kind], of);
     const value = element("span", { class: "value" });
-    const button = element("button", { type: "button", class: "cell" }, canvas, label, value);
-    button.style.setProperty("--column", column + 1);
-    button.style.setProperty("--row", row + 1);
-    button.addEventListener("click", () => this.choose(kind, mode ?? this.mode));
-    return { kind, mode, canvas, value, button };
+    const place = `--column: ${column + 1}; --row: ${row + 1}`;
+    const choose = () => this.choose(kind, mode ?? this.mode);
+    return { kind, mode, canvas, value, button: button({ class: "cell", style: place }, choose, canvas, label, value) };
   }
 
   curves() {
-    const { psnr_db, ssim, numbers, first, total } = this.numbers;
+    const { psnr_db, ssim, numbers, stack, first, total } = this.numbers;
     const box = element("div", { class: "curves" });
     this.drawnCurves = [];
-    if (!this.numbers.stack || numbers.length < 2 || !Object.keys(psnr_db).length) {
-      if (numbers.length < 3 || !Object.keys(psnr_db).length) return box;
-    } else {
+    if (!Object.keys(psnr_db).length || numbers.length < (stack ? 2 : 3)) return box;
+    if (stack) {
       const left = element("div");
       for (const [title, values] of [["PSNR, dB", psnr_db], ["SSIM", ssim]]) {
         const curve = new Curve(title, values, numbers, this.modes, first, total, (number) => this.nearest(number));
@@ -123,11 +116,10 @@ class Viewer {
     }
     this.worstTitle = element("h3");
     this.worst = element("ol");
-    this.more = element("button", { type: "button", class: "more" }, "show more");
-    this.more.addEventListener("click", () => {
+    this.more = button({ class: "more" }, () => {
       this.worstShown += 5 * WORST_SHOWN;
       this.list();
-    });
+    }, "show more");
     box.append(element("div", { class: "worst" }, this.worstTitle, this.worst, this.more));
     return box;
   }
@@ -144,8 +136,8 @@ class Viewer {
       const number = numbers[at], similarity = ssim[this.mode]?.[at];
       const text = `${values[at].toFixed(2)} dB${similarity == null ? "" : `, ${similarity.toFixed(3)}`}`;
       const place = this.pictures.numbers.indexOf(number);
-      const item = element(place < 0 ? "span" : "button", { "data-number": number }, this.name(number), element("small", {}, text));
-      if (place >= 0) item.addEventListener("click", () => this.go(place));
+      const told = [this.name(number), element("small", {}, text)];
+      const item = place < 0 ? element("span", {}, ...told) : button({ "data-number": number }, () => this.go(place), ...told);
       return element("li", {}, item);
     }));
     this.more.hidden = order.length <= this.worstShown;

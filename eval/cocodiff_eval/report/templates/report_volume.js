@@ -82,29 +82,23 @@ class VolumeViewer {
     return canvas;
   }
 
-  button(text, action) {
-    const button = element("button", { type: "button" }, text);
-    button.addEventListener("click", action);
-    return button;
-  }
-
   choices() {
-    this.buttons = this.layers.map((layer) => this.button(layer.name, () => {
+    this.buttons = this.layers.map((layer) => button({}, () => {
       this.shown = layer;
       this.draw();
-    }));
-    this.zoom = this.button("zoom to the mask", () => {
+    }, layer.name));
+    this.zoom = button({}, () => {
       const region = this.near(this.at);
       this.box = this.box === this.whole ? this.around(region) : this.whole;
       const inside = region.every(([from, to], axis) => from <= this.at[axis] && this.at[axis] < to);
       this.go(inside || this.box === this.whole ? this.at : middleOf(region));
-    });
-    this.next = this.button("next region", () => {
+    }, "zoom to the mask");
+    this.next = button({}, () => {
       const { regions } = this.stored;
       this.turn = ((this.turn ?? regions.indexOf(this.near(this.at))) + 1) % regions.length;
       if (this.box !== this.whole) this.box = this.around(regions[this.turn]);
       this.go(middleOf(regions[this.turn]));
-    });
+    }, "next region");
     this.zoom.hidden = !this.stored.regions.length;
     this.next.hidden = this.stored.regions.length < 2;
     const layers = element("div", { class: "bar", role: "group", "aria-label": "What the three views show" }, ...this.buttons);
