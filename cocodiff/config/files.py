@@ -38,6 +38,11 @@ def is_there(path: str | Path) -> bool:
         return False
 
 
+def is_folder(path: str | Path) -> bool:
+    """Whether a path names a folder."""
+    return is_there(path) and Path(path).is_dir()
+
+
 def _read_text(path: str | Path, form: str) -> str:
     data = b""
     try:
@@ -89,4 +94,13 @@ def replace_text(path: Path, text: str) -> None:
 def flush(path: Path) -> None:
     """Returns when a file that was written is on the disk."""
     with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def write_at(path: Path, start: int, data: bytes) -> None:
+    """Writes over a part of a file that is there, from byte `start` on. Returns when it is on the disk."""
+    with path.open("r+b") as file:
+        file.seek(start)
+        file.write(data)
+        file.flush()
         os.fsync(file.fileno())

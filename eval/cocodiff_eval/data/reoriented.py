@@ -8,7 +8,6 @@ axis.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from cocodiff.config.files import write_at
 from cocodiff_eval.data.volume import Progress, Reader, Triple, unwatched
 
 AXES = "zyx"
@@ -90,15 +90,15 @@ class Reoriented:
 
     def read(self, index: int) -> np.ndarray:
         """Slice `index` along the axis, [Z, X] or [Z, Y]."""
-        _, rows, columns = reoriented_shape(self.shape, self.axis)
-        offset = index * rows * columns * self.dtype.itemsize
-        return np.fromfile(self.path, self.dtype, rows * columns, offset=offset).reshape(rows, columns)
+        return np.array(self._mapped()[index])
 
     def window(self, parts_ZYX: tuple[slice, slice, slice]) -> np.ndarray:
         """A part of the volume, [Z, Y, X]."""
-        first = AXES.index(self.axis)
-        turned = np.memmap(self.path, self.dtype, "r", shape=reoriented_shape(self.shape, self.axis))
-        return np.array(np.moveaxis(turned, 0, first)[parts_ZYX])
+        return np.array(np.moveaxis(self._mapped(), 0, AXES.index(self.axis))[parts_ZYX])
+
+    def _mapped(self) -> np.ndarray:
+        """All slices along the axis, of which no more is read than is looked at."""
+        return np.memmap(self.path, self.dtype, "r", shape=reoriented_shape(self.shape, self.axis))
 
     @property
     def is_whole(self) -> bool:
@@ -146,11 +146,8 @@ class Restored:
 
     def write(self, index: int, values_P: np.ndarray) -> None:
         """The masked voxels of slice `index` along the axis, row by row. Returns when they are on the disk."""
-        with self.path.open("r+b") as file:
-            file.seek(4 * int(self.statistics.starts[self.axis][index, 0]))
-            file.write(values_P.astype("<f4").tobytes())
-            file.flush()
-            os.fsync(file.fileno())
+        start = int(self.statistics.starts[self.axis][index, 0])
+        write_at(self.path, 4 * start, values_P.astype("<f4").tobytes())
 
     def read(self, index: int) -> np.ndarray:
         """As they were written of slice `index` along the axis, float32 [P]."""

@@ -74,11 +74,8 @@ class Restorer:
             fresh=1.0 if fresh is None else fresh,
         )
         if side is not None:
-            if side % inpainter.multiple:
-                near = max(inpainter.multiple, round(side / inpainter.multiple) * inpainter.multiple)
-                each = f"model {model.name} takes multiples of {inpainter.multiple}"
-                raise UserError(f"--tile {side}: {each}; give {near}")
-            check_sides(model.pipe, side, side, model.name, inpainter.frames, ("tile", "tile"))
+            options, multiple = ("tile", "tile"), inpainter.multiple
+            check_sides(model.pipe, side, side, model.name, inpainter.frames, options, multiple, "takes")
         batch = tiles_in_a_call(values["batch"], inpainter.native_size)
         return cls(inpainter, session.engines, batch, values["strength"], session.replica.number)
 
