@@ -14,7 +14,7 @@ from cocodiff_eval.data.masks import Mask, depth
 from cocodiff_eval.data.reoriented import AXES, MaskStatistics, reoriented_shape
 from cocodiff_eval.data.slices import SMALLEST_SIDE
 from cocodiff_eval.data.volume import Reader, Stack, format_shape
-from cocodiff_eval.quality.fusing import Intervals, Lead, Mixture, choose_axes, fuse, weights_of
+from cocodiff_eval.quality.fusing import Intervals, Lead, Mixture, choose_axes, spread_about, weights_of
 from cocodiff_eval.quality.hidden import Hidden, Survey, hide
 from cocodiff_eval.quality.metrics import psnr_db
 from cocodiff_eval.restore.baseline import SOLVERS, VARIATION, biharmonic, linear
@@ -299,14 +299,10 @@ def judge_test(rounds: Sequence[Tested], volume: Volume, samples: int) -> Hidden
     taken = {name: (errors | members)[name] for name in mixture.names}
     error_P, weights_AP = _fused(mixture, taken, ends, region_P)
     axes = [axis for axis in mixture.names if axis in AXES]
-    values_SP = np.concatenate([own_SP[axis] for axis in axes])
     # The deviation of the samples about what is written, each axis counted alike.
+    values_SP = np.concatenate([own_SP[axis] for axis in axes])
     shares_SP = np.concatenate([np.full(own_SP[axis].shape, 1 / len(own_SP[axis])) for axis in axes])
-    _, spread_P = fuse(
-        np.concatenate([values_SP, (error_P + truth_P)[None]]),
-        np.concatenate([np.zeros_like(values_SP), np.ones_like(truth_P)[None]]),
-        np.concatenate([shares_SP, np.zeros_like(truth_P)[None]]),
-    )
+    spread_P = spread_about(error_P + truth_P, values_SP, shares_SP / shares_SP.sum(axis=0))
     found[OWN] = error_P
     if len(own) > 1:
         found |= {along(axis): errors[axis] for axis in own}
