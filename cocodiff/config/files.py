@@ -6,7 +6,8 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -84,11 +85,19 @@ def read_mapping(path: str | Path, form: str, parse: Callable[[str], Any], wante
     return data
 
 
+@contextmanager
+def appearing(path: Path) -> Iterator[Path]:
+    """A file beside that the block writes, and which then takes the path's place: so that appears complete or not at
+    all."""
+    unfinished = path.with_name(f"{path.name}.partial")
+    yield unfinished
+    unfinished.replace(path)
+
+
 def replace_text(path: Path, text: str) -> None:
     """Writes a file that appears complete or not at all."""
-    unfinished = path.with_name(f"{path.name}.partial")
-    unfinished.write_text(text)
-    unfinished.replace(path)
+    with appearing(path) as unfinished:
+        unfinished.write_text(text)
 
 
 def flush(path: Path) -> None:
