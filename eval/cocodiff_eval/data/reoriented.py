@@ -90,15 +90,15 @@ class Reoriented:
 
     def read(self, index: int) -> np.ndarray:
         """Slice `index` along the axis, [Z, X] or [Z, Y]."""
-        return np.array(self._mapped()[index])
+        _, rows, columns = reoriented_shape(self.shape, self.axis)
+        offset = index * rows * columns * self.dtype.itemsize
+        return np.fromfile(self.path, self.dtype, rows * columns, offset=offset).reshape(rows, columns)
 
     def window(self, parts_ZYX: tuple[slice, slice, slice]) -> np.ndarray:
         """A part of the volume, [Z, Y, X]."""
-        return np.array(np.moveaxis(self._mapped(), 0, AXES.index(self.axis))[parts_ZYX])
-
-    def _mapped(self) -> np.ndarray:
-        """All slices along the axis, of which no more is read than is looked at."""
-        return np.memmap(self.path, self.dtype, "r", shape=reoriented_shape(self.shape, self.axis))
+        first = AXES.index(self.axis)
+        turned = np.memmap(self.path, self.dtype, "r", shape=reoriented_shape(self.shape, self.axis))
+        return np.array(np.moveaxis(turned, 0, first)[parts_ZYX])
 
     @property
     def is_whole(self) -> bool:
