@@ -203,7 +203,9 @@ class Cost:
             return costs[0]
         parts = {one.name: [getattr(cost, one.name) for cost in costs] for one in fields(cls)}
         profile = mean_profile(parts.pop("drift"))
-        sums = {name: sum_by_name(of) if isinstance(of[0], dict) else sum(of) for name, of in parts.items()}
+        sums: dict[str, Any] = {
+            name: sum_by_name(of) if isinstance(of[0], dict) else sum(of) for name, of in parts.items()
+        }
         return cls(**sums, drift=profile)
 
 
