@@ -87,8 +87,8 @@ def read_mapping(path: str | Path, form: str, parse: Callable[[str], Any], wante
 
 @contextmanager
 def appearing(path: Path) -> Iterator[Path]:
-    """A file beside that the block writes, and which then takes the path's place: so that appears complete or not at
-    all."""
+    """A path beside, for the block to write to; at the block's end that file takes its place under the own name. So a
+    file appears complete or not at all."""
     unfinished = path.with_name(f"{path.name}.partial")
     yield unfinished
     unfinished.replace(path)

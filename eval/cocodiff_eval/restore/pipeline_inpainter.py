@@ -135,7 +135,7 @@ class PipelineInpainter:
         return [torch.Generator("cpu").manual_seed(one) for one in seeds]
 
 
-def made_by(pipe: Any, seed: int, advance: Callable[[], None], **given: Any) -> tuple[Any, int]:
+def made_by(pipe: Any, seed: int, advance: Callable[[], None], /, **given: Any) -> tuple[Any, int]:
     """Calls a pipeline, without a bar of its own. Returns its images or frames, and how many denoising steps ran, after
     each of which it calls `advance`. seed: as of `drawing_from`. Latents of NaN are a UserError."""
     ran = 0
