@@ -6,7 +6,8 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,11 @@ def is_there(path: str | Path) -> bool:
         return Path(path).exists()
     except (OSError, ValueError):
         return False
+
+
+def is_folder(path: str | Path) -> bool:
+    """Whether a path names a folder."""
+    return is_there(path) and Path(path).is_dir()
 
 
 def _read_text(path: str | Path, form: str) -> str:
@@ -79,14 +85,31 @@ def read_mapping(path: str | Path, form: str, parse: Callable[[str], Any], wante
     return data
 
 
+@contextmanager
+def appearing(path: Path) -> Iterator[Path]:
+    """A path beside, for the block to write to; at the block's end that file takes its place under the own name. So a
+    file appears complete or not at all."""
+    unfinished = path.with_name(f"{path.name}.partial")
+    yield unfinished
+    unfinished.replace(path)
+
+
 def replace_text(path: Path, text: str) -> None:
     """Writes a file that appears complete or not at all."""
-    unfinished = path.with_name(f"{path.name}.partial")
-    unfinished.write_text(text)
-    unfinished.replace(path)
+    with appearing(path) as unfinished:
+        unfinished.write_text(text)
 
 
 def flush(path: Path) -> None:
     """Returns when a file that was written is on the disk."""
     with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def write_at(path: Path, start: int, data: bytes) -> None:
+    """Writes over a part of a file that is there, from byte `start` on. Returns when it is on the disk."""
+    with path.open("r+b") as file:
+        file.seek(start)
+        file.write(data)
+        file.flush()
         os.fsync(file.fileno())

@@ -203,10 +203,22 @@ def check_tokenizer(tokenizer: Any, part: str, model: str) -> None:
 
 
 def check_sides(
-    pipe: Any, height: int, width: int, model: str, frames: int = 1, options: Sequence[str] = ("height", "width")
+    pipe: Any,
+    height: int,
+    width: int,
+    model: str,
+    frames: int = 1,
+    options: Sequence[str] = ("height", "width"),
+    multiple: int = 1,
+    does: str = "makes",
 ) -> None:
-    """Raises UserError for images that a model has no positions for, and that fit in no memory. frames: of a video."""
+    """Raises UserError for images that a model would round to multiples of something, that it has no positions for, and
+    that fit in no memory. frames: of a video; does: what the model does with such images."""
     given = [*zip(options, (height, width), strict=True)]
+    for name, side in given:
+        if side % multiple:
+            near = max(multiple, round(side / multiple) * multiple)
+            raise UserError(f"--{name} {side}: model {model} {does} multiples of {multiple}; give {near}")
     positions = pipe.transformer.config.get("pos_embed_max_size")
     if positions:
         most = positions * pipe.transformer.config.patch_size * pipe.vae_scale_factor

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from cocodiff.config.errors import UserError
-from cocodiff.config.files import is_there, read_json
+from cocodiff.config.files import is_folder, is_there, read_json
 from cocodiff.config.registry import import_late
+from cocodiff.demo_model import WEIGHTS
 from cocodiff.jobs.model_checks import (
     check_folder,
     check_loaded,
@@ -122,7 +122,7 @@ def repeated(embeddings: Embeddings, batch: int) -> Embeddings:
 
 def own_weights(model: str) -> Path | None:
     """The folder of the embedded model's weights, or of one that was trained from it; None for any other model."""
-    folder = Path(str(resources.files("cocodiff.demo_model"))) / "weights" if model == EMBEDDED else Path(model)
+    folder = WEIGHTS if model == EMBEDDED else Path(model)
     return folder if is_there(folder / OWN_VAE) else None
 
 
@@ -222,7 +222,7 @@ def model_file(name: str, file: str) -> Path:
     folder = Path(name)
     if not is_there(folder) and name.count("/") == 1 and not name.startswith((".", "/")):
         return _fetched(name, file)
-    if not is_there(folder) or not folder.is_dir():
+    if not is_folder(folder):
         raise UserError(f"model {folder}: no such folder; give one in diffusers' layout, or leave --model away")
     if not (folder / INDEX).is_file():
         raise UserError(f"model {folder}: no {INDEX}; save the pipeline there with pipe.save_pretrained(...)")

@@ -166,8 +166,7 @@ def organ(view: View, generator: np.random.Generator) -> Array:
             centre = middle + side * place[0] * across + place[1] * along + generator.normal(0, 0.01, 2)
             nucleus = ellipse_depth(view, centre, size * generator.uniform(0.95, 1.05, 2), tilt + side * turn)
             tissue += strength * smooth_step(nucleus, 0.05 if index == 0 else 0.07)
-    sideways_HW = (view.x_HW - middle[0]) * across[0] + (view.y_HW - middle[1]) * across[1]
-    upward_HW = (view.x_HW - middle[0]) * along[0] + (view.y_HW - middle[1]) * along[1]
+    sideways_HW, upward_HW = along_axes(view, middle, np.ones(2), tilt)
     bend = generator.normal(0, 0.015) * np.sin(generator.uniform(2, 5) * upward_HW)
     fissure = np.exp(-(((sideways_HW - bend) / generator.uniform(0.018, 0.03)) ** 2))
     tissue -= generator.uniform(0.08, 0.16) * fissure

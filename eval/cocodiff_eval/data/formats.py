@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from cocodiff.config.errors import UserError
-from cocodiff.config.files import flush, is_there
+from cocodiff.config.files import flush, is_folder, is_there
 from cocodiff_eval.data import SAME, WRITTEN
 from cocodiff_eval.data.hdf5 import open_hdf5, write_hdf5
 from cocodiff_eval.data.ome_zarr import is_store, open_zarr, split_store
@@ -28,7 +28,6 @@ from cocodiff_eval.data.volume import (
     as_volume_shape,
     check_file,
     check_memory,
-    is_folder,
     one_unit,
     quiet_libraries,
     reading,

@@ -113,6 +113,12 @@ class IntensityRange:
         """To float64 where low is 0 and high is 1; outliers and voxels under a mask may lie outside [0, 1]."""
         return (image_YX.astype(np.float64) - self.low) / self.scale
 
+    def known01(self, image: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        """As models see what is known: float64 in [0, 1], outliers at its ends. What lies under the mask is not read:
+        it becomes some value of [0, 1]."""
+        known = np.where(mask, np.asarray(self.low).astype(image.dtype), image)
+        return np.clip(self.normalise(known), 0.0, 1.0)
+
     def denormalise(self, image01_YX: np.ndarray) -> np.ndarray:
         """Back to the input's units, float64. A range of zero gives back its one value."""
         return image01_YX.astype(np.float64) * (self.high - self.low) + self.low
@@ -223,9 +229,7 @@ def prepare_slice(image_YX: np.ndarray, mask_YX: np.ndarray, scale: IntensityRan
     Outliers become 0 or 1 before that: a model has not seen others, and none is to brighten the fill around it. The
     voxels under the mask are replaced before anything reads them; whatever they hold, the result has the same bits.
     """
-    known_YX = np.where(mask_YX, np.asarray(scale.low).astype(image_YX.dtype), image_YX)
-    known01_YX = np.clip(scale.normalise(known_YX), 0.0, 1.0)
-    return fill_from_outside(known01_YX, mask_YX).astype(np.float32)
+    return fill_from_outside(scale.known01(image_YX, mask_YX), mask_YX).astype(np.float32)
 
 
 def compose_native(

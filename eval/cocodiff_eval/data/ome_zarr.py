@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from cocodiff.config.errors import UserError
-from cocodiff.config.files import irregular
+from cocodiff.config.files import irregular, is_folder
 from cocodiff_eval.data.volume import (
     Metadata,
     Stack,
@@ -25,7 +25,6 @@ from cocodiff_eval.data.volume import (
     check_memory,
     filled,
     format_shape,
-    is_folder,
     kept_alone,
     listed,
     one_line,

@@ -94,10 +94,9 @@ class ZarrStore:
         fitting = tuple(min(chunk, side) for chunk, side in zip(chunks, shape[-2:], strict=True))
         options |= {"dtype": dtype if self.version == 3 else self.new.stored, "zarr_format": self.version}
         chunks = (1,) * (len(shape) - 2) + fitting
-        zarr.create_array(self.path, name=str(level), shape=shape, chunks=chunks, **options)
         # A chunk of the fill value alone is written too: it may equal that value, as -0.0 and NaN do, and not its bits.
-        with zarr.config.set({"array.write_empty_chunks": True}):
-            return zarr.open_array(self.path, path=str(level), mode="r+")
+        options["config"] = {"write_empty_chunks": True}
+        return zarr.create_array(self.path, name=str(level), shape=shape, chunks=chunks, **options)
 
     def attributes(self) -> dict[str, Any]:
         """The root's attributes: the input's, with the levels as they are now."""

@@ -8,7 +8,6 @@ axis.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from cocodiff.config.files import appearing, write_at
 from cocodiff_eval.data.volume import Progress, Reader, Triple, unwatched
 
 AXES = "zyx"
@@ -105,10 +105,6 @@ class Reoriented:
         """Whether it has been made: a copy has its name when it is complete."""
         return self.path.exists() and self.path.stat().st_size == np.prod(self.shape) * self.dtype.itemsize
 
-    @property
-    def unfinished(self) -> Path:
-        return self.path.with_name(self.path.name + ".partial")
-
 
 def turn(read: Reader, copies: Sequence[Reoriented], progress: Progress = unwatched, what: str = "") -> None:
     """Makes copies along several axes of one volume. read: a slice along z, [Y, X]."""
@@ -118,7 +114,8 @@ def turn(read: Reader, copies: Sequence[Reoriented], progress: Progress = unwatc
     slices, rows, columns = missing[0].shape
     together = max(1, BLOCK_BYTES // (rows * columns * missing[0].dtype.itemsize))
     with ExitStack() as opened:
-        files = [opened.enter_context(copy.unfinished.open("wb")) for copy in missing]
+        unfinished = [opened.enter_context(appearing(copy.path)) for copy in missing]
+        files = [opened.enter_context(path.open("wb")) for path in unfinished]
         for first in progress(range(0, slices, together), f"turning {what}"):
             block_ZYX = np.stack([read(index) for index in range(first, min(first + together, slices))])
             for copy, file in zip(missing, files, strict=True):
@@ -127,8 +124,6 @@ def turn(read: Reader, copies: Sequence[Reoriented], progress: Progress = unwatc
                 for number, part in enumerate(parts):
                     file.seek((number * slices + first) * row_bytes)
                     file.write(np.ascontiguousarray(part).tobytes())
-    for copy in missing:
-        copy.unfinished.replace(copy.path)
 
 
 @dataclass(frozen=True)
@@ -146,11 +141,8 @@ class Restored:
 
     def write(self, index: int, values_P: np.ndarray) -> None:
         """The masked voxels of slice `index` along the axis, row by row. Returns when they are on the disk."""
-        with self.path.open("r+b") as file:
-            file.seek(4 * int(self.statistics.starts[self.axis][index, 0]))
-            file.write(values_P.astype("<f4").tobytes())
-            file.flush()
-            os.fsync(file.fileno())
+        start = int(self.statistics.starts[self.axis][index, 0])
+        write_at(self.path, 4 * start, values_P.astype("<f4").tobytes())
 
     def read(self, index: int) -> np.ndarray:
         """As they were written of slice `index` along the axis, float32 [P]."""

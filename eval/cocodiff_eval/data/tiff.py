@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from cocodiff.config.errors import UserError
-from cocodiff.config.files import is_there
+from cocodiff.config.files import is_folder, is_there
 from cocodiff_eval.data.tiff_metadata import read_metadata, tiff_options
 from cocodiff_eval.data.volume import (
     Metadata,
@@ -28,7 +28,6 @@ from cocodiff_eval.data.volume import (
     check_file,
     check_memory,
     format_shape,
-    is_folder,
     one_line,
     quiet_libraries,
     reading,

@@ -295,14 +295,6 @@ def check_file(file: str) -> None:
         raise UserError(f"{file}: is {kind}; save its data as a regular file")
 
 
-def is_folder(path: str | Path) -> bool:
-    """Whether a path names a folder. A name that no file can have does not."""
-    try:
-        return Path(path).is_dir()
-    except (OSError, ValueError):
-        return False
-
-
 def check_memory(path: str, shape: tuple[int, ...], itemsize: int, working: int = WORKING_BYTES) -> None:
     """Raises UserError where so many voxels fit in no memory of this machine: a header can claim any number of them.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,14 +27,7 @@ from cocodiff_eval.harness.session import Session
 from cocodiff_eval.quality.fusing import Moments
 from cocodiff_eval.quality.metrics import Result, distance_db
 from cocodiff_eval.report.pictures import Generated, encode, plan_pictures
-from cocodiff_eval.restore.pipeline_inpainter import (
-    check_finite,
-    drawing_from,
-    frames_of_latents,
-    own_size,
-    side_multiple,
-    silent,
-)
+from cocodiff_eval.restore.pipeline_inpainter import check_finite, frames_of_latents, made_by, own_size, side_multiple
 
 
 class ImageJob(Job):
@@ -75,25 +69,12 @@ class ImageJob(Job):
     def _paint(self, setting: str, prompt: int) -> ItemSamples:
         """One image or video in one mode, on all ranks of the replica."""
         model, values = self.session.model, self.session.prepared.values
-
-        def after_step(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-            if step == 0:
-                check_finite(pipe, tensors["latents"])
-            self._advance(1)
-            return tensors
-
-        with silent(model.pipe), drawing_from(values["seed"]), measured(self.session.engines[setting]) as cost:
-            made = model.pipe(
-                height=self.sides[0],
-                width=self.sides[1],
-                num_inference_steps=values["steps"],
-                generator=torch.Generator("cpu").manual_seed(values["seed"]),
-                output_type="np",
-                callback_on_step_end=after_step,
-                **({} if self.frames is None else {"num_frames": self.frames}),
-                **model.arguments(1, prompt),
-            )
-        pixels = (made.images if self.frames is None else made.frames)[0]
+        given = {"height": self.sides[0], "width": self.sides[1], "num_inference_steps": values["steps"]}
+        given |= {"output_type": "np"} | ({} if self.frames is None else {"num_frames": self.frames})
+        given |= {"generator": torch.Generator("cpu").manual_seed(values["seed"])} | model.arguments(1, prompt)
+        with measured(self.session.engines[setting]) as cost:
+            made, _ = made_by(model.pipe, values["seed"], partial(self._advance, 1), **given)
+        pixels = made[0]
         check_finite(model.pipe, torch.from_numpy(pixels))
         return ItemSamples(Moments.of(pixels.astype(np.float32)), cost)
 
@@ -168,17 +149,11 @@ def video_frames(session: Session) -> int | None:
 
 def image_sides(session: Session, frames: int | None) -> tuple[int, int]:
     """Height and width. frames: of a video. Raises UserError for sides that the model would round."""
-    pipe, values = session.model.pipe, session.prepared.values
-    multiple, video = side_multiple(pipe), session.prepared.request.video
-    sides = []
-    for place, name in enumerate(("height", "width"), 1):
-        side = values[name] or (own_size(pipe) if video is None else video[place])
-        if side % multiple:
-            near = max(multiple, round(side / multiple) * multiple)
-            raise UserError(f"--{name} {side}: model {session.model.name} makes multiples of {multiple}; give {near}")
-        sides.append(side)
-    check_sides(pipe, sides[0], sides[1], session.model.name, frames or 1)
-    return sides[0], sides[1]
+    pipe, values, video = session.model.pipe, session.prepared.values, session.prepared.request.video
+    own = [own_size(pipe)] * 2 if video is None else [video.height, video.width]
+    height, width = values["height"] or own[0], values["width"] or own[1]
+    check_sides(pipe, height, width, session.model.name, frames or 1, multiple=side_multiple(pipe))
+    return height, width
 
 
 def image01(drawn: ItemSamples) -> np.ndarray:

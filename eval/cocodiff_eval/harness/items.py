@@ -22,7 +22,7 @@ import numpy as np
 
 from cocodiff.config.files import flush
 from cocodiff_eval.quality.fusing import Moments
-from cocodiff_eval.quality.metrics import mean_profile
+from cocodiff_eval.quality.metrics import mean_profile, sum_by_name
 from cocodiff_eval.report.pictures import shown_slices
 
 if TYPE_CHECKING:
@@ -199,18 +199,14 @@ class Cost:
     @classmethod
     def summed(cls, costs: Sequence[Cost]) -> Cost:
         """Several runs for one image, taken together; the drift is the mean of theirs at each step."""
-
-        def total(parts: Sequence[Any]) -> Any:
-            if not isinstance(parts[0], dict):
-                return sum(parts)
-            links = dict.fromkeys(link for part in parts for link in part)
-            return {link: sum(part.get(link, 0) for part in parts) for link in links}
-
         if len(costs) == 1:
             return costs[0]
-        names = [one.name for one in fields(cls) if one.name != "drift"]
-        sums = {name: total([getattr(cost, name) for cost in costs]) for name in names}
-        return cls(**sums, drift=mean_profile([cost.drift for cost in costs]))
+        parts = {one.name: [getattr(cost, one.name) for cost in costs] for one in fields(cls)}
+        profile = mean_profile(parts.pop("drift"))
+        sums: dict[str, Any] = {
+            name: sum_by_name(of) if isinstance(of[0], dict) else sum(of) for name, of in parts.items()
+        }
+        return cls(**sums, drift=profile)
 
 
 @contextmanager

@@ -109,12 +109,10 @@ def _read(task: Task, indices: range, sides: Sequence[range], progress: Progress
     rows, columns = (slice(one.start, one.stop) for one in sides)
     images, known = [], []
     for index in progress(indices, f"reading {task.stack.name}"):
-        whole = index in task.mask.full  # `read` has nothing to restore there
         image_YX = task.stack.read(index)[rows, columns]
-        known_YX = np.zeros(image_YX.shape, bool) if whole else ~task.mask.read(index)[rows, columns]
-        image01_YX = np.clip(task.scale.normalise(np.where(known_YX, image_YX, task.scale.low)), 0.0, 1.0)
-        images.append(np.where(known_YX, image01_YX, 0.5).astype(np.float16))
-        known.append(known_YX)
+        mask_YX = task.mask.reader(index)[rows, columns]  # also of a slice that is masked wholly
+        images.append(np.where(mask_YX, 0.5, task.scale.known01(image_YX, mask_YX)).astype(np.float16))
+        known.append(~mask_YX)
     return np.stack(images), np.stack(known)
 
 

@@ -74,11 +74,8 @@ class Restorer:
             fresh=1.0 if fresh is None else fresh,
         )
         if side is not None:
-            if side % inpainter.multiple:
-                near = max(inpainter.multiple, round(side / inpainter.multiple) * inpainter.multiple)
-                each = f"model {model.name} takes multiples of {inpainter.multiple}"
-                raise UserError(f"--tile {side}: {each}; give {near}")
-            check_sides(model.pipe, side, side, model.name, inpainter.frames, ("tile", "tile"))
+            options, multiple = ("tile", "tile"), inpainter.multiple
+            check_sides(model.pipe, side, side, model.name, inpainter.frames, options, multiple, "takes")
         batch = tiles_in_a_call(values["batch"], inpainter.native_size)
         return cls(inpainter, session.engines, batch, values["strength"], session.replica.number)
 
@@ -117,13 +114,13 @@ class Restorer:
         kept: list[list[np.ndarray]] = [[] for _ in seen]
         limits = seen[0].task.scale.limits01
         for pairs in batch.calls:
-            made = [(place, sample, sample >= batch.drawn) for place, sample in pairs]
-            made = [(place, sample, test) for place, sample, test in made if not test or seen[place].hides]
+            test = pairs[0][1] >= batch.drawn
+            made = [(place, sample) for place, sample in pairs if not test or seen[place].hides]
             if not made:
                 continue
-            images, masks = zip(*(seen[place].given(test) for place, _, test in made), strict=True)
-            runs = self.run(images, masks, mode, limits, [sample for _, sample, _ in made])
-            for (place, _, test), run in zip(made, runs if leads else [], strict=False):
+            images, masks = zip(*(seen[place].given(test) for place, _ in made), strict=True)
+            runs = self.run(images, masks, mode, limits, [sample for _, sample in made])
+            for (place, _), run in zip(made, runs if leads else [], strict=False):
                 key = place, test
                 moments[key] = moments[key].merged(run.moments) if key in moments else run.moments
                 costs[place].append(run.cost)

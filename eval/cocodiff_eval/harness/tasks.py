@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from cocodiff.config.files import write_at
 from cocodiff.jobs.record import described_inputs
 from cocodiff_eval.data.formats import write_volume
 from cocodiff_eval.data.intensity import IntensityRange
 from cocodiff_eval.data.masks import Mask
 from cocodiff_eval.data.slices import unique_names
-from cocodiff_eval.data.volume import NewVolume, Stack
+from cocodiff_eval.data.volume import NewVolume, Progress, Reader, Stack
 from cocodiff_eval.harness.volume import Volume
 
 SHOWN = 12  # numbers of slices in a line
@@ -148,11 +149,7 @@ class WorkingFile:
     def write(self, index: int, image_YX: np.ndarray) -> None:
         """Slice `index`, of the file's dtype and shape. Returns when it is on the disk."""
         assert image_YX.dtype == self.dtype and image_YX.shape == self.shape[1:], (image_YX.dtype, image_YX.shape)
-        with self.path.open("r+b") as file:
-            file.seek(index * image_YX.nbytes)
-            file.write(image_YX.tobytes())
-            file.flush()
-            os.fsync(file.fileno())
+        write_at(self.path, index * image_YX.nbytes, image_YX.tobytes())
 
     def read(self, index: int) -> np.ndarray:
         """Slice `index` as it was written, [Y, X]."""
@@ -180,7 +177,7 @@ def export(
     folder: Path,
     provenance: Mapping[str, Mapping[str, Any]],
     of_mask: Mapping[str, Any],
-    progress: Callable[[range, str], Iterable[int]],
+    progress: Progress,
 ) -> list[str]:
     """Writes a task's results in its format, slice by slice, and beside them a mask that was made, where 255 is
     restored; in stores of results it is a label image, with the labels of a Zarr input.
@@ -191,7 +188,7 @@ def export(
     mask, stack, lost = task.mask, task.stack, list[str]()
     made = not mask.from_file
 
-    def write(name: str, dtype: np.dtype, read: Callable[[int], np.ndarray], about: Mapping[str, Any]) -> NewVolume:
+    def write(name: str, dtype: np.dtype, read: Reader, about: Mapping[str, Any]) -> NewVolume:
         about, slices = {**about, "mask": mask.name}, iter(progress(range(len(task.stack)), f"writing {name}"))
 
         def shown(index: int) -> np.ndarray:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from cocodiff.config.errors import UserError
+from cocodiff.config.files import appearing
 from cocodiff.demo_model import load_pipeline, prompt_embeddings
 from cocodiff.demo_model.training import (
     Batch,
@@ -42,6 +43,7 @@ from cocodiff_eval.restore.pipeline_inpainter import PipelineInpainter
 
 AVERAGE = 0.998  # of its weights so far, at most, in the average
 MODEL = ("config.json", "vae_config.json", "scheduler_config.json")  # the model's files beside its weights
+STATE = "state.pt"  # of a run that is not done, beside its journals
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 CHECKS, LEAST_APART = 20, 25  # of held-out patches, in a run; updates between two
 HELD_OUT, JUDGED, JUDGED_STEPS = 128, 24, 20  # patches of the loss, and of these as many that are restored
@@ -203,9 +205,8 @@ def train(tasks: Sequence[Task], values: dict[str, Any], weights: Path, output: 
             row = trainer.rows[-1]
             with bar.external_write_mode():
                 say(f"step {step} of {total}: loss {row['loss']:.4f}, held out {row['held_out_loss']:.4f}")
-            unfinished = output.journals.folder / "state.partial"
-            torch.save(trainer.state(), unfinished)
-            unfinished.replace(unfinished.with_suffix(".pt"))
+            with appearing(output.journals.folder / STATE) as unfinished:
+                torch.save(trainer.state(), unfinished)
             journal.add(Entry((step - 1) // every, min(every, step - (step - 1) // every * every), []))
     if trainer.first:
         _publish(trainer, weights, output, before)
@@ -216,7 +217,7 @@ def _begun(trainer: Trainer, tasks: Sequence[Task], output: OutputFolder, every:
     """On rank 0: the state of a run to go on with, None where there is none, and the PSNR before any training."""
     values, total = trainer.values, trainer.values["iterations"]
     output.open()
-    file, device = output.journals.folder / "state.pt", trainer.transport.device
+    file, device = output.journals.folder / STATE, trainer.transport.device
     state = torch.load(file, weights_only=True, map_location=device) if file.is_file() else None
     counts = [min(every, total - start) for start in range(0, total, every)]
 

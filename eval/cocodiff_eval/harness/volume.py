@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,8 +13,8 @@ from cocodiff.config.errors import UserError, check_choice
 from cocodiff_eval.data.masks import Mask, depth
 from cocodiff_eval.data.reoriented import AXES, MaskStatistics, reoriented_shape
 from cocodiff_eval.data.slices import SMALLEST_SIDE
-from cocodiff_eval.data.volume import Stack, format_shape
-from cocodiff_eval.quality.fusing import Intervals, Lead, Mixture, choose_axes, fuse, weights_of
+from cocodiff_eval.data.volume import Reader, Stack, format_shape
+from cocodiff_eval.quality.fusing import Intervals, Lead, Mixture, choose_axes, spread_about, weights_of
 from cocodiff_eval.quality.hidden import Hidden, Survey, hide
 from cocodiff_eval.quality.metrics import psnr_db
 from cocodiff_eval.restore.baseline import SOLVERS, VARIATION, biharmonic, linear
@@ -52,7 +52,7 @@ class Volume:
     chosen: bool
     tested: bool
     statistics: MaskStatistics
-    read_mask: Callable[[int], np.ndarray]
+    read_mask: Reader
 
     def restores(self, axes: Sequence[str]) -> bool:
         """Whether these axes restore every masked voxel: on one of them no slice is masked wholly."""
@@ -62,7 +62,7 @@ class Volume:
         """Samples of each slice that the test makes along each axis: as many as each of all axes has."""
         return max(1, round(samples / len(self.axes)))
 
-    def regions(self, read: Callable[[int], np.ndarray], samples: int, seed: int) -> tuple[Hidden, ...]:
+    def regions(self, read: Reader, samples: int, seed: int) -> tuple[Hidden, ...]:
         """What is hidden in each round of the test; reads the volume and its mask once. read: a slice along z."""
         slices = len(self.statistics.restorable("z")) or self.statistics.shape[0]
         budget = samples * slices // (TENTH * self.sampled(samples) * len(self.axes))
@@ -236,10 +236,11 @@ class Tested:
     deep: how far each is from a known one, as of `depth`.
     """
 
-    def __init__(self, hidden: Hidden, volume: Volume, task: Any) -> None:
+    def __init__(self, hidden: Hidden, volume: Volume, task: Any, samples: int) -> None:
+        """samples: of the job."""
         self.hidden, self.judged = hidden, judged_grid(hidden, volume)
         grid = self.judged.shape
-        self.own = {axis: np.full((0, *grid), np.nan) for axis in volume.axes}
+        self.own = {axis: np.full((volume.sampled(samples), *grid), np.nan) for axis in volume.axes}
         self.others = {name: np.full(grid, np.nan) for name in (*METHODS, *(line + APART for line in LINES))}
         inside = np.ix_(hidden.tested["y"], hidden.tested["x"])
         self.truth = np.stack([task.scale.normalise(task.stack.read(z)[inside]) for z in hidden.tested["z"]])
@@ -257,9 +258,6 @@ class Tested:
         if axis:
             places[first] = [self.hidden.tested[axis].index(index) for index in indices]
         for name, values in made.items():
-            if name == OWN:
-                more = max(0, sample + 1 - len(self.own[axis]))
-                self.own[axis] = np.concatenate([self.own[axis], np.full((more, *self.judged.shape), np.nan)])
             target = self.own[axis][sample] if name == OWN else self.others[name]
             target[tuple(places)] = np.moveaxis(values, 0, first)
 
@@ -279,7 +277,7 @@ def judge_test(rounds: Sequence[Tested], volume: Volume, samples: int) -> Hidden
     own = {axis: np.concatenate([one.own[axis][:, one.judged] for one in rounds], 1) for axis in volume.axes}
     others = {name: np.concatenate([one.others[name][one.judged] for one in rounds]) for name in rounds[0].others}
     apart = {line: others.pop(line + APART) for line in LINES}
-    own = {axis: values for axis, values in own.items() if len(values) and seen(values[0]) >= SEEN}
+    own = {axis: values for axis, values in own.items() if seen(values[0]) >= SEEN}
     others = {name: values for name, values in others.items() if seen(values) >= SEEN}
     if not truth_P.size or not own or (volume.chosen and not volume.restores([*own])):
         return equal
@@ -301,14 +299,10 @@ def judge_test(rounds: Sequence[Tested], volume: Volume, samples: int) -> Hidden
     taken = {name: (errors | members)[name] for name in mixture.names}
     error_P, weights_AP = _fused(mixture, taken, ends, region_P)
     axes = [axis for axis in mixture.names if axis in AXES]
-    values_SP = np.concatenate([own_SP[axis] for axis in axes])
     # The deviation of the samples about what is written, each axis counted alike.
+    values_SP = np.concatenate([own_SP[axis] for axis in axes])
     shares_SP = np.concatenate([np.full(own_SP[axis].shape, 1 / len(own_SP[axis])) for axis in axes])
-    _, spread_P = fuse(
-        np.concatenate([values_SP, (error_P + truth_P)[None]]),
-        np.concatenate([np.zeros_like(values_SP), np.ones_like(truth_P)[None]]),
-        np.concatenate([shares_SP, np.zeros_like(truth_P)[None]]),
-    )
+    spread_P = spread_about(error_P + truth_P, values_SP, shares_SP / shares_SP.sum(axis=0))
     found[OWN] = error_P
     if len(own) > 1:
         found |= {along(axis): errors[axis] for axis in own}

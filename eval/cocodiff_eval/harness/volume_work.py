@@ -117,9 +117,7 @@ class Making:
         if hidden is not None:
             indices = range(window[0].start, window[0].stop)
             mask_ZYX |= np.stack([hidden.mask("z", n, self.volume.read_mask)[window[1:]] for n in indices])
-        scale = self.task.scale
-        known_ZYX = np.where(mask_ZYX, np.asarray(scale.low).astype(image_ZYX.dtype), image_ZYX)
-        return np.clip(scale.normalise(known_ZYX), 0.0, 1.0), mask_ZYX
+        return self.task.scale.known01(image_ZYX, mask_ZYX), mask_ZYX
 
     def intervals(self, index: int) -> Intervals | None:
         """Those of a slice along z, of a volume that was tested."""

@@ -120,7 +120,7 @@ class Volumes(Stage):
             axes = volume.axes[: making.samples]
             axes = axes if volume.restores(axes) else volume.axes
             return HiddenRegionReport(dict.fromkeys(axes, 1 / len(axes)))
-        rounds = [Tested(hidden, volume, making.task) for hidden in making.hidden]
+        rounds = [Tested(hidden, volume, making.task, making.samples) for hidden in making.hidden]
         for work in self.works:
             if isinstance(work, Trial) and work.making is making:
                 rounds[work.round].add(work.axis, work.indices, work.sample, work.read())

@@ -41,10 +41,15 @@ def fuse(
     with np.errstate(invalid="ignore"):
         weights_SP, drawn_SP = weights_SP / weights_SP.sum(axis=0), drawn_SP / drawn_SP.sum(axis=0)
     mean_P = (weights_SP * values_SP).sum(axis=0)
-    squares_P = (drawn_SP * np.square(values_SP - mean_P)).sum(axis=0)
-    unseen_P = 1.0 - np.square(drawn_SP).sum(axis=0)
+    return mean_P, spread_about(mean_P, values_SP, drawn_SP)
+
+
+def spread_about(mean_P: np.ndarray, values_SP: np.ndarray, shares_SP: np.ndarray) -> np.ndarray:
+    """The standard deviation of samples about any mean, float64 [P]. shares_SP: their weights, 1 together."""
+    squares_P = (shares_SP * np.square(values_SP - mean_P)).sum(axis=0)
+    unseen_P = 1.0 - np.square(shares_SP).sum(axis=0)
     alone_P = unseen_P < 1e-9
-    return mean_P, np.sqrt(np.where(alone_P, 0.0, squares_P / np.where(alone_P, 1.0, unseen_P)))
+    return np.sqrt(np.where(alone_P, 0.0, squares_P / np.where(alone_P, 1.0, unseen_P)))
 
 
 def weights_of(products_AA: np.ndarray) -> np.ndarray:

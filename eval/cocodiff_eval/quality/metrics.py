@@ -154,8 +154,10 @@ def distance_db(
     return psnr_db(float(np.square(scale.normalise(exact) - scale.normalise(restored)).sum()) / exact.size)
 
 
-def sum_of_links(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    return {link: sum(count[link] for count in counts) for link in LINKS}
+def sum_by_name(counts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of bytes over links, say: of each name that any of them has."""
+    names = dict.fromkeys(name for count in counts for name in count)
+    return {name: sum(count.get(name, 0) for count in counts) for name in names}
 
 
 def mean(values: Sequence[float | None]) -> float | None:
@@ -213,11 +215,11 @@ class Result:
     psnr_vs_exact_db: float | None = _field(mean, default=None)
     exact_compared: bool = _field(any, default=True)
     seconds: float = 0.0
-    bytes: Mapping[str, int] = _field(sum_of_links, default_factory=dict)
+    bytes: Mapping[str, int] = _field(sum_by_name, default_factory=dict)
     rank_seconds: float | None = _field(sum, default=None)
     replica_seconds: Mapping[str, float] | None = None
-    bytes_whole: Mapping[str, int] | None = _field(sum_of_links, default=None)
-    bytes_late: Mapping[str, int] | None = _field(sum_of_links, default=None)
+    bytes_whole: Mapping[str, int] | None = _field(sum_by_name, default=None)
+    bytes_late: Mapping[str, int] | None = _field(sum_by_name, default=None)
     samples: int | None = None
     coverage_50: float | None = _field(mean, default=None)
     coverage_90: float | None = _field(mean, default=None)
@@ -320,8 +322,7 @@ def mean_profile(profiles: Sequence[Profile]) -> list[dict[str, Any]]:
 def _mean(values: Sequence[Any]) -> Any:
     there = [value for value in values if value is not None]
     if there and isinstance(there[0], Mapping):
-        names = dict.fromkeys(name for value in there for name in value)
-        return {name: sum(value.get(name, 0.0) for value in there) / len(there) for name in names}
+        return {name: total / len(there) for name, total in sum_by_name(there).items()}
     return mean(there)
 
 

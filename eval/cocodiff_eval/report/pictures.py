@@ -64,7 +64,6 @@ class Generated:
 
     name: str
     images: Mapping[str, np.ndarray]
-    mask: None = None
 
 
 def shown_slices(mask_voxels: Sequence[int], limit: int = SHOWN_SLICES) -> list[int]:

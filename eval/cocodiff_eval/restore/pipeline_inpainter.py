@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cocodiff.config.errors import UserError
@@ -55,7 +56,7 @@ class PipelineInpainter:
     arguments: Callable[[int], dict[str, Any]]
     steps: int
     seed: int
-    on_step: Callable[[int], None] | None = None
+    on_step: Callable[[int], None] = lambda slices: None
     side: int | None = None
     frames: int = 1
     fresh: float = 1.0
@@ -83,29 +84,12 @@ class PipelineInpainter:
             images_BFHW, masks_BFHW = (
                 torch.cat([x, x[:, -1:].expand(-1, more, -1, -1)], dim=1) for x in (images_BFHW, masks_BFHW)
             )
-        ran = 0
-
-        def after_step(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-            nonlocal ran
-            if ran == 0 and "latents" in tensors:
-                check_finite(pipe, tensors["latents"])
-            ran += 1
-            if self.on_step is not None:
-                self.on_step(batch * frames)
-            return tensors
-
         generators = self._generators(noise_keys)
         given, keeping = self._known(images_BFHW.clamp(0, 1), masks_BFHW, strength, total - expected, generators)
-        with silent(self.pipe), drawing_from(generators[0].initial_seed()), keeping:
-            result = self.pipe(
-                num_inference_steps=total,
-                generator=generators,
-                output_type="pt",
-                callback_on_step_end=after_step,
-                return_dict=False,
-                **given,
-                **self.arguments(batch),
-            )[0]
+        given |= {"num_inference_steps": total, "generator": generators, "output_type": "pt"}
+        with keeping:
+            seed, advance = generators[0].initial_seed(), partial(self.on_step, batch * frames)
+            result, ran = made_by(self.pipe, seed, advance, **given, **self.arguments(batch))
         if ran != expected:
             raise RuntimeError(
                 f"{type(self.pipe).__name__} ran {ran} denoising steps instead of {expected} "
@@ -149,6 +133,24 @@ class PipelineInpainter:
         # An odd multiplier keeps (seed, key) pairs apart and mixes both; 2^63 is the largest seed torch takes.
         seeds = [(self.seed * 0x9E3779B1 + key * 0x85EBCA6B + 1) % 2**63 for key in noise_keys]
         return [torch.Generator("cpu").manual_seed(one) for one in seeds]
+
+
+def made_by(pipe: Any, seed: int, advance: Callable[[], None], /, **given: Any) -> tuple[Any, int]:
+    """Calls a pipeline, without a bar of its own. Returns its images or frames, and how many denoising steps ran, after
+    each of which it calls `advance`. seed: as of `drawing_from`. Latents of NaN are a UserError."""
+    ran = 0
+
+    def after_step(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        nonlocal ran
+        if ran == 0 and "latents" in tensors:
+            check_finite(pipe, tensors["latents"])
+        ran += 1
+        advance()
+        return tensors
+
+    with silent(pipe), drawing_from(seed):
+        made = pipe(callback_on_step_end=after_step, return_dict=False, **given)[0]
+    return made, ran
 
 
 def own_size(pipe: Any) -> int:
