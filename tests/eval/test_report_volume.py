@@ -38,7 +38,7 @@ def volume(shape: Sequence[int] = SHAPE, regions: Sequence[tuple[slice, ...]] = 
     grey = {"tapa": restored.__getitem__, "tapa: low 90 %": (restored - 50).__getitem__}
     sides, region = Metadata(voxel_size=(0.7, 0.7, 0.7), unit="micrometer"), Region(FIRST, (100 + shape[0], 98, 105))
     stack = Stack("scan.h5", "scan", truth.shape, truth.dtype, 3, truth.__getitem__, sides, region=region)
-    holes = Mask("holes", True, truth.shape, mask.__getitem__, len(truth))
+    holes = Mask("holes", True, truth.shape, mask.__getitem__, (True,) * len(truth))
     return (
         ShownVolume(stack, holes, SCALE, stack, grey, {"tapa: uncertainty": spread.__getitem__}),
         truth,

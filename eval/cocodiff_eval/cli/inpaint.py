@@ -148,10 +148,10 @@ def partitioned(prepared: Prepared, tasks: list[Any]) -> Prepared:
     tiles, samples, frames = tiles_in_a_call(values["batch"], native), values["samples"], frames_of(values, request)
     together = [slices_together(task.stack.shape[1:], native, tiles, frames) for task in tasks]
     pairs = zip(tasks, together, strict=True)
-    counts = [count_batches(task.mask.masked, slices, samples, frames > 1) for task, slices in pairs]
+    counts = [count_batches(sum(task.mask.masked), slices, samples, frames > 1) for task, slices in pairs]
     groups = max(calls for _, calls in counts)
     prepared = prepared.partitioned(
-        images=samples * sum(task.mask.masked for task in tasks),
+        images=samples * sum(sum(task.mask.masked) for task in tasks),
         batches=sum(batches for batches, _ in counts),
         batch=tiles if native <= SMALL_MODEL else 1,
         steps=values["steps"] * groups,
@@ -199,9 +199,8 @@ def find_tasks(values: dict[str, Any], unmasked: str | None = None) -> list[Any]
 
 
 def job(tasks: list[Any], session: Session) -> Any:
-    from cocodiff_eval.harness.slices import SliceJob, find_hidden, find_masked
+    from cocodiff_eval.harness.slices import SliceJob, find_hidden
 
     whole, values = session.replica.whole, session.prepared.values
-    masked = whole.broadcast_object(find_masked(tasks) if whole.rank == 0 else None)
     hidden = whole.broadcast_object(find_hidden(tasks, values) if whole.rank == 0 else None)
-    return SliceJob(session, tasks, masked, hidden)
+    return SliceJob(session, tasks, hidden)

@@ -97,7 +97,7 @@ def prepare(values: dict[str, Any], grid: Grid, ranks: int, started: float) -> t
     once = find_tasks(values)
     from cocodiff_eval.harness.tasks import describe_inputs
 
-    images = sum(task.mask.masked for task in once)
+    images = sum(sum(task.mask.masked) for task in once)
     prepared = prepared.partitioned(images=images, batch=values["batch"] or 1, steps=sum(grid.steps))
     topology = topology_of_replica(values, ranks, prepared.partition.replicas)
     for point in grid.points:
@@ -120,12 +120,9 @@ def check_point(point: Point, topology: Topology) -> None:
 
 
 def job(tasks: list[Any], grid: Grid, session: Session) -> Any:
-    from cocodiff_eval.harness.slices import find_masked
     from cocodiff_eval.harness.sweep import SweepJob
 
-    whole = session.replica.whole
-    masked = whole.broadcast_object(find_masked(tasks) if whole.rank == 0 else None)
-    return SweepJob(session, tasks, masked, grid)
+    return SweepJob(session, tasks, grid)
 
 
 def report(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass
 
@@ -27,14 +28,14 @@ class Mask:
 
     from_file  the truth under it is unknown
     full       slices that are masked wholly: nothing is there to restore them from, so they are left as they are
-    masked     how many slices have something to restore
+    masked     for each slice whether it has something to restore
     """
 
     name: str
     from_file: bool
     shape: Triple
     reader: Reader
-    masked: int
+    masked: tuple[bool, ...]
     full: frozenset[int] = frozenset()
 
     def read(self, index: int) -> np.ndarray:
@@ -83,7 +84,7 @@ def depth_in(mask_YX: np.ndarray) -> np.ndarray:
 
 def nothing_masked(stack: Stack) -> Mask:
     """All voxels are known."""
-    return Mask("none", False, stack.shape, lambda index: np.zeros(stack.shape[1:], bool), 0)
+    return Mask("none", False, stack.shape, lambda index: np.zeros(stack.shape[1:], bool), (False,) * len(stack))
 
 
 def make_mask(
@@ -106,7 +107,7 @@ def make_mask(
     if kind in GENERATED:
         shape = stack.shape[1:]
         mask_YX = block_mask(shape, seed) if kind == "block" else center_mask(shape)
-        return Mask(kind, False, stack.shape, lambda index: mask_YX, len(stack))
+        return Mask(kind, False, stack.shape, lambda index: mask_YX, (True,) * len(stack))
     details, path = stack.metadata.details, kind
     if "store" in details and kind.startswith("labels/") and not is_there(kind):  # of the input's own store
         path = f"{details['store']}:/{inside(details['inner'], kind)}"
@@ -129,13 +130,13 @@ def _mask_from_file(volume: Stack, stack: Stack, progress: Progress, along_z: bo
     name = safe_stem(volume.name)
     if volume.ndim == 2:
         mask_YX = np.asarray(volume.reader(0)) != 0
-        return Mask(name, True, stack.shape, lambda index: mask_YX, len(stack))
+        return Mask(name, True, stack.shape, lambda index: mask_YX, (True,) * len(stack))
     return Mask(name, True, stack.shape, lambda index: np.asarray(volume.reader(index)) != 0, masked, full)
 
 
-def _check_values(volume: Stack, progress: Progress, along_z: bool) -> tuple[int, frozenset[int]]:
-    """How many slices have something to restore and something outside it, and those that are masked wholly."""
-    values, full, hidden = set[float](), list[int](), 0
+def _check_values(volume: Stack, progress: Progress, along_z: bool) -> tuple[tuple[bool, ...], frozenset[int]]:
+    """Which slices have something to restore and something outside it, and those that are masked wholly."""
+    values, counts = set[float](), list[int]()
     for index in progress(range(volume.shape[0]), f"reading {volume.name}"):
         slice_YX = np.asarray(volume.reader(index))
         if slice_YX.dtype.kind not in "buif":
@@ -147,16 +148,14 @@ def _check_values(volume: Stack, progress: Progress, along_z: bool) -> tuple[int
                 f"{volume.path}: a mask has two values (0 keeps, the other restores), this one has at least "
                 f"{len(values)} ({shown}, ...): threshold it"
             )
-        count = int(np.count_nonzero(slice_YX))
-        if count == slice_YX.size:
-            full.append(index)
-        elif count:
-            hidden += 1
-    if full and not hidden and (along_z or len(full) == volume.shape[0]):
+        counts.append(int(np.count_nonzero(slice_YX)))
+    whole = math.prod(volume.shape[1:])
+    masked, full = tuple(0 < count < whole for count in counts), [n for n, count in enumerate(counts) if count == whole]
+    if full and not any(masked) and (along_z or len(full) == volume.shape[0]):
         where = "all voxels are" if volume.ndim == 2 else "every slice with masked voxels is wholly"
         raise UserError(
             f"{volume.path}: {where} masked, nothing is left to restore from; 0 must mark the voxels to keep"
         )
-    if not hidden and not full:
+    if not any(masked) and not full:
         raise UserError(f"{volume.path}: the mask is empty, all values are 0; mark the voxels to restore with non-zero")
-    return hidden, frozenset(full)
+    return masked, frozenset(full)

@@ -103,7 +103,7 @@ def shown_volume(task: Task, presets: Sequence[str], files: Mapping[str, Working
 
 
 def jumps(
-    task: Task, presets: Sequence[str], files: Mapping[str, WorkingFile], masked: Sequence[bool], progress: Progress
+    task: Task, presets: Sequence[str], files: Mapping[str, WorkingFile], progress: Progress
 ) -> list[dict[str, Any]]:
     """Entries of `jumps` of metrics.json: of a volume whose truth is known, one for each preset."""
     truth, small = task.truth, math.prod(task.stack.shape) <= MOST_SHELLED
@@ -114,7 +114,7 @@ def jumps(
     def read(index: int) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
         return task.mask.read(index), truth.read(index), {one: files[one].read(index) for one in presets}
 
-    found, shells = slice_jumps(read, masked, progress), dict[str, dict[str, Any]]()
+    found, shells = slice_jumps(read, task.mask.masked, progress), dict[str, dict[str, Any]]()
     if small:
         masks, truths, restored = zip(*map(read, range(len(task.stack))), strict=True)
         mask_ZYX, truth_ZYX = np.stack(masks), np.stack(truths)
@@ -291,11 +291,9 @@ def further_native(
     return found
 
 
-def save_previews(
-    task: Task, masked: Sequence[bool], files: Mapping[str, WorkingFile], presets: Sequence[str], folder: Path
-) -> None:
+def save_previews(task: Task, files: Mapping[str, WorkingFile], presets: Sequence[str], folder: Path) -> None:
     """Saves a few restored slices as PNG beside the results."""
-    for index in shown_slices(masked):
+    for index in shown_slices(task.mask.masked):
         for preset in presets:
             path = folder / task.files.preview(slice_name(task.stack, index).removeprefix(task.stack.name), preset)
             save_preview_png(path, files[preset].read(index), task.scale.low, task.scale.high)

@@ -51,19 +51,13 @@ TILES = 1.25  # times as many has such a sample at most, but one more in any cas
 
 
 class SliceJob(Job):
-    """masked: which slices of each task have something to restore; hidden: of volumes that are tested."""
+    """hidden: of volumes that are tested."""
 
     together = TOGETHER
 
-    def __init__(
-        self,
-        session: Session,
-        tasks: Sequence[Task],
-        masked: Sequence[Sequence[bool]],
-        hidden: Mapping[int, Sequence[Hidden]],
-    ) -> None:
+    def __init__(self, session: Session, tasks: Sequence[Task], hidden: Mapping[int, Sequence[Hidden]]) -> None:
         values, quality = session.prepared.values, session.prepared.quality
-        self.session, self.tasks, self.masked = session, tasks, masked
+        self.session, self.tasks = session, tasks
         self.presets, self.samples = list(session.prepared.presets), values["samples"]
         self.unit = "slices" if self.samples == 1 else "samples"
         self.restorers = {task.steps: Restorer.of(session, task.steps) for task in tasks}
@@ -74,22 +68,23 @@ class SliceJob(Job):
         calibrates = self.samples > 1 and quality is None and values["hidden_test"] is None
         self.tests = min(MOST_TESTS, max(1, self.samples // TESTED)) if calibrates else 0
         self.before = self.volumes if self.volumes.works else None
-        self._groups = {} if quality is None else groups_of_masks(quality, tasks, masked, compared)
+        self._groups = {} if quality is None else groups_of_masks(quality, tasks, compared)
         self.batches: list[Batch] = []
-        for number, (task, of_task) in enumerate(zip(tasks, masked, strict=True)):
+        for number, task in enumerate(tasks):
             if number in self.volumes.of:
                 self.batches += self.volumes.batches(number)
                 continue
             together = restorer.together(task.stack.shape[1:], self.together)
             apart = self._groups[number].apart(number) if self._groups else []
             video = restorer.inpainter.frames > 1
-            self.batches += batches_of(number, of_task, together, compared, self.samples, apart, self.tests, video)
+            masked = task.mask.masked
+            self.batches += batches_of(number, masked, together, compared, self.samples, apart, self.tests, video)
         for group in self._groups.values():
             group.take(self.batches)
         journals = session.prepared.output.journals.folder
         self._store = journals / "results"
         self._files = [*map(self._result_files, range(len(tasks)))]
-        plan = plan_pictures(masked, len(self.presets) * (1 + (self.samples > 1)) + 1)
+        plan = plan_pictures([task.mask.masked for task in tasks], len(self.presets) * (1 + (self.samples > 1)) + 1)
         self.pages = ReportPictures(journals, plan)
         self._seen = lru_cache(1)(self._read)
 
@@ -210,13 +205,13 @@ class SliceJob(Job):
         values, images = self.session.prepared.values, self.session.images
         progress, found = reading_bar(not values["quiet"]), []
         if self.session.folder is not None:
-            for number, (task, of_task) in enumerate(zip(self.tasks, self.masked, strict=True)):
+            for number, task in enumerate(self.tasks):
                 files, about = self._files[number], {"version": __version__, "seed": values["seed"]}
                 provenance = self._provenance(number, done.configs[number])
                 for line in export(task, files, images, provenance, about, progress):
                     say(line)
-                found += jumps(task, self.presets, files, of_task, progress)
-                save_previews(task, of_task, files, self.presets, images)
+                found += jumps(task, self.presets, files, progress)
+                save_previews(task, files, self.presets, images)
         alone = [row for *_, row in done.rows if "samples" in row] if self.tests else []
         if unknown := sum(row["intervals"] is None for row in alone):
             say(f"{unknown} of {len(alone)} results have no intervals: no regions like the mask's could be hidden")
@@ -242,11 +237,6 @@ class SliceJob(Job):
         return SliceReview(self.tasks[task], index, stack.read(index), mask.read(index)).picture(self.presets, native)
 
 
-def find_masked(tasks: Sequence[Task]) -> list[list[bool]]:
-    """Which slices of each task have something to restore."""
-    return [[bool(task.mask.read(index).any()) for index in range(len(task.stack))] for task in tasks]
-
-
 def find_hidden(tasks: Sequence[Task], values: Mapping[str, Any]) -> dict[int, tuple[Hidden, ...]]:
     """Of each volume that is tested what is hidden in each round; none where nothing can be."""
     return {
@@ -256,16 +246,14 @@ def find_hidden(tasks: Sequence[Task], values: Mapping[str, Any]) -> dict[int, t
     }
 
 
-def groups_of_masks(
-    quality: Quality, tasks: Sequence[Task], masked: Sequence[Sequence[bool]], exact_slices: int
-) -> dict[int, Group]:
+def groups_of_masks(quality: Quality, tasks: Sequence[Task], exact_slices: int) -> dict[int, Group]:
     """For each task the group of the slices under its mask, in all stacks in their order, without batches so far. What
     is compared with the exact run in any case is checked as well."""
     of_masks = by_key((task.mask.name, number) for number, task in enumerate(tasks))
     found: dict[int, Group] = {}
     for mask, numbers in of_masks.items():
-        items = [(n, index) for n in numbers for index, has_mask in enumerate(masked[n]) if has_mask]
-        compared = {(n, index) for n in numbers for index in shown_slices(masked[n], exact_slices)}
+        items = [(n, index) for n in numbers for index, masked in enumerate(tasks[n].mask.masked) if masked]
+        compared = {(n, index) for n in numbers for index in shown_slices(tasks[n].mask.masked, exact_slices)}
         always = [place for place, item in enumerate(items) if item in compared]
         slices = Slices.chosen(len(items), quality.slices, quality.every, always)
         checked = {items[place]: place for place in slices.checks}

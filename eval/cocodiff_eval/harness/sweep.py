@@ -25,8 +25,8 @@ class SweepJob(SliceJob):
 
     together = 1
 
-    def __init__(self, session: Session, tasks: Sequence[Task], masked: Sequence[Sequence[bool]], grid: Grid) -> None:
-        super().__init__(session, tasks, masked, {})
+    def __init__(self, session: Session, tasks: Sequence[Task], grid: Grid) -> None:
+        super().__init__(session, tasks, {})
         self.grid = grid
 
     def begin(self, first: bool) -> None:

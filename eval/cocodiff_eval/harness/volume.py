@@ -208,7 +208,7 @@ def volume_of(values: Mapping[str, Any], stack: Stack, mask: Mask) -> tuple[Volu
             f"--axes {' '.join(axes)}: along each of them a slice is masked wholly, and where these meet nothing is "
             f"left to restore from: take another axis in, or leave these voxels out of the mask"
         )
-    return volume, replace(mask, full=frozenset(), masked=int((statistics.counts("z") > 0).sum()))
+    return volume, replace(mask, full=frozenset(), masked=tuple((statistics.counts("z") > 0).tolist()))
 
 
 # The test on hidden regions: what each axis and each method without a model made of them, and what follows ------------
