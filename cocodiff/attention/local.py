@@ -2,7 +2,7 @@
 appendix C).
 
 A part is its output together with the log of the sum of the exponentials of its scores: enough to weigh it against
-others. `Kernels.merge_partials` does the merging.
+others.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from cocodiff.attention.strategy import LazyQKV
+from cocodiff.kernels import Kernels
 from cocodiff.topology.layout import Layout
 
 
@@ -113,6 +114,15 @@ def no_keys(q_BLHD: Tensor) -> Partial:
     """The result of attention to nothing, in memory of its own: a start for merging."""
     shape = q_BLHD.shape
     return Partial(q_BLHD.new_zeros(shape), q_BLHD.new_full(shape[:3], -math.inf, dtype=torch.float32))
+
+
+def merged(kernels: Kernels, running: Partial | None, part: Partial) -> Partial:
+    """Attention to the keys of both: `running`, in float32, to which the part was added; without one the part alone."""
+    lse_BLH = part.lse_BLH.contiguous()
+    if running is None:
+        return Partial(part.out_BLHD.float(), lse_BLH)
+    kernels.merge_partials(*running, part.out_BLHD, lse_BLH)
+    return running
 
 
 def _cpu_flash(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:

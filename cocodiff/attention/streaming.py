@@ -129,7 +129,7 @@ class Streaming(Ring):
             while len(flight.parts) > (not through):
                 sent, arrived, heads = flight.parts.popleft()
                 sent.wait()
-                self._merge(flight.merged[heads.start], arrived)
+                self._merged(flight.merged[heads.start], arrived)
             return torch.cat(queries, 1) if queries else None, list(flight.merged.values()) if through else []
 
     def _cross(self, flight: PiecesInFlight, piece: QueryPiece, own_BSGD: Tensor) -> None:
@@ -169,7 +169,7 @@ class Streaming(Ring):
         reducing.wait()
         merged: Partial | None = None
         for part in parts:
-            merged = self._merge(merged, part)
+            merged = self._merged(merged, part)
         assert merged is not None, "a rank has a part of its own"
         if piece.of == self.group:
             flight.merged[piece.heads.start] = merged

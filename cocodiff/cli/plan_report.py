@@ -3,7 +3,6 @@ side, and one layer in detail."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -30,9 +29,9 @@ from cocodiff.planner.partitions import Partition
 from cocodiff.planner.peaks import Peaks, size_peaks
 from cocodiff.planner.placement import table as meshes_table
 from cocodiff.planner.placement import worth_listing
-from cocodiff.planner.traffic import Latencies, plan_of
+from cocodiff.planner.traffic import Latencies
 from cocodiff.topology.layout import Layout
-from cocodiff.topology.routes.plans import Phase
+from cocodiff.topology.routes.plans import Phase, plan_of
 
 Document = dict[str, Any]  # part of plan.json, from which what is said is made
 PEERS_SHOWN = 6  # of one phase's messages
@@ -80,7 +79,7 @@ def memory_of(
     what text encoders and VAE take. And why the rank does not fit a tile; None where it does, or where the machine does
     not say. video: as of `case_of`."""
     of_ranks, of_sites, largest = dict[int, RankMemory](), dict[int, RankMemory](), list[int]()
-    tile, places = topology.machine.device.memory, topology.places
+    tile = topology.machine.device.memory
     for part in chain(*parts_of(topology, work, partition)):
         shape, load, mesh = part.work.shape, part.work.load, part.mesh
         one_site = replace(shape, joint_layers=1, parallel_layers=0, image_layers=0)
@@ -89,7 +88,7 @@ def memory_of(
         if tile is not None:
             largest.append(largest_batch(shape, part.topology, load, tile, mesh))
     fullest = max(range(topology.size), key=lambda rank: of_ranks[rank].total)
-    on_nodes = [[of_ranks[place.rank] for place in places if place.node == node] for node in range(topology.nodes)]
+    on_nodes = [[of_ranks[rank] for rank in ranks] for ranks in topology.on_nodes]
     rank, node = of_ranks[fullest], max(map(add, on_nodes), key=lambda node: node.total)
     why = None if tile is None else misfit(rank, tile)
     batch = max(1, work.load.batch // work.shape.rows_per_image)
@@ -168,7 +167,7 @@ def memory_table(plan: Document, topology: Topology, why: str | None) -> list[st
 
 def ranks_of_node(topology: Topology) -> int:
     """Of the node that has most."""
-    return max(Counter(place.node for place in topology.places).values())
+    return max(map(len, topology.on_nodes))
 
 
 # Partitions of a job's ranks -----------------------------------------------------------------------------------------

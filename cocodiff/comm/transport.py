@@ -146,6 +146,11 @@ class Transport(ABC):
         """Rank 0's value; see `gather_object`."""
         return self.blocking(lambda: broadcast_value(self.host_world, value), "broadcast_object")
 
+    def values_of_all(self, value: Any) -> list[Any]:
+        """All ranks' values on every rank; see `gather_object`."""
+        found: list[Any] = self.broadcast_object(self.gather_object(value))
+        return found
+
     @abstractmethod
     def close(self) -> None:
         """Leaves the run in good order. A second call does nothing."""

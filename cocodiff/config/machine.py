@@ -187,6 +187,11 @@ class Topology:
         return self.places[-1].node + 1
 
     @cached_property
+    def on_nodes(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of every node, ascending."""
+        return tuple(self._grouped("node").values())
+
+    @cached_property
     def cards(self) -> dict[int, tuple[int, ...]]:
         """Card -> its ranks, ascending."""
         return self._grouped("card")

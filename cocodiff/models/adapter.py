@@ -158,7 +158,11 @@ class Adapter:
 
 def attention_modules(model: nn.Module) -> list[tuple[str, Any]]:
     """The modules that attend, with their names."""
-    return [(name, module) for name, module in model.named_modules() if getattr(module, "processor", None) is not None]
+    return [(name, module) for name, module in model.named_modules() if attends(module)]
+
+
+def attends(module: nn.Module) -> bool:
+    return getattr(module, "processor", None) is not None
 
 
 def put_back(module: Any, own: Any, before: Any) -> None:

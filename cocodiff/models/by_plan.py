@@ -27,7 +27,6 @@ from cocodiff.models.planned_attention import (
     TorchFunctions,
     kind_of,
     segments_of,
-    told_by_all,
 )
 from cocodiff.models.plans import is_proven, plan_of
 from cocodiff.topology.layout import Segment, Segments
@@ -239,7 +238,7 @@ class PlannedModel(ShardedModel):
     def _gather(self, gather: Gather, x: Tensor, name: str) -> Tensor:
         rows, sequence = x.shape[gather.dim], self._host.sequence
         if self._marks is not None:
-            facts = told_by_all(sequence, [rows, x in self._marks])
+            facts = sequence.transport.values_of_all([rows, x in self._marks])
             if not all(own for _, own in facts):
                 raise UserError(f"the plan gathers {name!r}, whose tokens were not cut: correct the plan")
             found = segments_of(sequence, [rows for rows, _ in facts])

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from cocodiff.attention.arrival import SAMPLING, Displaced
 from cocodiff.attention.lossless import Lossless
-from cocodiff.attention.residual import BITS, FINEST, FIRST_BITS, Residual, codes_first_calls, width_of
+from cocodiff.attention.residual import BITS, FINEST, Residual, bits_of, width_of
 from cocodiff.attention.stateful import TENSORS, FixedKind, values_kept
 from cocodiff.attention.v_major.codec import VMajor
 from cocodiff.attention.v_major.selection import Schedule, scored_blocks
@@ -202,12 +202,7 @@ class ResidualCosts(Costs):
         if self.settings.codec == "lossless":
             whole, share = head_dim * itemsize, TYPICAL_FIRST if kind.whole else TYPICAL
             return whole if itemsize != 2 else max(least_room(head_dim), math.ceil(share * whole))
-        bits = BITS[self.settings.codec]
-        if bits is not None and kind.whole:
-            bits = FIRST_BITS * bits if codes_first_calls(self.settings.codec) else None
-        elif bits is not None and kind.fine:
-            bits = min(2 * bits, FINEST)
-        return width_of(head_dim, itemsize, bits)
+        return width_of(head_dim, itemsize, bits_of(self.settings.codec, kind.whole, kind.fine))
 
     def agrees(self) -> bool:
         return bool(self.settings.codec != "none" or self.settings.arrival == "adaptive")

@@ -25,8 +25,7 @@ class Wire(NamedTuple):
 def wires(topology: Topology) -> list[Wire]:
     """Every link between tiles of a node, once."""
     rates = {"sibling": topology.machine.links.sibling_gb_s, "plane": topology.machine.links.plane_gb_s}
-    nodes = [[place.rank for place in topology.places if place.node == node] for node in range(topology.nodes)]
-    pairs = [(a, b, topology.link_class(a, b)) for ranks in nodes for a, b in combinations(ranks, 2)]
+    pairs = [(a, b, topology.link_class(a, b)) for ranks in topology.on_nodes for a, b in combinations(ranks, 2)]
     return [Wire(a, b, kind, rates[kind]) for a, b, kind in pairs if kind in rates]
 
 
@@ -54,8 +53,7 @@ def alltoall_bound(topology: Topology, block_bytes: float) -> float | None:
     The cuts are each tile, each card and each node. None where the ranks are joined by no links."""
     links, bounds = topology.machine.links, []
     joined = wires(topology)
-    for node in range(topology.nodes):
-        here = {place.rank for place in topology.places if place.node == node}
+    for here in map(set, topology.on_nodes):
         cards = [set(ranks) & here for ranks in topology.cards.values()]
         for inside in [*({rank} for rank in here), *(card for card in cards if card)]:
             leaving = len(inside) * (len(here) - len(inside)) * block_bytes
