@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from cocodiff.attention.local import AttentionCall, Keys, LocalAttention, Partial, merged
+from cocodiff.attention.local import AttentionCall, Keys, LocalAttention, Partial, all_merged, merged
 from cocodiff.comm.trace import Trace
 from cocodiff.comm.transport import Group, LaneFuture, Pending, Transport
 from cocodiff.kernels import Kernels, views
@@ -52,7 +52,7 @@ class Ring:
         this slot, where it is another one (see `Layout.sequence`)."""
         self.mesh, self._trace, self._local = mesh, trace, local or LocalAttention()
         self.sequences = sequences or [()] * mesh.ring
-        self._merged = partial(merged, kernels or Kernels(note=trace.note_kernel))
+        self._kernels = kernels or Kernels(note=trace.note_kernel)
         self.rank, (self.group, slot) = transport.rank, mesh.group_and_slot(transport.rank)
         self._visits = visits_of(mesh, transport.rank)
         self._rank_of = [group[slot] for group in mesh.groups]
@@ -62,11 +62,8 @@ class Ring:
 
     def attend(self, q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, call: AttentionCall) -> Tensor:
         """Of the group's queries to all groups' keys: [B, S_g, G, D] of the queries' dtype."""
-        running: Partial | None = None
-        for block in self.blocks(k_BSGD, v_BSGD, call):
-            running = self._merged(running, self._local.part(q_BSGD, *block))
-        assert running is not None, "a ring has a rank"
-        return running.out_BLHD.to(q_BSGD.dtype)
+        parts = (self._local.part(q_BSGD, *block) for block in self.blocks(k_BSGD, v_BSGD, call))
+        return all_merged(self._kernels, parts).out_BLHD.to(q_BSGD.dtype)
 
     def blocks(self, k_BSGD: Tensor, v_BSGD: Tensor, call: AttentionCall) -> Iterator[Keys]:
         """Every group's keys and values for the heads that are here, the own ones first. Until another is asked for,
@@ -163,17 +160,17 @@ class TokenRing(Ring):
                 with self._trace.span("wait for q", layer=call.layer):
                     came = coming.wait()
                 for arrived in came.parts:
-                    running = self._merged(running, arrived)
+                    running = merged(self._kernels, running, arrived)
                 own, keys_on = visit.member == self.group, None
                 if own:
-                    running = self._merged(running, part)
+                    running = merged(self._kernels, running, part)
                 returned = None if own else Move(visit.member, visit.holder, self.group)
                 back = passing([x.contiguous() for x in part], returned, rows)
                 here_BSGD = came.queries[0] if came.queries else own_BSGD
             keys = came.keys or keys
         with self._trace.span("wait for parts", layer=call.layer):
             for arrived in self._lane.submit(step, None, back, None, 0).wait().parts:
-                running = self._merged(running, arrived)
+                running = merged(self._kernels, running, arrived)
         assert running is not None, "a ring has a rank"
         return running.out_BLHD.to(q_BSGD.dtype)
 

@@ -9,7 +9,6 @@ sent. Parts are merged in float32, in this order whatever arrives first: results
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -40,7 +39,7 @@ class Torus:
         self._staged = staged = transfer.exchange.staged
         self._transfer, self._local, self._ring, self._call = transfer, local, ring, call
         self._arriving = sent
-        self._merged, self._trace = partial(merged, transfer.exchange.kernels), transfer.exchange.trace
+        self._kernels, self._trace = transfer.exchange.kernels, transfer.exchange.trace
         self._rows = [transfer.layout.rows_of(ranks) for ranks in staged.chunks]
         # The chunks of keys that are attended to together. On one node every card has links of its own and all others'
         # keys arrive at once: one pass over them saves launches and merging.
@@ -58,15 +57,15 @@ class Torus:
             first, running = next(keys), []
             for number in numbers:
                 q_BSGD = self._await("q", range(number, number + 1))
-                running.append(self._merged(None, self._local.part(q_BSGD[:, self._rows[number]], *first)))
+                running.append(merged(self._kernels, None, self._local.part(q_BSGD[:, self._rows[number]], *first)))
             for _ in range(between):
                 part = self._local.part(q_BSGD, *next(keys))
                 for of_chunk, rows in zip(running, self._rows, strict=True):
-                    self._merged(of_chunk, Partial(part.out_BLHD[:, rows], part.lse_BLH[:, rows]))
+                    merged(self._kernels, of_chunk, Partial(part.out_BLHD[:, rows], part.lse_BLH[:, rows]))
             last = next(keys)
             for number in reversed(numbers):
                 finished = running.pop()
-                self._merged(finished, self._local.part(q_BSGD[:, self._rows[number]], *last))
+                merged(self._kernels, finished, self._local.part(q_BSGD[:, self._rows[number]], *last))
                 back.push(number, finished.out_BLHD.to(q_BSGD.dtype))
         with self._trace.span("wait for o", layer=layer):
             return back.wait()

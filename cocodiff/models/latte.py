@@ -82,6 +82,8 @@ class LatteModel(ShardedModel):
     """A model between entering and leaving the engine. In a call that ranks share, blocks take [B * own, other, C]:
     spatial ones own frames and all places, temporal ones own places and all frames."""
 
+    _model: Any
+
     def __init__(self, plan: Plan, model: Any, host: Any, early: float) -> None:
         super().__init__(plan, model, host)
         self._early, self._signature = early, signature_of(model)

@@ -9,15 +9,15 @@ asked (a decoder's next token), parts of the own keys that all ranks merge (dist
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial, reduce
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cocodiff.attention.local import LocalAttention, Partial, merged, partial_attention
+from cocodiff.attention.local import LocalAttention, Partial, all_merged, partial_attention
 from cocodiff.attention.strategy import LayerKey, LazyQKV
 from cocodiff.comm.launch import emulated
 from cocodiff.comm.trace import Trace
@@ -173,13 +173,8 @@ def naive(q_BLHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor) -> Tensor:
 def in_blocks(size: int, q_BLHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor) -> Tensor:
     """All queries against some keys at a time, merged as rings merge their parts."""
     pairs = zip(k_BSHD.split(size, 1), v_BSHD.split(size, 1), strict=True)
-    return together(partial_attention(q_BLHD, k_BTHD, v_BTHD) for k_BTHD, v_BTHD in pairs).to(q_BLHD.dtype)
-
-
-def together(parts: Iterable[Partial]) -> Tensor:
-    """What parts of one attention give together, in float32."""
-    found, kernels = iter(parts), Kernels()
-    return reduce(partial(merged, kernels), found, merged(kernels, None, next(found))).out_BLHD
+    parts = (partial_attention(q_BLHD, k_BTHD, v_BTHD) for k_BTHD, v_BTHD in pairs)
+    return all_merged(Kernels(), parts).out_BLHD.to(q_BLHD.dtype)
 
 
 def peak_of(run: Callable[[], Any]) -> int | None:
@@ -270,7 +265,8 @@ def merging(call: Call, values: Values, topology: Topology, transport: Any, trac
         group.send_recv([(own, rank) for rank in others], [(of_ranks[rank], rank) for rank in others]).wait()
         for rank in others:
             trace.count(topology.link_class(transport.rank, rank), own.nbytes, "attention")
-        return together(Partial(one[..., :D].contiguous(), one[..., D].contiguous()) for one in of_ranks)
+        parts = (Partial(one[..., :D].contiguous(), one[..., D].contiguous()) for one in of_ranks)
+        return all_merged(Kernels(), parts).out_BLHD
 
     return run
 

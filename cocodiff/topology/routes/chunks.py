@@ -31,13 +31,13 @@ def chunk_ranks(topology: Topology, rank: int, chunks: int) -> Chunks:
     less than a card, so there are fewer than asked for where there are fewer cards; the same number on all ranks.
     """
     own = topology.places[rank]
-    cards_of = [list(dict.fromkeys(topology.places[one].card for one in ranks)) for ranks in topology.on_nodes]
+    cards_of = _cards_by_node(topology)
     nodes = _from(own.node, range(topology.nodes))
     if topology.nodes > 1 and chunks <= topology.nodes:
         groups = [[nodes[0]], *consecutive(nodes[1:], chunks - 1)] if chunks > 1 else [nodes]
         grouped = [[card for node in group for card in cards_of[node]] for group in groups]
     else:
-        most = min(map(len, cards_of)) * topology.nodes
+        most = min(len(cards) for cards in cards_of.values()) * topology.nodes
         place, grouped = cards_of[own.node].index(own.card), []
         for node, share in zip(nodes, _shares_for_the_last(min(chunks, most), topology.nodes), strict=True):
             cards = _from(place % len(cards_of[node]), cards_of[node])
@@ -106,6 +106,13 @@ def _shares_for_the_last(total: int, parts: int) -> tuple[int, ...]:
 def _from(first: int, items: Sequence[T]) -> list[T]:
     """The items from one on, and round to it."""
     return [*items[first:], *items[:first]]
+
+
+def _cards_by_node(topology: Topology) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for node, card in dict.fromkeys((place.node, place.card) for place in topology.places):
+        found.setdefault(node, []).append(card)
+    return found
 
 
 @dataclass(frozen=True)
