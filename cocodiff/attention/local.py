@@ -79,8 +79,8 @@ class LocalAttention:
 
 
 def _by_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """As torch's kernels take them, [B, H, S, D]. Groups of heads, one after the other in the batch of the queries, share
-    keys, values and mask."""
+    """As torch's kernels take them, [B, H, S, D]. A batch of queries may hold groups of heads one after the other, that
+    share keys, values and mask."""
     groups = len(q) // len(k)
     if groups > 1:
         k, v = k.repeat(groups, 1, 1, 1), v.repeat(groups, 1, 1, 1)
