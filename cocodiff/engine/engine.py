@@ -124,8 +124,7 @@ class Engine:
         self.rank, self.size = self.transport.rank, self.transport.size
         run = Topology.build(load_machine(config.machine), self.transport.run_size, detect().local_size)
         self.topology = run.part(self.transport.run_ranks)
-        node = run.places[self.transport.run_ranks[self.rank]].node
-        self._ranks_on_node = sum(place.node == node for place in run.places)
+        self._ranks_on_node = len(run.on_nodes[run.places[self.transport.run_ranks[self.rank]].node])
         self.trace = Trace(self.rank)
         self.counter = StepCounter()
         self.compiler = self._new_compiler()

@@ -11,6 +11,7 @@ from types import MethodType
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from cocodiff.attention.strategy import LazyQKV
 from cocodiff.config.errors import UserError
@@ -194,6 +195,11 @@ def form_of(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return tuple(map(form_of, value))
     return value if isinstance(value, bool | int | str | None) else type(value)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors of a value, in an order that its form tells."""
+    return [x for x in tree_leaves(value) if isinstance(x, Tensor)]
 
 
 def check_plain(name: str, module: Any, processor: Any, plain: Container[type]) -> None:

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from cocodiff.attention.strategy import LayerKey, LazyQKV
 from cocodiff.config.errors import UserError
+from cocodiff.models.adapter import tensors_in
 from cocodiff.topology.layout import Segments
 
 LayerName = str  # an attention layer, or the n-th attention that it computes in a call
@@ -56,9 +56,8 @@ class Marks:
     def follow(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Marks what a function of torch has computed of marked tensors."""
         if self.any_of(args) or self.any_of(kwargs.values()):
-            for x in tree_leaves(args[0] if function is Tensor.__setitem__ else output):
-                if isinstance(x, Tensor):
-                    self.add(x)
+            for x in tensors_in(args[0] if function is Tensor.__setitem__ else output):
+                self.add(x)
 
 
 class TorchFunctions(TorchFunctionMode):

@@ -174,7 +174,7 @@ def say_network(values: dict[str, Any], topology: Topology, rates: Sequence[Rate
 def rank_environment(values: dict[str, Any], topology: Topology, token: str) -> dict[str, str]:
     """The variables that all ranks are given: they talk over the bridge, and over TCP."""
     told = {"machine": topology.machine.name, "nodes": topology.nodes, "scale": values["scale"]}
-    here = sum(place.node == 0 for place in topology.places)
+    here = len(topology.on_nodes[0])
     return {
         TOKEN: token,
         EMULATED: json.dumps(told),
