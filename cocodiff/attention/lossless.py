@@ -20,14 +20,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from cocodiff_sycl.streams import Cut, stream_places
+from cocodiff_sycl.streams import Cut, room_of, stream_places
 from torch import Tensor
 
 from cocodiff.attention.stateful import NEEDED, TENSORS, CodedStep, End, LayerEnds, StatefulCall, StatefulCodec
 from cocodiff.attention.strategy import LayerKey
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.outgoing import OUTPUT, Encoded, EncodedCall
-from cocodiff.kernels.lossless import CODED, PARTS, Known, least_room, room_of
+from cocodiff.kernels.lossless import CODED, PARTS, Known, least_room
 from cocodiff.topology.layout import Layout
 
 FIRST_ROOMS = (0.68, 0.4)  # of a whole tensor: of the first part in a layer's first and second call, which none tells
