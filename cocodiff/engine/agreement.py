@@ -39,8 +39,7 @@ def check_agreement(values: dict[str, Any], transport: Transport) -> None:
     containers of them, by the same names on every rank. Raises UserError on every rank, which names what differs and
     the ranks that have something else than most."""
     own = [Compared((name, form(value), _bits(value)), described(value)) for name, value in values.items()]
-    of_ranks = transport.gather_object(own)
-    message = transport.broadcast_object(None if of_ranks is None else disagreement(of_ranks))
+    message = transport.over_all(own, disagreement)
     if message is not None:
         raise UserError(message)
 

@@ -82,8 +82,7 @@ def topology_of(values: Values, ranks: int) -> Topology:
 
 def meet(transport: Any) -> None:
     """Returns when all ranks are here."""
-    transport.gather_object(None)
-    transport.broadcast_object(None)
+    transport.values_of_all(None)
 
 
 def measure_in_turns(
