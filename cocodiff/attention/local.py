@@ -2,13 +2,14 @@
 appendix C).
 
 A part is its output together with the log of the sum of the exponentials of its scores: enough to weigh it against
-others. `Kernels.merge_partials` does the merging.
+others.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial, reduce
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from cocodiff.attention.strategy import LazyQKV
+from cocodiff.kernels import Kernels
 from cocodiff.topology.layout import Layout
 
 
@@ -68,8 +70,7 @@ class LocalAttention:
 
     def whole(self, q_BSHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, mask_B11S: Tensor | None = None) -> Tensor:
         """Attention to all keys: [B, S, H, D]. mask_B11S: bool, the keys that are attended to."""
-        k_BSHD, v_BSHD, mask_B11S = _for_groups(q_BSHD, k_BSHD, v_BSHD, mask_B11S)
-        q_BHSD, k_BHSD, v_BHSD = (x.transpose(1, 2) for x in (q_BSHD, k_BSHD, v_BSHD))
+        q_BHSD, k_BHSD, v_BHSD, mask_B11S = _by_heads(q_BSHD, k_BSHD, v_BSHD, mask_B11S)
         return scaled_dot_product_attention(q_BHSD, k_BHSD, v_BHSD, attn_mask=mask_B11S).transpose(1, 2)
 
     def part(self, q_BLHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, mask_B11S: Tensor | None = None) -> Partial:
@@ -77,20 +78,21 @@ class LocalAttention:
         return partial_attention(q_BLHD, k_BSHD, v_BSHD, mask_B11S)
 
 
-def _for_groups(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Keys, values and mask for a batch of queries that holds groups of heads one after the other, which share them."""
+def _by_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """As torch's kernels take them, [B, H, S, D]. A batch of queries may hold groups of heads one after the other, that
+    share keys, values and mask."""
     groups = len(q) // len(k)
-    if groups == 1:
-        return k, v, mask
-    return k.repeat(groups, 1, 1, 1), v.repeat(groups, 1, 1, 1), None if mask is None else mask.repeat(groups, 1, 1, 1)
+    if groups > 1:
+        k, v = k.repeat(groups, 1, 1, 1), v.repeat(groups, 1, 1, 1)
+        mask = None if mask is None else mask.repeat(groups, 1, 1, 1)
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask
 
 
 def partial_attention(q_BLHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, mask_B11S: Tensor | None = None) -> Partial:
     """Attention to these keys alone, by the device's best kernel that tells the sums; a batch row may have no keys."""
     if not k_BSHD.shape[1]:
         return no_keys(q_BLHD)
-    k_BSHD, v_BSHD, mask_B11S = _for_groups(q_BLHD, k_BSHD, v_BSHD, mask_B11S)
-    q_BHLD, k_BHSD, v_BHSD = (x.transpose(1, 2) for x in (q_BLHD, k_BSHD, v_BSHD))
+    q_BHLD, k_BHSD, v_BHSD, mask_B11S = _by_heads(q_BLHD, k_BSHD, v_BSHD, mask_B11S)
     bias = None
     if mask_B11S is not None:
         bias = torch.zeros_like(mask_B11S, dtype=q_BLHD.dtype).masked_fill_(~mask_B11S, -math.inf)
@@ -113,6 +115,21 @@ def no_keys(q_BLHD: Tensor) -> Partial:
     """The result of attention to nothing, in memory of its own: a start for merging."""
     shape = q_BLHD.shape
     return Partial(q_BLHD.new_zeros(shape), q_BLHD.new_full(shape[:3], -math.inf, dtype=torch.float32))
+
+
+def merged(kernels: Kernels, running: Partial | None, part: Partial) -> Partial:
+    """Attention to the keys of both: `running`, in float32, to which the part was added; without one the part alone."""
+    lse_BLH = part.lse_BLH.contiguous()
+    if running is None:
+        return Partial(part.out_BLHD.float(), lse_BLH)
+    kernels.merge_partials(*running, part.out_BLHD, lse_BLH)
+    return running
+
+
+def all_merged(kernels: Kernels, parts: Iterable[Partial]) -> Partial:
+    """Attention to the keys of all parts, of which there is one, in float32."""
+    found = iter(parts)
+    return reduce(partial(merged, kernels), found, merged(kernels, None, next(found)))
 
 
 def _cpu_flash(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -20,14 +20,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from cocodiff_sycl.streams import Cut, stream_places
+from cocodiff_sycl.streams import Cut, room_of, stream_places
 from torch import Tensor
 
 from cocodiff.attention.stateful import NEEDED, TENSORS, CodedStep, End, LayerEnds, StatefulCall, StatefulCodec
 from cocodiff.attention.strategy import LayerKey
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.outgoing import OUTPUT, Encoded, EncodedCall
-from cocodiff.kernels.lossless import CODED, PARTS, Known, least_room, room_of
+from cocodiff.kernels.lossless import CODED, PARTS, Known, least_room
 from cocodiff.topology.layout import Layout
 
 FIRST_ROOMS = (0.68, 0.4)  # of a whole tensor: of the first part in a layer's first and second call, which none tells
@@ -162,7 +162,7 @@ class LosslessCall(StatefulCall):
 
     def _encoded(self, name: str, x_BTHD: Tensor, rows: slice, cut: Cut, ranks: Sequence[int]) -> list[Tensor]:
         """What travels in the place of a tensor's `rows`, a block for each of `ranks`."""
-        B, T, H, _ = x_BTHD.shape
+        B, _, H, _ = x_BTHD.shape
         known = self._known(self.state.sent, name, (B, self.sent_rows(name), H), rows)
         assert self.noted is not None, "a coded call has notes"
         cells, room = cut.cells(x_BTHD.shape), self.rooms[name]
@@ -173,11 +173,10 @@ class LosslessCall(StatefulCall):
         with self._trace.span(f"encode {name}", "codec", self._layer):
             self._kernels.encode_lossless(x_BTHD, known, cut, streams, lengths_N, needed_1)
         found = list[Tensor]()
-        for number, (rank, of_block, count) in enumerate(zip(ranks, cut.sizes, cells, strict=True)):
+        for number, (rank, shape, count) in enumerate(zip(ranks, cut.shapes(x_BTHD.shape), cells, strict=True)):
             stream = streams[places[number] : places[number + 1]]
             self._sent[name][rank] = Sent(stream, lengths_N, number, room_of(count, room))
-            shape = (B, of_block, H, room) if cut.dim == 1 else (B, T, of_block, room)
-            found.append(stream[: room * count].view(shape))
+            found.append(stream[: room * count].view(*shape, room))
         return found
 
     # The receiver's end -----------------------------------------------------------------------------------------------

@@ -53,12 +53,8 @@ class Residual(StatefulCodec):
 
     def bits(self, state: SiteState) -> int | None:
         """Of a channel in a layer's call; None where tensors travel as they are."""
-        bits = BITS[self.settings.codec]
-        if bits is None:
-            return None
-        if state.follows:
-            return min(2 * bits, FINEST) if self.fine else bits
-        return FIRST_BITS * bits if codes_first_calls(self.settings.codec) and not state.plain else None
+        first = not state.follows
+        return None if first and state.plain else bits_of(self.settings.codec, first, self.fine)
 
 
 class ResidualCall(StatefulCall):
@@ -168,7 +164,12 @@ def width_of(head_dim: int, itemsize: int, bits: int | None) -> int:
     return head_dim * itemsize if bits is None else coded_width(head_dim, bits)
 
 
-def codes_first_calls(codec: str) -> bool:
-    """Whether a run's first calls, which nothing predicts, are coded; else their tensors travel as they are."""
-    bits = BITS.get(codec)
-    return bits is not None and FIRST_BITS * bits <= FINEST
+def bits_of(codec: str, first: bool, fine: bool) -> int | None:
+    """Of a channel; None where tensors travel as they are. first: in a run's first calls, which nothing predicts. fine:
+    in its last steps."""
+    bits = BITS[codec]
+    if bits is None:
+        return None
+    if first:
+        return FIRST_BITS * bits if FIRST_BITS * bits <= FINEST else None
+    return min(2 * bits, FINEST) if fine else bits

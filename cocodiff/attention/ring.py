@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from cocodiff.attention.local import AttentionCall, Keys, LocalAttention, Partial
+from cocodiff.attention.local import AttentionCall, Keys, LocalAttention, Partial, all_merged, merged
 from cocodiff.comm.trace import Trace
 from cocodiff.comm.transport import Group, LaneFuture, Pending, Transport
 from cocodiff.kernels import Kernels, views
@@ -62,11 +62,8 @@ class Ring:
 
     def attend(self, q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, call: AttentionCall) -> Tensor:
         """Of the group's queries to all groups' keys: [B, S_g, G, D] of the queries' dtype."""
-        merged: Partial | None = None
-        for block in self.blocks(k_BSGD, v_BSGD, call):
-            merged = self._merge(merged, self._local.part(q_BSGD, *block))
-        assert merged is not None, "a ring has a rank"
-        return merged.out_BLHD.to(q_BSGD.dtype)
+        parts = (self._local.part(q_BSGD, *block) for block in self.blocks(k_BSGD, v_BSGD, call))
+        return all_merged(self._kernels, parts).out_BLHD.to(q_BSGD.dtype)
 
     def blocks(self, k_BSGD: Tensor, v_BSGD: Tensor, call: AttentionCall) -> Iterator[Keys]:
         """Every group's keys and values for the heads that are here, the own ones first. Until another is asked for,
@@ -112,14 +109,6 @@ class Ring:
                 self._trace.count(link, x.nbytes, purpose)
         return group.send_recv(*([(x, self._index_of[member]) for x, member in pairs] for pairs in (sends, recvs)))
 
-    def _merge(self, merged: Partial | None, part: Partial) -> Partial:
-        """The first part, in float32, is what the others are added to."""
-        lse_BLH = part.lse_BLH.contiguous()
-        if merged is None:
-            return Partial(part.out_BLHD.float(), lse_BLH)
-        self._kernels.merge_partials(*merged, part.out_BLHD, lse_BLH)
-        return merged
-
 
 class Passing(NamedTuple):
     """Tensors for one member of the ring, and where those that another one sends meanwhile are put."""
@@ -160,7 +149,7 @@ class TokenRing(Ring):
         """As `Ring.attend`."""
         own_BSGD, keys = q_BSGD.contiguous(), [k_BSGD.contiguous(), v_BSGD.contiguous()]
         rows, step = call.rows, partial(self._step, TokensInFlight(call.layer))
-        merged: Partial | None = None
+        running: Partial | None = None
         back: Passing | None = None
         for node in self._nodes:
             mask_B11S, here_BSGD = call.mask(node.member), own_BSGD
@@ -171,19 +160,19 @@ class TokenRing(Ring):
                 with self._trace.span("wait for q", layer=call.layer):
                     came = coming.wait()
                 for arrived in came.parts:
-                    merged = self._merge(merged, arrived)
+                    running = merged(self._kernels, running, arrived)
                 own, keys_on = visit.member == self.group, None
                 if own:
-                    merged = self._merge(merged, part)
+                    running = merged(self._kernels, running, part)
                 returned = None if own else Move(visit.member, visit.holder, self.group)
                 back = passing([x.contiguous() for x in part], returned, rows)
                 here_BSGD = came.queries[0] if came.queries else own_BSGD
             keys = came.keys or keys
         with self._trace.span("wait for parts", layer=call.layer):
             for arrived in self._lane.submit(step, None, back, None, 0).wait().parts:
-                merged = self._merge(merged, arrived)
-        assert merged is not None, "a ring has a rank"
-        return merged.out_BLHD.to(q_BSGD.dtype)
+                running = merged(self._kernels, running, arrived)
+        assert running is not None, "a ring has a rank"
+        return running.out_BLHD.to(q_BSGD.dtype)
 
     def _step(
         self, flight: TokensInFlight, on: Passing | None, back: Passing | None, keys: Passing | None, lag: int

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cocodiff.attention.local import AttentionCall, Keys, Partial
+from cocodiff.attention.local import AttentionCall, Keys, Partial, all_merged, merged
 from cocodiff.attention.ring import LANE, Ring
 from cocodiff.comm.transport import Pending, Transport
 from cocodiff.topology.axes import Mesh
@@ -99,8 +99,8 @@ class Streaming(Ring):
         with self._trace.span("wait for parts", layer=call.layer):
             last = self._lane.submit(step, len(pieces) + 1, own, part)
             coming.wait()
-            _, merged = last.wait()
-        return torch.cat([part.out_BLHD for part in merged], 2).to(q_BSGD.dtype)
+            _, whole = last.wait()
+        return torch.cat([part.out_BLHD for part in whole], 2).to(q_BSGD.dtype)
 
     def _pieces(self, heads: int) -> list[QueryPiece]:
         """Of a call, node by node, the own one first."""
@@ -129,7 +129,7 @@ class Streaming(Ring):
             while len(flight.parts) > (not through):
                 sent, arrived, heads = flight.parts.popleft()
                 sent.wait()
-                self._merge(flight.merged[heads.start], arrived)
+                merged(self._kernels, flight.merged[heads.start], arrived)
             return torch.cat(queries, 1) if queries else None, list(flight.merged.values()) if through else []
 
     def _cross(self, flight: PiecesInFlight, piece: QueryPiece, own_BSGD: Tensor) -> None:
@@ -167,14 +167,11 @@ class Streaming(Ring):
     ) -> None:
         """Merges a node's parts, and sends the sum to where its queries are from."""
         reducing.wait()
-        merged: Partial | None = None
-        for part in parts:
-            merged = self._merge(merged, part)
-        assert merged is not None, "a rank has a part of its own"
+        of_node = all_merged(self._kernels, parts)
         if piece.of == self.group:
-            flight.merged[piece.heads.start] = merged
+            flight.merged[piece.heads.start] = of_node
             return
-        leaving = Partial(merged.out_BLHD.to(parts[0].out_BLHD.dtype), merged.lse_BLH)
+        leaving = Partial(of_node.out_BLHD.to(parts[0].out_BLHD.dtype), of_node.lse_BLH)
         mine = flight.merged[piece.heads.start]
         arriving = Partial(leaving.out_BLHD.new_empty(mine.out_BLHD.shape), torch.empty_like(mine.lse_BLH))
         sent = self._post(self._across, [(x, piece.of) for x in leaving], [(x, piece.to) for x in arriving])

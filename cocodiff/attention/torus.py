@@ -12,10 +12,9 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
-from cocodiff.attention.local import AttentionCall, Keys, LocalAttention, Partial
+from cocodiff.attention.local import AttentionCall, Keys, LocalAttention, Partial, merged
 from cocodiff.exchange.outgoing import TensorFuture
 from cocodiff.exchange.staged import OutputSender
 from cocodiff.exchange.transfer import Transfer
@@ -58,16 +57,15 @@ class Torus:
             first, running = next(keys), []
             for number in numbers:
                 q_BSGD = self._await("q", range(number, number + 1))
-                part = self._local.part(q_BSGD[:, self._rows[number]], *first)
-                running.append(Partial(part.out_BLHD.float(), part.lse_BLH.contiguous()))
+                running.append(merged(self._kernels, None, self._local.part(q_BSGD[:, self._rows[number]], *first)))
             for _ in range(between):
                 part = self._local.part(q_BSGD, *next(keys))
                 for of_chunk, rows in zip(running, self._rows, strict=True):
-                    self._merge(of_chunk, Partial(part.out_BLHD[:, rows], part.lse_BLH[:, rows]))
+                    merged(self._kernels, of_chunk, Partial(part.out_BLHD[:, rows], part.lse_BLH[:, rows]))
             last = next(keys)
             for number in reversed(numbers):
                 finished = running.pop()
-                self._merge(finished, self._local.part(q_BSGD[:, self._rows[number]], *last))
+                merged(self._kernels, finished, self._local.part(q_BSGD[:, self._rows[number]], *last))
                 back.push(number, finished.out_BLHD.to(q_BSGD.dtype))
         with self._trace.span("wait for o", layer=layer):
             return back.wait()
@@ -96,6 +94,3 @@ class Torus:
         with self._trace.span(f"wait for {name}", layer=self._transfer.layer):
             *_, x_BSGD = [self._arriving[name].chunk(number) for number in chunks]
             return x_BSGD
-
-    def _merge(self, running: Partial, part: Partial) -> None:
-        self._kernels.merge_partials(*running, part.out_BLHD.to(torch.float32), part.lse_BLH.contiguous())

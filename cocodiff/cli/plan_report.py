@@ -29,9 +29,9 @@ from cocodiff.planner.partitions import Partition
 from cocodiff.planner.peaks import Peaks, size_peaks
 from cocodiff.planner.placement import table as meshes_table
 from cocodiff.planner.placement import worth_listing
-from cocodiff.planner.traffic import Latencies, plan_of
+from cocodiff.planner.traffic import Latencies
 from cocodiff.topology.layout import Layout
-from cocodiff.topology.routes.plans import Phase
+from cocodiff.topology.routes.plans import Phase, plan_of
 
 Document = dict[str, Any]  # part of plan.json, from which what is said is made
 PEERS_SHOWN = 6  # of one phase's messages

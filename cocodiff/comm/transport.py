@@ -146,6 +146,16 @@ class Transport(ABC):
         """Rank 0's value; see `gather_object`."""
         return self.blocking(lambda: broadcast_value(self.host_world, value), "broadcast_object")
 
+    def over_all(self, value: Any, merge: Callable[[list[Any]], T]) -> T:
+        """What rank 0 makes of all ranks' values, on every rank; see `gather_object`."""
+        of_ranks = self.gather_object(value)
+        found: T = self.broadcast_object(None if of_ranks is None else merge(of_ranks))
+        return found
+
+    def values_of_all(self, value: Any) -> list[Any]:
+        """All ranks' values on every rank; see `gather_object`."""
+        return self.over_all(value, list)
+
     @abstractmethod
     def close(self) -> None:
         """Leaves the run in good order. A second call does nothing."""

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from cocodiff.comm.transport import Transport
 from cocodiff.config.errors import UserError
 from cocodiff.config.grouping import by_key
 from cocodiff.kernels.device import digest
+from cocodiff.models.adapter import tensors_in
 
 WHOLE_MODEL = 2**20  # numbers up to which a model's weights are compared whole
 SAMPLED = 2**10  # numbers of each tensor of a larger model
@@ -40,8 +40,7 @@ def check_agreement(values: dict[str, Any], transport: Transport) -> None:
     containers of them, by the same names on every rank. Raises UserError on every rank, which names what differs and
     the ranks that have something else than most."""
     own = [Compared((name, form(value), _bits(value)), described(value)) for name, value in values.items()]
-    of_ranks = transport.gather_object(own)
-    message = transport.broadcast_object(None if of_ranks is None else disagreement(of_ranks))
+    message = transport.over_all(own, disagreement)
     if message is not None:
         raise UserError(message)
 
@@ -86,11 +85,6 @@ def weights_digest(model: nn.Module) -> str:
     bits = [int(digest(torch.cat(numbers))) for numbers in sampled.values()]
     told = f"{[(name, form(x)) for name, x in plain.items()]} {bits} {adapters}"
     return blake2b(told.encode(), digest_size=8).digest()[::-1].hex()
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """All tensors of a value, in an order that its form tells."""
-    return [x for x in tree_leaves(value) if isinstance(x, Tensor)]
 
 
 def form(value: Any) -> str:

@@ -19,6 +19,7 @@ from torch import nn
 
 from cocodiff.comm.trace import Trace
 from cocodiff.config.errors import UserError
+from cocodiff.models.adapter import attends
 from cocodiff.models.checks import called_often, replace, replace_forward, stateful_hooks
 
 BACKEND = "inductor"
@@ -119,10 +120,6 @@ class Compiler:
         self.later += self._is_later()
         self.seconds += time.perf_counter() - started
         return run
-
-
-def attends(module: nn.Module) -> bool:
-    return getattr(module, "processor", None) is not None
 
 
 def parts_outside(block: nn.Module) -> list[Any]:

@@ -308,9 +308,7 @@ class Engine:
         return self._results or Results.merged([self._own_results()])
 
     def _results_of_all_ranks(self) -> Results:
-        of_ranks = self.transport.gather_object(self._own_results())
-        results: Results = self.transport.broadcast_object(Results.merged(of_ranks) if of_ranks else None)
-        return results
+        return self.transport.over_all(self._own_results(), Results.merged)
 
     # What happens during a model call -------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from cocodiff.config.errors import UserError
 from cocodiff.engine.sequence import SequenceRanks
 from cocodiff.exchange.codec import StepInfo, StepNotes
 from cocodiff.models.adapter import Forward, form_of
-from cocodiff.models.checks import replace_forward, signature_of
+from cocodiff.models.checks import called_often, replace_forward, signature_of
 
 # The lists of a model's blocks, in the order in which it calls them: those in which diffusers' own caches look.
 BLOCK_LISTS = (
@@ -85,12 +85,7 @@ class FirstBlockCache:
         channel, as a fraction of what it added before, up to which the other blocks are not computed. Raises UserError
         for a model of which it is not known where its blocks are."""
         self._threshold, self._name = settings.step_cache_threshold, type(model).__name__
-        self._blocks = [
-            block
-            for name, blocks in model.named_children()
-            if name in BLOCK_LISTS and isinstance(blocks, nn.ModuleList)
-            for block in blocks
-        ]
+        self._blocks = [block for name, block in called_often(model)[1:] if name.partition(".")[0] in BLOCK_LISTS]
         if len(self._blocks) < 2:
             raise self._refusal(f"has {len(self._blocks)} block(s) in lists named {', '.join(BLOCK_LISTS)}")
         self._signature = signature_of(self._blocks[0])

@@ -24,9 +24,9 @@ from cocodiff.comm.transport import Transport
 from cocodiff.config.config import Config, preset_names
 from cocodiff.config.errors import UserError
 from cocodiff.config.text_table import aligned
-from cocodiff.engine.agreement import tensors_in
 from cocodiff.engine.engine import Engine, parallelize
 from cocodiff.models import experts_of
+from cocodiff.models.adapter import tensors_in
 from cocodiff.models.planned_attention import TorchFunctions
 
 CALLS = 4  # of a pipeline's transformer that are kept: two steps with two branches of guidance

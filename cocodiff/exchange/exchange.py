@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, TypeVar
 from cocodiff.comm.trace import Trace
 from cocodiff.comm.transport import Group, Lane, LaneFuture, Transport
 from cocodiff.config.machine import Topology
-from cocodiff.config.registry import EXCHANGES, load
+from cocodiff.config.registry import EXCHANGES
 from cocodiff.exchange.messages import BlockSet, InOrder, Port, Target, run_phase, run_pipelined
 from cocodiff.exchange.outgoing import Outgoing
 from cocodiff.kernels import Kernels
 from cocodiff.topology.routes.chunks import Chunking, ExchangeTable, chunk_ranks, megabytes_per_rank
-from cocodiff.topology.routes.plans import Phase, Plan, nic_detours, reverse, split_plan
+from cocodiff.topology.routes.plans import Phase, Plan, plan_of, reverse
 
 if TYPE_CHECKING:
     from cocodiff.exchange.staged import StagedExchange
@@ -50,9 +50,7 @@ class Exchange:
         self.kernels = kernels or Kernels(note=trace.note_kernel)
         self.port = Port(self.rank, topology, self.kernels, trace)
         known = EXCHANGES if name == "auto" else (name,)
-        self.plans: dict[str, Plan] = {one: load(EXCHANGES, one)(topology, self.rank) for one in known}
-        if "split" in self.plans and nic_balance:
-            self.plans["split"] = split_plan(topology, self.rank, nic_detours(topology))
+        self.plans: dict[str, Plan] = {one: plan_of(topology, self.rank, one, nic_balance) for one in known}
         self._routes: dict[str, dict[str, Plan]] = {}
         for one, plan in self.plans.items():  # through those phases that have messages for this rank
             forward = tuple(phase for phase in plan if phase.sends or phase.receives)

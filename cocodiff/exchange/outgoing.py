@@ -128,22 +128,25 @@ class Outgoing:
 
     def cut(self, payloads: Sequence[Payload | list[Tensor]]) -> Blocks:
         """The payloads as blocks."""
-        forward, own, layout = self.way == "forward", self.end.rank, self.layout
-        sizes, dim = (layout.heads, 2) if forward else ([layout.rows[rank] for rank in self._ranks], 1)
-        parts = [x if isinstance(x, list) else x.split_with_sizes(sizes, dim) for x in payloads]
-        blocks = [Block(own, rank) if forward else Block(rank, own) for rank in self._ranks]
-        return dict(zip(blocks, zip(*parts, strict=True), strict=True))
+        return self._by_block(payloads, self.way == "back", self._ranks)
 
     def target(self, here: BlockSet) -> Target:
         """Allocates the tensors that blocks like these fill."""
-        forward, own, layout, senders = self.way == "forward", self.end.rank, here.layout, self.senders
+        forward, own, layout = self.way == "forward", self.end.rank, self.layout
         rows, heads = (sum(layout.rows), layout.heads[own]) if forward else (layout.rows[own], sum(layout.heads))
-        sizes, dim = ([layout.rows[rank] for rank in senders], 1) if forward else (layout.heads, 2)
         received = [here.like.new_empty((len(here.like), rows, heads, width)) for width in here.widths]
-        parts = [blocks_of(x, sizes, dim, self._in_turn) for x in received]
-        blocks = [Block(rank, own) if forward else Block(own, rank) for rank in senders]
-        places = dict(zip(blocks, zip(*parts, strict=True), strict=True))
+        places = self._by_block(received, forward, self.senders, self._in_turn)
         return Target(received, places, self.end.kernels)
+
+    def _by_block(
+        self, tensors: Sequence[Any], by_rows: bool, ranks: Sequence[int], in_turn: bool = False
+    ) -> dict[Block, tuple[Any, ...]]:
+        """Tensors cut into this rank's blocks with other ranks: by the rows of these, or by their heads."""
+        own, layout = self.end.rank, self.layout
+        sizes, dim = ([layout.rows[rank] for rank in ranks], 1) if by_rows else (layout.heads, 2)
+        parts = [x if isinstance(x, list) else blocks_of(x, sizes, dim, in_turn) for x in tensors]
+        blocks = [Block(rank, own) if by_rows else Block(own, rank) for rank in ranks]
+        return dict(zip(blocks, zip(*parts, strict=True), strict=True))
 
     def placed(self, here: BlockSet) -> Target:
         target = self.target(here)

@@ -83,9 +83,8 @@ class Replica:
         if token:
             (journals.folder / token).touch()
         token = self.whole.broadcast_object(token)
-        seen = self.whole.gather_object(not self.leads or _appears(journals, token, patience_s))
-        blind = [rank for rank, saw in enumerate(seen or []) if not saw]
-        blind = self.whole.broadcast_object(blind)
+        seen = self.whole.values_of_all(not self.leads or _appears(journals, token, patience_s))
+        blind = [rank for rank, saw in enumerate(seen) if not saw]
         if blind:
             unseen = f"rank(s) {', '.join(map(str, blind))} do not see what rank 0 writes there"
             raise UserError(f"--out {out}: {unseen}: choose a folder that all hosts share, or --replicas 1")

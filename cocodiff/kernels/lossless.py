@@ -46,7 +46,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
-from cocodiff_sycl.streams import RUN, TILE, TOKENS, Cut, stream_places
+from cocodiff_sycl.streams import RUN, TILE, TOKENS, Cut, room_of, stream_places
 from torch import Tensor
 
 from cocodiff.kernels.residual import sum_of
@@ -73,11 +73,6 @@ class Known(NamedTuple):
 def least_room(head_dim: int) -> int:
     """Bytes for a token and head in which the sizes of any block's tiles fit."""
     return 2 * -(-head_dim // (RUN * TILE))
-
-
-def room_of(cells: int, width: int) -> int:
-    """Bytes of a stream's first part, where a token and head has so many bytes: whole words."""
-    return cells * width // 2 * 2
 
 
 def encode_lossless(

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from cocodiff_sycl.ops import SyclOps
 from cocodiff_sycl.rows import Rows
-from cocodiff_sycl.streams import Cut, stream_places
+from cocodiff_sycl.streams import Cut, room_of, stream_places
 from torch import Tensor
 
 from cocodiff.kernels.dispatch import OPS, STREAMED
-from cocodiff.kernels.lossless import CODED, Known, least_room, room_of
+from cocodiff.kernels.lossless import CODED, Known, least_room
 from cocodiff.kernels.reference import TorchOps
 from cocodiff.kernels.residual import NOTES, Onward, Prediction, Reconstructions, coded_width
 

@@ -11,6 +11,7 @@ from types import MethodType
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from cocodiff.attention.strategy import LazyQKV
 from cocodiff.config.errors import UserError
@@ -158,7 +159,11 @@ class Adapter:
 
 def attention_modules(model: nn.Module) -> list[tuple[str, Any]]:
     """The modules that attend, with their names."""
-    return [(name, module) for name, module in model.named_modules() if getattr(module, "processor", None) is not None]
+    return [(name, module) for name, module in model.named_modules() if attends(module)]
+
+
+def attends(module: nn.Module) -> bool:
+    return getattr(module, "processor", None) is not None
 
 
 def put_back(module: Any, own: Any, before: Any) -> None:
@@ -190,6 +195,11 @@ def form_of(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return tuple(map(form_of, value))
     return value if isinstance(value, bool | int | str | None) else type(value)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors of a value, in an order that its form tells."""
+    return [x for x in tree_leaves(value) if isinstance(x, Tensor)]
 
 
 def check_plain(name: str, module: Any, processor: Any, plain: Container[type]) -> None:

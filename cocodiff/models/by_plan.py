@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from cocodiff.config.errors import PeerLost, UserError
 from cocodiff.kernels import Kernels
-from cocodiff.models.adapter import Adapter, Arguments, attention_modules, check_plain, form_of
+from cocodiff.models.adapter import Adapter, Arguments, attention_modules, check_plain, form_of, tensors_in
 from cocodiff.models.checks import replace_forward, signature_of
 from cocodiff.models.family import Family
 from cocodiff.models.plan import Cut, Gather, Plan, ShardedModel, as_given
@@ -27,7 +26,6 @@ from cocodiff.models.planned_attention import (
     TorchFunctions,
     kind_of,
     segments_of,
-    told_by_all,
 )
 from cocodiff.models.plans import is_proven, plan_of
 from cocodiff.topology.layout import Segment, Segments
@@ -192,14 +190,12 @@ class PlannedModel(ShardedModel):
         """Names, in a RuntimeError, the arguments of a call that torch has failed in which are not cut and may have as
         many tokens as others of which ranks hold some."""
         sample, cut = next(iter(given)), {name for step in self._steps for name in step.arguments}
-        sides = _first_tensor(tree_leaves(given.pop(sample))).shape[2:]  # of what becomes the tokens
+        sides = tensors_in(given.pop(sample))[0].shape[2:]  # of what becomes the tokens
         whole = [
             f"{name} {list(x.shape)}"
             for name, value in given.items()
-            for x in tree_leaves(value)
-            if isinstance(x, Tensor)
-            and name not in cut
-            and (self._of_length.keys() & {*x.shape} or (x.ndim > 3 and x.shape[2:] == sides))
+            for x in tensors_in(value)
+            if name not in cut and (self._of_length.keys() & {*x.shape} or (x.ndim > 3 and x.shape[2:] == sides))
         ]
         if self._marks is not None and whole and not isinstance(error, PeerLost):
             tokens = " and ".join(map(str, self._of_length))
@@ -239,7 +235,7 @@ class PlannedModel(ShardedModel):
     def _gather(self, gather: Gather, x: Tensor, name: str) -> Tensor:
         rows, sequence = x.shape[gather.dim], self._host.sequence
         if self._marks is not None:
-            facts = told_by_all(sequence, [rows, x in self._marks])
+            facts = sequence.transport.values_of_all([rows, x in self._marks])
             if not all(own for _, own in facts):
                 raise UserError(f"the plan gathers {name!r}, whose tokens were not cut: correct the plan")
             found = segments_of(sequence, [rows for rows, _ in facts])

@@ -20,16 +20,18 @@ from cocodiff.kernels import Kernels
 from cocodiff.models.adapter import Adapter, Arguments, Forward
 from cocodiff.models.checks import replace_forward, signature_of, stateful_hooks
 from cocodiff.models.family import Family
-from cocodiff.models.plan import check_in_place
+from cocodiff.models.plan import Cut, Gather, Plan, ShardedModel
 from cocodiff.topology.layout import Segment, Segments
 
 FRAMES, PLACES = "frames", "places"
+TOKENS: Plan = {"": {"hidden_states": Cut(2, tokens=FRAMES)}, "proj_out": Gather(tokens=FRAMES)}
 SLICES = 4  # of each rank's frames and places where the setting says auto: the paper's number
 # Settings about what attention exchanges, and the only value that they can have where it exchanges nothing.
 WITHOUT = {"selection": "full", "arrival": "now", "step_cache": "none", "compile": False}
 
 
 class LatteAdapter(Adapter):
+    plan = TOKENS
     early = 0.5  # of a transpose, how much is sent while the block before it computes: see `Transposes`
     unsupported: ClassVar = {
         "encoder_attention_mask": "encoder_attention_mask is for the rows of all frames, of which a rank has some: "
@@ -73,16 +75,18 @@ class LatteAdapter(Adapter):
                 f"the cache hook {type(hook).__name__} takes blocks' outputs as they are in one process, and on "
                 f"several ranks Latte's are on their way: call transformer.disable_cache() first"
             )
-        return LatteModel(model, host, self.early).attach()
+        return LatteModel(self.plan, model, host, self.early).attach()
 
 
-class LatteModel:
+class LatteModel(ShardedModel):
     """A model between entering and leaving the engine. In a call that ranks share, blocks take [B * own, other, C]:
     spatial ones own frames and all places, temporal ones own places and all frames."""
 
-    def __init__(self, model: Any, host: Any, early: float) -> None:
-        self._model, self._host, self._exit, self._early = model, host, model.proj_out, early
-        self._signature = signature_of(model)
+    _model: Any
+
+    def __init__(self, plan: Plan, model: Any, host: Any, early: float) -> None:
+        super().__init__(plan, model, host)
+        self._early, self._signature = early, signature_of(model)
         # Of the current call: the ranks that share it, its batch, and how hidden states are transposed; None if not.
         self._ranks: Any = None
         self._batch = 0
@@ -91,7 +95,7 @@ class LatteModel:
 
     def attach(self) -> Callable[[], None]:
         undo = ExitStack()
-        undo.callback(self._exit.register_forward_hook(lambda _, __, x: self._gather(x)).remove)
+        undo.callback(super().attach())
         blocks = (False, self._model.transformer_blocks), (True, self._model.temporal_transformer_blocks)
         for temporal, of_kind in blocks:
             for number, block in enumerate(of_kind):
@@ -101,20 +105,18 @@ class LatteModel:
         return undo.close
 
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        check_in_place([self._exit], [self._model.proj_out])
-        ranks, bound = self._host.sequence, self._signature.bind(*args, **kwargs)
-        self._ranks, latents_BCFHW = ranks, bound.arguments["hidden_states"]
-        self._batch = len(latents_BCFHW)
+        ranks, given = self._host.sequence, self._signature.bind(*args, **kwargs).arguments
+        latents_BCFHW = given["hidden_states"]
+        self._ranks, self._batch = ranks, len(latents_BCFHW)
         if ranks.size > 1:
             check_shares(ranks)
-            bound.arguments["hidden_states"] = ranks.cut(FRAMES, latents_BCFHW, 2)
-            if bound.arguments.get("enable_temporal_attentions", True):
+            if given.get("enable_temporal_attentions", True):
                 chunks = self._host.config.chunks
                 self._check_room(latents_BCFHW)
                 slices = SLICES if chunks == "auto" else int(chunks)
                 self._transposes = ranks.transposes(FRAMES, PLACES, slices, self._early)
         try:
-            return forward(*bound.args, **bound.kwargs)
+            return forward(*args, **kwargs)
         finally:
             self._transposes = self._coming = None
 
@@ -127,11 +129,9 @@ class LatteModel:
         qkv = LazyQKV(lambda: x_BRCD, lambda: x_BRCD, lambda: x_BRCD, (frames,), places.tokens)
         self._host.check_room(f"{places.tokens} places", math.ceil(len(self._model.transformer_blocks) / 2), qkv)
 
-    def _gather(self, x: Tensor) -> Tensor:
+    def _gather(self, gather: Gather, x: Tensor, name: str) -> Tensor:
         """All frames of what leaves the model, [B * F, P, C], out of this rank's."""
-        if self._ranks.size == 1:
-            return x
-        return self._ranks.gather(self._split(x), FRAMES).flatten(0, 1)
+        return super()._gather(gather, self._split(x), name).flatten(0, 1)
 
     def _compute(
         self, number: int, temporal: bool, signature: inspect.Signature, forward: Forward, *args: Any, **kwargs: Any

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from cocodiff.attention.strategy import LazyQKV
+from cocodiff.attention.strategy import LayerKey, LazyQKV
 from cocodiff.config.errors import UserError
+from cocodiff.models.adapter import tensors_in
 from cocodiff.topology.layout import Segments
 
 LayerName = str  # an attention layer, or the n-th attention that it computes in a call
@@ -56,9 +56,8 @@ class Marks:
     def follow(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Marks what a function of torch has computed of marked tensors."""
         if self.any_of(args) or self.any_of(kwargs.values()):
-            for x in tree_leaves(args[0] if function is Tensor.__setitem__ else output):
-                if isinstance(x, Tensor):
-                    self.add(x)
+            for x in tensors_in(args[0] if function is Tensor.__setitem__ else output):
+                self.add(x)
 
 
 class TorchFunctions(TorchFunctionMode):
@@ -137,7 +136,7 @@ class PlannedAttention:
         # Keys that no rank cut are the same bits on all: what they were computed of may have escaped the marks.
         bits = "" if own_keys else repr((key.double().sum().item(), value.double().sum().item()))
         rows = query.shape[-2], key.shape[-2]
-        of_ranks = told_by_all(self._host.sequence, [name, query in marks, own_keys, bits, *rows])
+        of_ranks = self._host.sequence.transport.values_of_all([name, query in marks, own_keys, bits, *rows])
         if len({tuple(facts[:4]) for facts in of_ranks}) > 1:
             raise UserError(
                 f"{name} attends to other keys on some ranks, though the plan does not cut them: correct it"
@@ -210,8 +209,8 @@ class PlannedAttention:
 
 
 def kind_of(name: LayerName) -> str:
-    """A layer's name without its numbers."""
-    return ".".join(part for part in name.partition(" ")[0].split(".") if not part.isdigit())
+    """As of a `LayerKey`, of all that a layer computes in a call."""
+    return LayerKey(name.partition(" ")[0]).kind
 
 
 def _in_groups(x_BHLD: Tensor, groups: int) -> Tensor:
@@ -224,11 +223,6 @@ def _out_of_groups(x_BLHD: Tensor, groups: int) -> Tensor:
     """The inverse: [B, H, L, D]."""
     B, L, H, D = x_BLHD.shape
     return x_BLHD.view(groups, B // groups, L, H, D).permute(1, 3, 0, 2, 4).reshape(B // groups, H * groups, L, D)
-
-
-def told_by_all(ranks: Any, value: Any) -> list[Any]:
-    """Every rank's value, plain data, on every rank. All ranks call it and wait for each other."""
-    return ranks.transport.broadcast_object(ranks.transport.gather_object(value))
 
 
 def segments_of(sequence: Any, rows: Sequence[int]) -> Segments:

@@ -13,14 +13,14 @@ from typing import Any, ClassVar, NamedTuple
 
 from cocodiff.attention.arrival import SAMPLING, Displaced
 from cocodiff.attention.lossless import Lossless
-from cocodiff.attention.residual import BITS, FINEST, FIRST_BITS, Residual, codes_first_calls, width_of
+from cocodiff.attention.residual import BITS, FINEST, Residual, bits_of, width_of
 from cocodiff.attention.stateful import TENSORS, FixedKind, values_kept
 from cocodiff.attention.v_major.codec import VMajor
 from cocodiff.attention.v_major.selection import Schedule, scored_blocks
 from cocodiff.config.config import Config
 from cocodiff.config.machine import Topology
 from cocodiff.config.registry import COSTS, load
-from cocodiff.engine.assemble import codec_class, codec_name
+from cocodiff.engine.assemble import AttentionWork, codec_class, codec_name
 from cocodiff.kernels.lossless import least_room
 from cocodiff.topology.layout import Layout
 
@@ -51,19 +51,6 @@ class Typical(NamedTuple):
 
     stable: float = 0.0
     displaced: Sequence[Mapping[str, float]] = ()
-
-
-class Cell(NamedTuple):
-    """One token of one head of a tensor, over the batch: what sizes are counted in."""
-
-    batch: int
-    head_dim: int
-    itemsize: int
-
-    @property
-    def bytes(self) -> int:
-        """As the tensor itself has it."""
-        return self.batch * self.head_dim * self.itemsize
 
 
 @dataclass(frozen=True)
@@ -97,9 +84,9 @@ class Costs:
         """Of every step the parts of its calls by their kind."""
         return [{WHOLE: 1.0}] * steps
 
-    def state_bytes(self, topology: Topology, layout: Layout, cell: Cell) -> list[Mapping[str, int]]:
+    def state_bytes(self, topology: Topology, layout: Layout, work: AttentionWork) -> list[Mapping[str, int]]:
         """What one layer keeps on every rank of a group of several, what is in flight between its calls as well, in
-        bytes by what it is (fields of `RankMemory`). cell: of one tensor."""
+        bytes by what it is (fields of `RankMemory`). work: a call."""
         return [{} for _ in range(topology.size)]
 
     @staticmethod
@@ -167,7 +154,7 @@ class VMajorCosts(Costs):
             found.append({WHOLE if schedule.is_full(step, steps) else selective: 1.0})
         return found
 
-    def state_bytes(self, topology: Topology, layout: Layout, cell: Cell) -> list[Mapping[str, int]]:
+    def state_bytes(self, topology: Topology, layout: Layout, work: AttentionWork) -> list[Mapping[str, int]]:
         """Exact. What is received are all tokens for the rank's own heads. The reference is v at the scored rows: the
         own image tokens with all heads (source), or on the first tile of a card the card's image tokens with that
         tile's plane's heads (card)."""
@@ -180,9 +167,9 @@ class VMajorCosts(Costs):
                 scored_heads = sum(layout.heads[other] for other in of_plane)
             found.append(
                 {
-                    "image_cache": 3 * sum(layout.may_stay) * heads * cell.bytes,
-                    "reference_cache": rows * scored_heads * cell.bytes,
-                    "text_cache": 3 * (sum(layout.rows) - sum(layout.may_stay)) * heads * cell.bytes,
+                    "image_cache": 3 * sum(layout.may_stay) * heads * work.cell,
+                    "reference_cache": rows * scored_heads * work.cell,
+                    "text_cache": 3 * (sum(layout.rows) - sum(layout.may_stay)) * heads * work.cell,
                 }
             )
         return found
@@ -202,12 +189,7 @@ class ResidualCosts(Costs):
         if self.settings.codec == "lossless":
             whole, share = head_dim * itemsize, TYPICAL_FIRST if kind.whole else TYPICAL
             return whole if itemsize != 2 else max(least_room(head_dim), math.ceil(share * whole))
-        bits = BITS[self.settings.codec]
-        if bits is not None and kind.whole:
-            bits = FIRST_BITS * bits if codes_first_calls(self.settings.codec) else None
-        elif bits is not None and kind.fine:
-            bits = min(2 * bits, FINEST)
-        return width_of(head_dim, itemsize, bits)
+        return width_of(head_dim, itemsize, bits_of(self.settings.codec, kind.whole, kind.fine))
 
     def agrees(self) -> bool:
         return bool(self.settings.codec != "none" or self.settings.arrival == "adaptive")
@@ -224,15 +206,15 @@ class ResidualCosts(Costs):
             found[step] = {CallKind(displaced=names): part for names, part in sets_of_steps[step].items()}
         return found
 
-    def state_bytes(self, topology: Topology, layout: Layout, cell: Cell) -> list[Mapping[str, int]]:
+    def state_bytes(self, topology: Topology, layout: Layout, work: AttentionWork) -> list[Mapping[str, int]]:
         """Exact. What is kept: see `kept_cells`. In flight where calls do not wait: what a call has sent of every
         tensor until it has left, and what came until the next call takes it, as wide as it travels."""
-        if self.settings.codec == "lossless" and self.settings.arrival == "now" and cell.itemsize != 2:
-            return super().state_bytes(topology, layout, cell)  # such numbers are not coded
-        S, H, width = sum(layout.rows), sum(layout.heads), self.sent_bytes(cell.head_dim, cell.itemsize)
-        late = len(TENSORS) * cell.batch * width if self.settings.arrival != "now" else 0
+        if self.settings.codec == "lossless" and self.settings.arrival == "now" and work.itemsize != 2:
+            return super().state_bytes(topology, layout, work)  # such numbers are not coded
+        S, H, width = sum(layout.rows), sum(layout.heads), self.sent_bytes(work.head_dim, work.itemsize)
+        late = len(TENSORS) * work.batch * width if self.settings.arrival != "now" else 0
         return [
-            {"reconstructions": kept_cells(self.settings, L, S, G, H) * cell.bytes, "in_flight": late * (L * H + S * G)}
+            {"reconstructions": kept_cells(self.settings, L, S, G, H) * work.cell, "in_flight": late * (L * H + S * G)}
             for L, G in zip(layout.rows, layout.heads, strict=True)
         ]
 

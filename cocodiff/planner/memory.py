@@ -22,10 +22,11 @@ from typing import Any, NamedTuple
 from cocodiff.attention.streaming import head_runs
 from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Topology
+from cocodiff.engine.assemble import AttentionWork
 from cocodiff.engine.weights import sharing, split_blocks
 from cocodiff.models.adapter import IMAGE, image_and_text
 from cocodiff.models.family import VAE_FACTOR, Family, VaeSize, Video
-from cocodiff.planner.costs import Cell, Costs
+from cocodiff.planner.costs import Costs
 from cocodiff.planner.traffic import Latencies
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.layout import Segments
@@ -198,7 +199,8 @@ def run_cache(shape: ModelShape, topology: Topology, load: Load, mesh: Mesh | No
     """Every rank's caches of all layers, layers times branches, and its step cache. Nothing where nothing is kept.
     mesh: of Ulysses and Ring; None is Ulysses alone."""
     state, kept_P = load.state, [Counter[str]() for _ in range(topology.size)]
-    mesh, cell = mesh or Mesh.build(topology), Cell(load.batch, shape.head_dim, load.itemsize)
+    mesh = mesh or Mesh.build(topology)
+    work = AttentionWork(shape.heads, shape.head_dim, load.segments, load.batch, load.itemsize)
     if state is None:
         return [RankMemory()] * topology.size
     alone = tuple(segment for segment in load.segments if segment.name == IMAGE)
@@ -207,11 +209,11 @@ def run_cache(shape: ModelShape, topology: Topology, load: Load, mesh: Mesh | No
         if not segments:  # by a plan no token is known to be an image's
             continue
         for group, part, layout in zip(mesh.groups, mesh.parts, mesh.layouts(segments, shape.heads), strict=True):
-            of_layer = state.state_bytes(part, layout, cell) if part.size > 1 else [{}]  # one alone keeps nothing
+            of_layer = state.state_bytes(part, layout, work) if part.size > 1 else [{}]  # one alone keeps nothing
             for rank, sizes, L in zip(group, of_layer, layout.rows, strict=True):
                 kept_P[rank].update({name: size * layers * load.branches for name, size in sizes.items()})
                 if state.settings.step_cache != "none":
-                    kept_P[rank]["step_cache"] += load.branches * L * shape.heads * cell.bytes
+                    kept_P[rank]["step_cache"] += load.branches * L * shape.heads * work.cell
     return [RankMemory(**kept) for kept in kept_P]
 
 

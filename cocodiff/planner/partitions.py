@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from cocodiff.config.errors import UserError
+from cocodiff.topology.axes import check_divides, divisors
 
 
 class Partition(NamedTuple):
@@ -23,10 +24,6 @@ class Partition(NamedTuple):
         return self.replicas * self.guidance
 
 
-def divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
 def partitions_of(
     ranks: int, guides: bool, replicas: int | None = None, guidance: int | None = None, least: int = 1
 ) -> list[Partition]:
@@ -34,9 +31,8 @@ def partitions_of(
     are to share a sequence at least. guides: whether the run has two branches of guidance. Without them all ranks of a
     replica compute the one that there is, also where guidance is pinned. Raises UserError for pinned numbers that the
     ranks do not allow."""
-    if replicas is not None and (replicas < 1 or ranks % replicas):
-        fitting = ", ".join(map(str, divisors(ranks)))
-        raise UserError(f"replicas {replicas} does not divide {ranks} ranks: choose one of {fitting}")
+    if replicas is not None:
+        check_divides("replicas", replicas, ranks)
     branches = (1, 2) if guides else (1,)
     if guides and guidance is not None:
         branches = (guidance,)

@@ -123,11 +123,12 @@ def scored_s(device: Device, count: float) -> float:
 def coded_s(device: Device, x: Tensor, config: Config, width: int, sends: bool) -> float:
     """Seconds of the passes and launches that code a tensor [B, L, H, D] at one end. width: bytes of one head of one
     token on the wire."""
-    found = 0.0
-    for op, arguments in passes(x, config, width, sends):
-        launches_s = LAUNCHES.get(op, 1) * device.launch_us * 1e-6
-        found += seconds(device, 0.0, *cost_of(op, [x], arguments)) + launches_s
-    return found
+    return sum(operation_s(device, op, [x], arguments) for op, arguments in passes(x, config, width, sends))
+
+
+def operation_s(device: Device, op: str, moved: Sequence[Tensor], arguments: Sequence[Any]) -> float:
+    """Seconds of an operation of `kernels` with its launches; see `cost_of`."""
+    return seconds(device, 0.0, *cost_of(op, moved, arguments)) + LAUNCHES.get(op, 1) * device.launch_us * 1e-6
 
 
 def passes(x: Tensor, config: Config, width: int, sends: bool) -> Iterator[tuple[str, tuple[Any, ...]]]:

@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 
 from cocodiff.comm.trace import LINK_CLASSES
 from cocodiff.config.machine import Machine, Topology
-from cocodiff.config.registry import EXCHANGES, load
 from cocodiff.topology.axes import Mesh
-from cocodiff.topology.routes.plans import Plan, nic_detours, split_plan
+from cocodiff.topology.routes.plans import Plan, plan_of
 from cocodiff.topology.routes.rounds import Integers
 
 Floats = NDArray[np.float64]
@@ -182,14 +181,6 @@ def of_ranks(mesh: Mesh, of_groups: Iterable[Sequence[float]]) -> Floats:
     for group, of_slots in zip(mesh.groups, of_groups, strict=True):
         found_P[list(group)] = of_slots
     return found_P
-
-
-def plan_of(topology: Topology, slot: int, name: str, nic_balance: bool) -> Plan:
-    """Of a rank in an exchange, as the engine has it."""
-    if name == "split" and nic_balance:
-        return split_plan(topology, slot, nic_detours(topology))
-    plan: Plan = load(EXCHANGES, name)(topology, slot)
-    return plan
 
 
 @lru_cache(maxsize=8)  # the same for all layers, and for all kinds of calls

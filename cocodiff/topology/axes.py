@@ -46,9 +46,7 @@ class Mesh:
     ) -> Mesh:
         """Raises UserError where `ring` does not divide the ranks."""
         size = topology.size
-        if size % ring:
-            listed = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
-            raise UserError(f"ring {ring} does not divide {size} ranks: choose one of {listed}, or auto")
+        check_divides("ring", ring, size, ", or auto")
         if ring == 1:
             return cls(topology, (tuple(range(size)),))
         ulysses, places = size // ring, topology.places
@@ -113,13 +111,24 @@ class Mesh:
         return tuple(Layout(tuple(part(*one, group) for one in divided), of_slots) for group in self.groups)
 
 
+def divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def check_divides(name: str, parts: int, ranks: int, or_else: str = "") -> None:
+    """Raises UserError where so many ranks have no such number of equal parts."""
+    if parts < 1 or ranks % parts:
+        fitting = ", ".join(map(str, divisors(ranks)))
+        raise UserError(f"{name} {parts} does not divide {ranks} ranks: choose one of {fitting}{or_else}")
+
+
 def meshes(
     topology: Topology, heads: int, ring: int | str = "auto", placement: str = "auto", kind: str = "keys"
 ) -> list[Mesh]:
     """Every mesh of these ranks whose Ulysses groups have at most a rank for each head, Ring degree by degree; of kinds
     other than keys with ring auto those with a ring. Raises UserError for a ring that ranks and heads do not allow."""
     size = topology.size
-    fitting = [n for n in range(1, size + 1) if size % n == 0 and size // n <= heads]
+    fitting = [n for n in divisors(size) if size // n <= heads]
     if ring != "auto" and ring not in fitting:
         raise UserError(
             f"ring {ring}: {size} ranks and {heads} attention heads allow ring {', '.join(map(str, fitting))} "
@@ -198,9 +207,7 @@ def cut(topology: Topology, ranks: tuple[int, ...], parts: int, name: str = "par
     cards where a part is as small as these or planes do not fit. Of the two ways to cut a node, that one is taken whose
     worst part has the fewest pairs of ranks on slow links. Raises UserError where `parts` does not divide the ranks."""
     size = len(ranks)
-    if parts < 1 or size % parts:
-        listed = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
-        raise UserError(f"{name} {parts} does not divide {size} ranks: choose one of {listed}")
+    check_divides(name, parts, size)
 
     def runs(near: Callable[[Place], tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
         order = sorted(ranks, key=lambda rank: near(topology.places[rank]))

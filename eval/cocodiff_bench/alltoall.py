@@ -31,7 +31,7 @@ from cocodiff.jobs.options import Option, check_counts
 from cocodiff.jobs.replicas import topology_of
 from cocodiff.jobs.terminal import say
 from cocodiff.kernels import Kernels
-from cocodiff.topology.layout import Layout, Segment, ShardedSegment
+from cocodiff.topology.layout import Layout
 from cocodiff.topology.links import alltoall_bound
 from cocodiff_bench import common
 from cocodiff_bench.common import Row, SerialTransport, Values
@@ -152,7 +152,7 @@ def random_blocks(size_mb: float, transport: Any) -> Blocks:
     """Blocks as near to size_mb / ranks as whole rows of 512 bytes allow, at least one row."""
     ranks = transport.size
     L = max(1, round(size_mb * 1e6 / ranks / ROW_BYTES))
-    layout = Layout((ShardedSegment(Segment("rows", L * ranks), (L,) * ranks),), (1,) * ranks)
+    layout = Layout((), (1,) * ranks).of_rows((L,) * ranks)
     generator = torch.Generator().manual_seed(transport.rank)
     packed = torch.randn(ranks, L, HEAD_DIM, generator=generator)
     x_BLHD = packed.transpose(0, 1).contiguous()[None]

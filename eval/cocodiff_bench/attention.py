@@ -9,7 +9,7 @@ asked (a decoder's next token), parts of the own keys that all ranks merge (dist
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cocodiff.attention.local import LocalAttention, Partial, partial_attention
+from cocodiff.attention.local import LocalAttention, Partial, all_merged, partial_attention
 from cocodiff.attention.strategy import LayerKey, LazyQKV
 from cocodiff.comm.launch import emulated
 from cocodiff.comm.trace import Trace
@@ -174,17 +174,8 @@ def naive(q_BLHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor) -> Tensor:
 def in_blocks(size: int, q_BLHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor) -> Tensor:
     """All queries against some keys at a time, merged as rings merge their parts."""
     pairs = zip(k_BSHD.split(size, 1), v_BSHD.split(size, 1), strict=True)
-    return merged(partial_attention(q_BLHD, k_BTHD, v_BTHD) for k_BTHD, v_BTHD in pairs)
-
-
-def merged(parts: Iterable[Any]) -> Tensor:
-    """What parts of one attention give together."""
-    found, kernels = iter(parts), Kernels()
-    first = next(found)
-    out_BLHD, lse_BLH = first.out_BLHD.float().contiguous(), first.lse_BLH.contiguous()
-    for part in found:
-        kernels.merge_partials(out_BLHD, lse_BLH, part.out_BLHD, part.lse_BLH.contiguous())
-    return out_BLHD.to(first.out_BLHD.dtype)
+    parts = (partial_attention(q_BLHD, k_BTHD, v_BTHD) for k_BTHD, v_BTHD in pairs)
+    return all_merged(Kernels(), parts).out_BLHD.to(q_BLHD.dtype)
 
 
 def peak_of(run: Callable[[], Any]) -> int | None:
@@ -275,7 +266,8 @@ def merging(call: Call, values: Values, topology: Topology, transport: Any, trac
         group.send_recv([(own, rank) for rank in others], [(of_ranks[rank], rank) for rank in others]).wait()
         for rank in others:
             trace.count(topology.link_class(transport.rank, rank), own.nbytes, "attention")
-        return merged(Partial(one[..., :D].contiguous(), one[..., D].contiguous()) for one in of_ranks)
+        parts = (Partial(one[..., :D].contiguous(), one[..., D].contiguous()) for one in of_ranks)
+        return all_merged(Kernels(), parts).out_BLHD
 
     return run
 

@@ -74,8 +74,7 @@ def with_compiled(configs: Mapping[str, Config]) -> dict[str, Config]:
 
 def meet(transport: Any) -> None:
     """Returns when all ranks are here."""
-    transport.gather_object(None)
-    transport.broadcast_object(None)
+    transport.values_of_all(None)
 
 
 def measure_in_turns(

@@ -42,7 +42,6 @@ from cocodiff.jobs.replicas import topology_of
 from cocodiff.jobs.terminal import say
 from cocodiff.models.adapter import image_and_text, image_segment
 from cocodiff.planner.calibrate import Constants
-from cocodiff.planner.memory import Load
 from cocodiff_bench import common
 from cocodiff_bench.common import Row, Values
 from cocodiff_bench.random_models import DTYPES, MODELS, Inputs, Sizes, in_fp32, random_model, run_inputs, step
@@ -289,12 +288,11 @@ def with_codecs(values: Values, transport: Any) -> dict[str, Config]:
     joint = MODELS[values["model"]].text_travels
     tokens = sizes_of(values).tokens
     segments = image_and_text(tokens, values["text"]) if joint else (image_segment(tokens),)
-    load = Load(segments, 1, DTYPES[values["dtype"]].itemsize)
     if scale:
         mine = None if transport.rank else measured_device(topology.size, tokens, values["heads"] * HEAD_DIM)
         slowed = Constants(sibling=1 / scale, plane=1 / scale, nic=1 / scale).machine(topology.machine)
         topology = replace(topology, machine=replace(slowed, device=transport.broadcast_object(mine)))
-    work = AttentionWork(values["heads"], HEAD_DIM, segments, itemsize=load.itemsize)
+    work = AttentionWork(values["heads"], HEAD_DIM, segments, itemsize=DTYPES[values["dtype"]].itemsize)
     found = {name: with_codec_chosen(config, topology, work) for name, config in configs.items()}
     where = f" (links {scale:g} times slower, arithmetic as measured on this host)" if scale else ""
     for name, (_, line) in found.items():

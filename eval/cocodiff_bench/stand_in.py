@@ -23,7 +23,7 @@ from cocodiff.kernels import Kernels, moved_by
 from cocodiff.planner.costs import CallKind, costs_of
 from cocodiff.planner.layers import SITES, Case, PlannedLayer
 from cocodiff.planner.memory import block_parameters
-from cocodiff.planner.roofline import LAUNCHES, bytes_of, cost_of, seconds
+from cocodiff.planner.roofline import bytes_of, operation_s, seconds
 from cocodiff_bench.common import SerialTransport
 
 PASSES = (  # operations that are waits: scoring and both codecs'. All others are done
@@ -56,9 +56,7 @@ class WaitingKernels(Kernels):
     def _run(self, op: str, *arguments: Any, **named: Any) -> Any:
         if op not in PASSES:
             return super()._run(op, *arguments, **named)
-        device = self._clock.device
-        launches_s = LAUNCHES.get(op, 1) * device.launch_us * 1e-6
-        self._clock.wait(seconds(device, 0.0, *cost_of(op, moved_by(op, arguments), arguments)) + launches_s)
+        self._clock.wait(operation_s(self._clock.device, op, moved_by(op, arguments), arguments))
         if op == "l1_score":
             shape = arguments[0].shape[:2]
             return torch.zeros(shape), torch.ones(shape)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cocodiff_sycl.checks import DTYPES, check_dims, check_last_stride, check_no_overlap, check_rows, check_shape
 from cocodiff_sycl.library import Layouts, Library, Tensors
-from cocodiff_sycl.streams import RUN, TOKENS, Cut, stream_places
+from cocodiff_sycl.streams import RUN, TOKENS, Cut, room_of, stream_places
 
 T = TypeVar("T")
 LAYOUTS = {"pairs": 0, "halves": 1, "complex": 2, "none": 3}
@@ -238,7 +238,7 @@ class Plans:
             strips, cells, tiles = batch * chunks * columns, batch * tokens * heads, all_tiles[number]
             begins = place if places is None else places[number]
             of_strips = columns, chunks, _divisor(columns), _divisor(chunks)
-            blocks.append((first_tile, tiles, strips, cells, start, tokens, begins, cells * width // 2 * 2, *of_strips))
+            blocks.append((first_tile, tiles, strips, cells, start, tokens, begins, room_of(cells, width), *of_strips))
             first_tile, start, place = first_tile + tiles, start + cut.sizes[number], place + cells * width
         if len(kernels) > 1 and max(all_tiles, default=0) > FEW_TILES:
             kernels = kernels[0], "stream_begins", *kernels[1:]

@@ -40,6 +40,11 @@ def most_bytes(cells: int, head_dim: int) -> int:
     return 2 * RUN * strips + strips + 4 * -(-strips // TILE)
 
 
+def room_of(cells: int, width: int) -> int:
+    """Bytes of a stream's first part, where a token and head has so many bytes: whole words."""
+    return cells * width // 2 * 2
+
+
 def stream_places(cells: Sequence[int], head_dim: int) -> list[int]:
     """Where blocks' streams begin in a buffer that has room for any, in bytes; at the end its size."""
     return list(accumulate((most_bytes(count, head_dim) // 2 * 2 for count in cells), initial=0))

@@ -105,7 +105,7 @@ def overlap(transport: Transport, group: Group) -> Overlap:
 
     def slowest(begin: Callable[[], Any]) -> float:
         _, own = timed(group, device, begin)
-        return float(transport.broadcast_object(max(transport.gather_object(own) or [own])))
+        return transport.over_all(own, max)
 
     exchange().wait()
     alone = min(slowest(exchange) for _ in range(REPEATS))

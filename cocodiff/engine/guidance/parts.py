@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from cocodiff.comm.trace import Trace
 from cocodiff.comm.transport import LaneFuture, Part, Transport
 from cocodiff.config.machine import Topology
 from cocodiff.engine.guidance import PARTS, SequenceOf, Sharing
+from cocodiff.models.adapter import tensors_in
 from cocodiff.topology.axes import Axes
 
 
@@ -64,9 +65,8 @@ class GuidanceParts:
     def all_rows(self, output: Any) -> Any:
         """A call's result with both parts' rows, from this part's."""
         own = self._message(output)
-        others = [torch.empty_like(x) for x in own]
-        self._begin(own)
-        self._lane.submit(self._pass, "exchange halves", own, others).wait()
+        others, exchanged = self._exchange_halves(own)
+        exchanged.wait()
         self._check(others[0])
         pairs = iter([*zip(own, others, strict=True)][1:])
         return tree_map_only(
@@ -112,10 +112,7 @@ class GuidanceParts:
             return
         nothing = self._without_values(like)
         if sharing is Sharing.ROWS:
-            own = self._message(nothing, failed=True)
-            self._begin(own)
-            others = [torch.empty_like(x) for x in own]
-            self._sent.append(self._lane.submit(self._pass, "exchange halves", own, others))
+            self._sent.append(self._exchange_halves(self._message(nothing, failed=True))[1])
         else:
             self.send(nothing, failed=True)
             self._make_up(like)
@@ -153,11 +150,17 @@ class GuidanceParts:
 
     def _message(self, output: Any, failed: bool = False) -> list[Tensor]:
         """A result as it travels: whether there is none, and its tensors."""
-        tensors = [x.contiguous() for x in tree_leaves(output) if isinstance(x, Tensor)]
-        return [torch.full((1,), failed, dtype=torch.uint8, device=self._device), *tensors]
+        flag = torch.full((1,), failed, dtype=torch.uint8, device=self._device)
+        return [flag, *(x.contiguous() for x in tensors_in(output))]
 
     def _without_values(self, like: Any) -> Any:
         return tree_map_only(Tensor, lambda x: torch.empty(x.shape, dtype=x.dtype, device=self._device), like)
+
+    def _exchange_halves(self, own: Sequence[Tensor]) -> tuple[list[Tensor], LaneFuture[None]]:
+        """Starts to send a result for the other part's; where that comes."""
+        others = [torch.empty_like(x) for x in own]
+        self._begin(own)
+        return others, self._lane.submit(self._pass, "exchange halves", own, others)
 
     def _pass(self, name: str, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
         """A job of the lane: one call on both sides, and both make theirs in the same order."""

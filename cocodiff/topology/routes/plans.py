@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from cocodiff.config.machine import Place, Topology
+from cocodiff.config.registry import EXCHANGES, load
 
 
 class Block(NamedTuple):
@@ -45,6 +46,14 @@ class Phase:
 
 
 Plan = tuple[Phase, ...]
+
+
+def plan_of(topology: Topology, rank: int, name: str, nic_balance: bool) -> Plan:
+    """Of a rank in an exchange of the table `EXCHANGES`. nic_balance: of split, between nodes."""
+    if name == "split" and nic_balance:
+        return split_plan(topology, rank, nic_detours(topology))
+    plan: Plan = load(EXCHANGES, name)(topology, rank)
+    return plan
 
 
 def flat_plan(topology: Topology, rank: int) -> Plan:
