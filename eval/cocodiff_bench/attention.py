@@ -72,8 +72,8 @@ class Call(NamedTuple):
     v_BLHD: Tensor
 
     @classmethod
-    def random(cls, tokens: int, values: Values, rank: int, ranks: int) -> Call:
-        own = tokens // ranks + (rank < tokens % ranks)
+    def random(cls, tokens: int, values: Values, rank: int, topology: Topology) -> Call:
+        own = Segment("tokens", tokens).shares(topology)[rank]
 
         def numbers(seed: int, rows: int) -> Tensor:
             generator, shape = torch.Generator().manual_seed(seed), (1, rows, values["heads"], values["head_dim"])
@@ -115,14 +115,14 @@ def check(values: Values, ranks: int | None) -> None:
 
 def measure(values: Values, output: OutputFolder, transport: Any) -> None:
     alone, measured = transport.size == 1, list[Row]()
-    ways = ways_of(values, transport.size)
+    ways, topology = ways_of(values, transport.size), topology_of(values["machine"], transport.size)
     for tokens in values["tokens"]:
-        call = Call.random(tokens, values, transport.rank, transport.size)
+        call = Call.random(tokens, values, transport.rank, topology)
         traces = {} if alone else {way: Trace(transport.rank) for way in ways}
         if alone:
             variants = {name: run for way in ways for name, run in alone_variants(way, call, values)}
         else:
-            variants = shared_variants(call, values, transport, traces)
+            variants = shared_variants(call, values, topology, transport, traces)
         results = {} if values["waits"] else {name: run() for name, run in variants.items()}
         slowest, sent = common.measure_slowest(f"bench attention {tokens}", variants, values, transport, traces)
         if transport.rank == 0:
@@ -198,10 +198,9 @@ def peak_of(run: Callable[[], Any]) -> int | None:
 
 
 def shared_variants(
-    call: Call, values: Values, transport: Any, traces: Mapping[str, Trace]
+    call: Call, values: Values, topology: Topology, transport: Any, traces: Mapping[str, Trace]
 ) -> dict[str, Callable[[], Any]]:
     """One for each trace. All ranks build the same ones in the same order: groups are made on the way."""
-    topology = topology_of(values["machine"], transport.size)
     found = {}
     for way, trace in traces.items():
         make = {"merged": merging, "torch_ring": torch_ring}.get(way, partial(strategy_of, way))
