@@ -105,8 +105,8 @@ class Ring:
         """Starts messages to and from members of the ring, and counts what is sent."""
         for x, member in sends:
             link = self.mesh.topology.link_class(self.rank, self._rank_of[member])
-            for purpose in ("attention", "whole"):
-                self._trace.count(link, x.nbytes, purpose)
+            self._trace.count(link, x.nbytes)
+            self._trace.count(link, x.nbytes, purpose="whole")
         return group.send_recv(*([(x, self._index_of[member]) for x, member in pairs] for pairs in (sends, recvs)))
 
 
