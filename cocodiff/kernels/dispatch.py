@@ -6,7 +6,7 @@ says why; with `sycl` asked for by name that is an error.
 
 CPU figures are of a 2-core AMD EPYC (docs/measurements/kernels-1-every-case.csv). SYCL is the faster one for smaller
 tensors too, but a run of those gains less than the half second that opening it takes. No Intel GPU was measured: there
-all operations that save passes over memory go to SYCL, on the evidence of the table of bytes in docs/design.md.
+all operations that save passes over memory go to SYCL, on the evidence of the bytes that docs/design.md tells.
 """
 
 from __future__ import annotations

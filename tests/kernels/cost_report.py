@@ -1,5 +1,5 @@
 """What the kernels cost on a tile of GPU Max, counted in the instructions that Intel's offline compiler made of them:
-`COCODIFF_OCLOC=FOLDER python tests/kernels/cost_report.py` prints the table of docs/design.md.
+`COCODIFF_OCLOC=FOLDER python tests/kernels/cost_report.py` prints them, a line for each kernel.
 
 A hardware thread runs LANES work-items. Its hot loop is the innermost one whose wide messages move the most bytes;
 cases.cpp has the arithmetic kernels' path for heads of 128 channels without other paths beside it. A case whose name
