@@ -1,12 +1,14 @@
 """Masks: coverage, seeds, files and the mistakes made with them."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import h5py
 import numpy as np
 import pytest
 import tifffile
-from cocodiff_eval.data.masks import block_mask, center_mask, make_mask
+from cocodiff_eval.cli.inpaint import read_alike
+from cocodiff_eval.data.masks import Mask, block_mask, center_mask, make_mask
 from cocodiff_eval.data.volume import Stack
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -121,3 +123,15 @@ def test_missing_file_names_the_choices(stack: Stack) -> None:
         make_mask("blocks", stack)
     with pytest.raises(UserError, match="no such file"):
         make_mask("no/mask.png", stack)
+
+
+def test_ranks_compare_which_slices_each_has_found_masked() -> None:
+    """They read a file by themselves, and make batches by it."""
+
+    def told(*masked: bool) -> dict[str, str]:
+        mask = Mask("holes", True, (3, 4, 4), lambda index: np.zeros((4, 4), bool), masked)
+        return read_alike([SimpleNamespace(stack=SimpleNamespace(name="tooth"), mask=mask, scale="0 to 9")])
+
+    one, other = told(True, True, False), told(False, True, True)
+    assert one == told(True, True, False) and one.keys() == other.keys()
+    assert [name for name in one if one[name] != other[name]] == ["slices of tooth that holes masks"]

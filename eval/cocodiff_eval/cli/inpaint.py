@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -106,8 +107,18 @@ def start(words: Sequence[str], launch: Launch) -> int:
     for task in tasks:
         check_truth(prepared.quality, task)
     prepared = partitioned(prepared, tasks)
-    compared = {f"intensities of {task.stack.name} outside {task.mask.name}": str(task.scale) for task in tasks}
-    return start_job(prepared, launch, "slices", partial(job, tasks), compared)
+    return start_job(prepared, launch, "slices", partial(job, tasks), read_alike(tasks))
+
+
+def read_alike(tasks: list[Any]) -> dict[str, str]:
+    """What ranks must have read alike: each reads the inputs by itself, and decides by them."""
+    found = {}
+    for task in tasks:
+        stack, mask = task.stack.name, task.mask
+        found[f"intensities of {stack} outside {mask.name}"] = str(task.scale)
+        digest = zlib.crc32(bytes(mask.masked))
+        found[f"slices of {stack} that {mask.name} masks"] = f"{sum(mask.masked)}, digest {digest:08x}"
+    return found
 
 
 def check_truth(quality: Quality | None, task: Any) -> None:

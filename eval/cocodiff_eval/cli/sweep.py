@@ -25,7 +25,7 @@ from cocodiff.jobs.replicas import topology_of_replica
 from cocodiff.jobs.terminal import say
 from cocodiff.models.family import INPAINT
 from cocodiff_eval.cli.inpaint import OPTIONS as OF_INPAINT
-from cocodiff_eval.cli.inpaint import SHOWN, SLICE_BY_SLICE, find_tasks
+from cocodiff_eval.cli.inpaint import SHOWN, SLICE_BY_SLICE, find_tasks, read_alike
 from cocodiff_eval.harness.grid import SECTIONS, Grid, Point, read_grid
 from cocodiff_eval.harness.quality import BOUND_OPTIONS
 from cocodiff_eval.harness.session import Prepared, Session, start_job
@@ -66,7 +66,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
         what = f"sweep of {len(grid.points)} point(s) on {ranks} rank(s) into {values['out']}"
         say(f"cocodiff {__version__}: {what}; reading {len(values['input'])} input(s)")
     prepared, tasks = prepare(values, grid, ranks, started)
-    return start_job(prepared, launch, "slices", partial(job, tasks, grid))
+    return start_job(prepared, launch, "slices", partial(job, tasks, grid), read_alike(tasks))
 
 
 def check_request(values: dict[str, Any]) -> None:
