@@ -23,7 +23,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from typing import Any
+from zlib import crc32
 
 from cocodiff.comm.peers import BLAME_S, ROUND_S, Limits, Message, Peers
 from cocodiff.config.errors import PeerLost, UserError
@@ -36,6 +38,12 @@ LINE_BYTES = 64 << 20  # of a rank that was admitted; its settings may list many
 SEND_S = 5.0  # a peer that reads nothing for so long is not waited for
 STRANGERS = 32  # connections beside the run's own that may be undecided at a time
 OnLoss = Callable[[BaseException], None]
+CALL = ContextVar("CALL", default="the start")  # the call that a thread works for: a lane's jobs have their submitter's
+
+
+def call_tag(bits: int) -> int:
+    """Return the number of the current call's name, which its messages carry: no other call's receive takes them."""
+    return crc32(CALL.get().encode()) >> (32 - bits)
 
 
 class Health:
@@ -45,8 +53,9 @@ class Health:
         """Raises PeerLost when a rank died, failed or fell silent."""
 
     def arrive(self, at: str, among: tuple[int, ...] = ()) -> None:
-        """Notes that this rank's main thread begins a call, named `at`, that all ranks make, or all of `among`, as
-        often and in the same order. A rank that others wait for in it, and that does not come, is lost in the end."""
+        """Note that this thread begins a call, named `at`, that all ranks make, or all of `among`, as often, in the same
+        order and by the same name. A rank that others wait for in it, and that does not come, is lost in the end."""
+        CALL.set(at)
 
     def still_waiting(self) -> None:
         """Notes that this thread waits for other ranks; called again and again meanwhile. Raises PeerLost."""
@@ -180,6 +189,7 @@ class Watch(Health):
             raise self._peers.lost
 
     def arrive(self, at: str, among: tuple[int, ...] = ()) -> None:
+        super().arrive(at, among)
         self._peers.own.arrive(at, among)
 
     def still_waiting(self) -> None:

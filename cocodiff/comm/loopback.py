@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from cocodiff.comm.health import Health
+from cocodiff.comm.health import CALL, Health
+from cocodiff.comm.peers import STILL_S, CallTable, OwnProgress, find_stalled
 from cocodiff.comm.transport import CHECK_S, Group, LaneOwner, Messages, Pending, not_empty
 from cocodiff.config.errors import PeerLost, UserError
 
@@ -31,6 +32,9 @@ class LoopbackWorld:
         self.failure: PeerLost | UserError | None = None
         self._mailboxes: dict[Any, queue.SimpleQueue[Any]] = defaultdict(queue.SimpleQueue)
         self._lock = threading.Lock()
+        self._table = CallTable()
+        self._progress = [OwnProgress(time.monotonic, time.monotonic()) for _ in range(size)]
+        self._left = [False] * size
 
     def mailbox(self, *key: Any) -> queue.SimpleQueue[Any]:
         with self._lock:
@@ -43,6 +47,28 @@ class LoopbackWorld:
     def check(self) -> None:
         if self.failure is not None:
             raise self.failure
+
+    def arrive(self, rank: int, at: str, among: tuple[int, ...]) -> None:
+        """See `Health.arrive`. Fail at once where another rank has called something else."""
+        own = self._progress[rank]
+        own.arrive(at, among)
+        with self._lock:
+            found = self._table.find_other_call(rank, {among: [(own.last.calls[among], at)]})
+        if found is not None:
+            self.fail(PeerLost(*found))
+
+    def leave(self, rank: int) -> None:
+        self._left[rank] = True
+
+    def still_waiting(self, rank: int) -> None:
+        """Raise what ended the run, also where this rank and others wait for each other."""
+        self._progress[rank].still_waiting()
+        now = time.monotonic()
+        seen = {rank: own.seen(now, self._left[rank]) for rank, own in enumerate(self._progress)}
+        found = find_stalled(seen, self.timeout_s, STILL_S / 2)
+        if found is not None:
+            self.fail(PeerLost(*found))
+        self.check()
 
     def take(self, mailbox: queue.SimpleQueue[Any], peer: int) -> Any:
         """The next message; raises PeerLost when a rank failed, or when `peer` sent nothing for `timeout_s`."""
@@ -62,14 +88,14 @@ class _Inbox:
 
     def __init__(self, world: LoopbackWorld, peer: int, mailbox: queue.SimpleQueue[Any]) -> None:
         self._world, self._peer, self._mailbox = world, peer, mailbox
-        self._posted: deque[Tensor] = deque()
+        self._posted: deque[tuple[str, Tensor]] = deque()  # with the call that each is for
         self._numbers = count()
         self._delivered = 0
         self._changed = threading.Condition()
         self._taken_by_another = False
 
     def post(self, tensor: Tensor) -> int:
-        self._posted.append(tensor)
+        self._posted.append((CALL.get(), tensor))
         return next(self._numbers)
 
     def wait(self, number: int) -> None:
@@ -85,7 +111,10 @@ class _Inbox:
         self._taken_by_another = True
         self._changed.release()
         try:
-            message, tensor = self._world.take(self._mailbox, self._peer), self._posted.popleft()
+            (call, message), (own_call, tensor) = self._world.take(self._mailbox, self._peer), self._posted.popleft()
+            self._world.check()
+            if call != own_call:
+                raise PeerLost(self._peer, f"sent {call}, and {own_call} was awaited: ranks make different calls")
             if message.shape != tensor.shape or message.dtype != tensor.dtype:
                 came = f"{message.dtype} {tuple(message.shape)}"
                 raise ValueError(f"rank {self._peer} sent {came}, {tuple(tensor.shape)} awaited")
@@ -115,7 +144,7 @@ class LoopbackGroup(Group):
 
     def send_recv(self, sends: Messages, recvs: Messages) -> Pending:
         for tensor, peer in not_empty(sends):
-            self._world.mailbox(self._context, self.index, peer).put(tensor.clone())
+            self._world.mailbox(self._context, self.index, peer).put((CALL.get(), tensor.clone()))
         inboxes = [(self._inboxes[peer], tensor) for tensor, peer in not_empty(recvs)]
         return _Receipts([(inbox, inbox.post(tensor)) for inbox, tensor in inboxes])
 
@@ -129,8 +158,15 @@ class LoopbackHealth(Health):
     def check(self) -> None:
         self._world.check()
 
+    def arrive(self, at: str, among: tuple[int, ...] = ()) -> None:
+        super().arrive(at, among)
+        self._world.arrive(self._rank, at, among)
+
     def still_waiting(self) -> None:
-        self._world.check()
+        self._world.still_waiting(self._rank)
+
+    def close(self) -> None:
+        self._world.leave(self._rank)
 
     def fail(self, reason: str, mistake: bool = False) -> None:
         self._world.fail(UserError(reason) if mistake else PeerLost(self._rank, f"failed: {reason}"))

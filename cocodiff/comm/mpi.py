@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from cocodiff.comm.checked import WrongMessage
-from cocodiff.comm.health import Health
+from cocodiff.comm.health import Health, call_tag
 from cocodiff.comm.launch import detect
 from cocodiff.comm.transport import Group, LaneOwner, Messages, Pending, not_empty
 from cocodiff.config.errors import UserError
@@ -108,9 +108,9 @@ class MpiGroup(Group):
         self.ranks, self.index = ranks, communicator.Get_rank()
 
     def _posted(self, sends: Messages, recvs: Messages) -> list[Any]:
-        byte = self._mpi.BYTE
-        requests = [self._communicator.Irecv([bits_of(t), byte], peer) for t, peer in recvs]
-        return requests + [self._communicator.Isend([bits_of(t), byte], peer) for t, peer in sends]
+        byte, tag = self._mpi.BYTE, call_tag(15)  # the most that every library has
+        requests = [self._communicator.Irecv([bits_of(t), byte], peer, tag) for t, peer in recvs]
+        return requests + [self._communicator.Isend([bits_of(t), byte], peer, tag) for t, peer in sends]
 
     def send_recv(self, sends: Messages, recvs: Messages) -> Pending:
         sends, recvs = not_empty(sends), not_empty(recvs)

@@ -6,18 +6,21 @@ rank that it has a line to. Rank 0 has one to every other rank, which all have o
 Below is who keeps the others waiting. All ranks go through the same calls in the same order (attention calls, gathers,
 broadcasts), so the numbers of the calls that they are at can be compared: a rank that waits in call 40 while another
 one is at call 39 waits for it. Where a part of the ranks makes calls of its own, these are counted for that part, and
-compared among its ranks.
+compared among its ranks. Calls of one number have one name: ranks that go different ways are found by that, once they
+stand still. No time decides it, so a slow rank is blamed for nothing.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
 from cocodiff.config.errors import PeerLost, UserError
+from cocodiff.config.grouping import by_key
 
 BLAME_S = 3.0  # a transport error and the notice of the death behind it travel apart
 BLOCKED_S = 0.5  # how long after a loss a library's wait may take to end with an error of its own
@@ -25,8 +28,11 @@ BEAT_S = 5.0  # between a rank's heartbeats, at most
 ROUND_S = 0.2  # how often the watch looks at the clock
 Message = dict[str, Any]
 Ranks = tuple[int, ...]
+Calls = Mapping[Ranks, Iterable[tuple[int, str]]]  # number and name, by the ranks that make them
 ALL: Ranks = ()  # stands for all ranks of the run
 RECENT_S = 1.0  # a wait that was noted within this time still goes on; a waiting thread notes it four times a second
+STILL_S = 1.0  # without a new call a rank stands still: it tells its last calls, and its waits are looked at
+LAST_CALLS = 256  # that a rank tells: more than a displaced one is ahead of the others
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,8 @@ class Progress:
     """Where one rank is. calls: how many calls that all of some ranks make it has begun, by these ranks (or ALL). at,
     among: the name of the last call, and the ranks that make it. waits_s: for how long its main thread has been waiting
     for others, 0 while it does something else. unchanged_s: how long ago `calls` changed. left: it has said goodbye.
-    awaits: the ranks whose messages it waits for, where messages are checked."""
+    awaits: the ranks whose messages it waits for, where messages are checked. last_calls: number and name of its last
+    calls, by the ranks that make them; empty while it does not stand still."""
 
     calls: Mapping[Ranks, int] = field(default_factory=dict)
     at: str = "the start"
@@ -53,11 +60,12 @@ class Progress:
     unchanged_s: float = 0.0
     left: bool = False
     awaits: Ranks = ()
+    last_calls: Calls = field(default_factory=dict)
 
 
 @dataclass
 class OwnProgress:
-    """This rank's own progress, written by its main thread and read by the thread that sends heartbeats."""
+    """This rank's own progress, written by the thread that makes its calls, and read by the one of heartbeats."""
 
     clock: Callable[[], float]
     _changed: float
@@ -67,6 +75,8 @@ class OwnProgress:
     _waits_since: float = 0.0
     _noted: float = -inf
     _awaited: dict[int, Ranks] = field(default_factory=dict)  # by thread
+    _calls: deque[tuple[Ranks, tuple[int, str]]] = field(default_factory=lambda: deque(maxlen=LAST_CALLS))
+    _thread: int | None = threading.main_thread().ident  # that makes the calls
 
     def now(self) -> float:
         """A clock that stands while this process is stopped."""
@@ -74,12 +84,16 @@ class OwnProgress:
 
     def arrive(self, at: str, among: Ranks = ALL) -> None:
         # A new one: the thread that sends heartbeats reads the old one meanwhile.
-        calls = self.last.calls
-        self.last = Progress({**calls, among: calls.get(among, 0) + 1}, at, among)
-        self._changed, self._noted = self.now(), -inf
+        number = self.last.calls.get(among, 0) + 1
+        self.last = Progress({**self.last.calls, among: number}, at, among)
+        self._calls.append((among, (number, at)))
+        self._changed, self._noted, self._thread = self.now(), -inf, threading.get_ident()
+
+    def last_calls(self) -> Calls:
+        return by_key(list(self._calls))  # a copy at once: the other thread may append
 
     def still_waiting(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
+        if threading.get_ident() != self._thread:
             return
         now = self.now()
         if now - self._noted > RECENT_S:
@@ -97,7 +111,31 @@ class OwnProgress:
         elif now - self._noted <= RECENT_S:
             waits_s = now - self._waits_since
         awaited = tuple(sorted({rank for ranks in list(self._awaited.values()) for rank in ranks}))
-        return replace(self.last, waits_s=waits_s, unchanged_s=now - self._changed, left=left, awaits=awaited)
+        unchanged_s = now - self._changed
+        calls = self.last_calls() if unchanged_s > STILL_S else {}
+        return replace(
+            self.last, waits_s=waits_s, unchanged_s=unchanged_s, left=left, awaits=awaited, last_calls=calls
+        )
+
+
+class CallTable:
+    """The names of the calls that ranks have made, by the ranks that make them and their numbers."""
+
+    def __init__(self) -> None:
+        self._known: dict[Ranks, dict[int, tuple[int, str]]] = {}  # with the rank that has told it
+
+    def find_other_call(self, rank: int, calls: Calls) -> tuple[int, str] | None:
+        """Note some calls of a rank. Return the rank and a reason if another one has called something else instead."""
+        for among, numbered in calls.items():
+            known = self._known.setdefault(among, {})
+            for number, at in numbered:
+                other, there = known.setdefault(number, (rank, at))
+                if at != there:
+                    ranks = _of_ranks(among)
+                    return rank, f"calls {at}{ranks}, and rank {other} {there}{ranks}: ranks make different calls"
+            for number in list(known)[: -2 * LAST_CALLS]:
+                del known[number]
+        return None
 
 
 class Peers:
@@ -118,6 +156,7 @@ class Peers:
         self._settings, self._refusal = settings, ""
         self._heard: dict[int, float] = {}
         self._progress: dict[int, tuple[Progress, float]] = {}  # with the time at which its calls changed
+        self._table, self._told_calls = CallTable(), self.own.last.calls
 
     @property
     def closing(self) -> bool:
@@ -138,7 +177,7 @@ class Peers:
         elif "settings" in message:
             told = self._compare(sender, message["settings"], now)
         elif "progress" in message:
-            self._note_progress(sender, message["progress"], now)
+            told = self._note_progress(sender, message["progress"], now)
         elif "agreed" in message:
             self.agreed = True
         elif "left" in message:
@@ -194,13 +233,17 @@ class Peers:
         if self.rank == 0 and self.agreed:
             stall_s = self.limits.stall_s
             others = self._seen(now)
-            stalled = find_stalled(others | {0: own}, stall_s, min(stall_s, limit_s))
+            stalled = find_stalled(others | {0: own}, stall_s, min(stall_s, STILL_S / 2))
             stalled = stalled or _find_lingering(others, now - self.closed_at, stall_s)
             if stalled is not None:
                 return self.lose(PeerLost(*stalled), now)
-        if self.closing or now < self._next_beat:
+        stands_still = bool(own.last_calls) and own.calls is not self._told_calls
+        if self.closing or (now < self._next_beat and not stands_still):
             return []
         self._next_beat = now + min(BEAT_S, limit_s / 4)
+        if not stands_still:
+            return [_told(replace(own, last_calls={}))]
+        self._told_calls = own.calls
         return [_told(own)]
 
     def goodbye(self) -> list[Message]:
@@ -236,10 +279,15 @@ class Peers:
         self.agreed = True
         return [{"agreed": True}]
 
-    def _note_progress(self, rank: int, told: list[Any], now: float) -> None:
-        calls, at, among, waits_s, awaits, unchanged_s = told
+    def _note_progress(self, rank: int, told: list[Any], now: float) -> list[Message]:
+        calls, at, among, waits_s, awaits, unchanged_s, last_calls = told
         one = Progress({tuple(ranks): count for ranks, count in calls}, at, tuple(among), waits_s, awaits=tuple(awaits))
         self._progress[rank] = one, now - unchanged_s
+        if self.rank or not last_calls:
+            return []
+        self._table.find_other_call(0, self.own.last_calls())
+        found = self._table.find_other_call(rank, {tuple(ranks): numbered for ranks, numbered in last_calls})
+        return [] if found is None else self.lose(PeerLost(*found), now)
 
     def _seen(self, now: float) -> dict[int, Progress]:
         """Where the others are."""
@@ -251,7 +299,8 @@ class Peers:
 
 
 def _told(own: Progress) -> Message:
-    return {"progress": [[*own.calls.items()], own.at, own.among, own.waits_s, own.awaits, own.unchanged_s]}
+    calls = [*own.calls.items()], own.at, own.among, own.waits_s, own.awaits, own.unchanged_s, [*own.last_calls.items()]
+    return {"progress": calls}
 
 
 def describe_difference(ours: dict[str, str], theirs: dict[str, str]) -> str:
@@ -266,8 +315,8 @@ def describe_difference(ours: dict[str, str], theirs: dict[str, str]) -> str:
 
 
 def find_stalled(progress: Mapping[int, Progress], stall_s: float, left_s: float) -> tuple[int, str] | None:
-    """The rank that others have been waiting for too long, and why it is the one; None while all goes on. stall_s: for
-    how long a rank may wait for another. left_s: the same for a rank that has said goodbye."""
+    """Return the rank that others have been waiting for too long, or for no use, and why it is the one; None while all
+    goes on. stall_s: for how long a rank may wait for another. left_s: the same for a rank that has said goodbye."""
     # Nobody else comes to the set-up of a part of one rank: who waits after it waits in a call of the whole run.
     progress = {rank: replace(one, among=ALL) if len(one.among) == 1 else one for rank, one in progress.items()}
     # A rank that waits in its part keeps the whole run waiting: so the smallest parts come first.
@@ -283,29 +332,26 @@ def find_stalled(progress: Mapping[int, Progress], stall_s: float, left_s: float
             awaited = progress[rank].awaits
             which = f"; it waits for a message from rank {' or '.join(map(str, awaited))}" if awaited else ""
             return rank, reason + which
-    return _in_a_circle({rank: one for rank, one in progress.items() if one.waits_s > stall_s < one.unchanged_s})
+    still_s = min(stall_s, STILL_S)
+    return _in_a_circle({rank: one for rank, one in progress.items() if one.waits_s and one.unchanged_s > still_s})
 
 
 def _in_a_circle(progress: Mapping[int, Progress]) -> tuple[int, str] | None:
-    """Of ranks that have all waited too long, in calls of different parts: one that waits for another which waits for
-    it in turn, perhaps by way of more. A rank waits for those that have not come to its call."""
+    """Return, of ranks that all wait, in calls of different parts, one that waits for another which waits for it in
+    turn, perhaps by way of more, and why. A rank waits for those that have not come to its call: these come to it
+    after their own, for which the rank has to come to a call after its own. So it is no matter of time."""
     inside = dict(progress)
     while True:
-        kept = {
-            rank: one
-            for rank, one in inside.items()
-            if any(other.calls.get(one.among, 0) < one.calls.get(one.among, 0) for other in _part(one, inside))
+        fewest = {
+            among: min(inside[rank].calls.get(among, 0) for rank in among or inside if rank in inside)
+            for among in {one.among for one in inside.values()}
         }
+        kept = {rank: one for rank, one in inside.items() if fewest[one.among] < one.calls.get(one.among, 0)}
         if not kept:
             return None
         if len(kept) == len(inside):
             return _in_another_call(kept, min(kept))
         inside = kept
-
-
-def _part(of: Progress, progress: Mapping[int, Progress]) -> list[Progress]:
-    """The ranks that make its call, among some."""
-    return [one for rank, one in progress.items() if of.among == ALL or rank in of.among]
 
 
 def _find_stalled_among(

@@ -5,8 +5,9 @@ counters: of the bytes that the peer has put there, and of those that it has tak
 sender puts a message, completes that at the target, and puts the first counter; the receiver finds it there, copies the
 message out and puts the second counter back. So a sender waits for nobody while the ring has room, and nothing is
 overwritten before it was read. Before every message its length is put, so that a receiver which awaits another one says
-so. What is longer than a ring goes two-sided behind its length, which both sides see by its size. Counters are 8 bytes
-and aligned, which every MPI writes at once; puts do not need the receiver's help where accumulates may.
+so, and with it the number of its call: a receiver that is in another call takes nothing more, as with MPI's own
+messages. What is longer than a ring goes two-sided behind its length, which both sides see by its size. Counters are 8
+bytes and aligned, which every MPI writes at once; puts do not need the receiver's help where accumulates may.
 
 Puts that find no room, and receives, move on while any thread of the rank waits for any group, as MPI's own do.
 """
@@ -23,13 +24,14 @@ from typing import Any
 
 import numpy as np
 
-from cocodiff.comm.health import Health
+from cocodiff.comm.health import Health, call_tag
 from cocodiff.comm.mpi import SHARED_MEMORY, MpiGroup, MpiTransport, bits_of, wait_until
 from cocodiff.comm.transport import Messages, Pending, not_empty
 from cocodiff.config.errors import PeerLost, UserError
 
 WINDOW_BYTES = 2**23  # of a group, on each rank
 PIECE = 2**20  # bytes that are put before their counter is
+CALL_BIT = 48  # of a length, from which on it is the number of the message's call
 COUNTERS = 16  # bytes of the two that belong to a peer: what has arrived from it, what it has taken
 TRIAL_S = 1.0  # until a put that needs its receiver's help is not waited for
 FREE_S = 10.0  # at most, for all ranks to come to the end of a window
@@ -100,8 +102,11 @@ class Peer:
             message.done, read = message.done + size, read + size
             if message.is_through:
                 self.incoming.popleft()
-                if message.length and message.length != (came := int(message.bits.view(np.int64)[0])):
-                    raise self._group.refused(self.number, came, message.length)
+                came, mask = int(message.bits.view(np.int64)[0]) if message.length else 0, (1 << CALL_BIT) - 1
+                if came >> CALL_BIT != message.length >> CALL_BIT:
+                    self.incoming = deque(maxlen=0)  # the ranks wait for each other: the watch knows in which calls
+                elif came != message.length:
+                    raise self._group.refused(self.number, came & mask, message.length & mask)
         if read == self._read[0]:
             return False
         self._read[0] = read
@@ -162,12 +167,13 @@ class RmaGroup(MpiGroup):
         return Peer(self, number, put_there, self._counters[number], self._rings[number])
 
     def send_recv(self, sends: Messages, recvs: Messages) -> Pending:
-        capacity, opened = self._rings.shape[1], []
+        capacity, opened, call = self._rings.shape[1], list[Message](), call_tag(15) << CALL_BIT
         with self.lock:
             for listed, leaving in ((recvs, False), (sends, True)):
                 for tensor, peer in not_empty(listed):
-                    length, message = np.array([tensor.nbytes]).view(np.uint8), Message(bits_of(tensor))
-                    both = [Message(length, tensor.nbytes), *([message] if tensor.nbytes <= capacity else [])]
+                    length, message = call + tensor.nbytes, Message(bits_of(tensor))
+                    announced = Message(np.array([length]).view(np.uint8), length)
+                    both = [announced, *([message] if tensor.nbytes <= capacity else [])]
                     of = self._peers[peer]
                     (of.outgoing if leaving else of.incoming).extend(both)
                     opened += both

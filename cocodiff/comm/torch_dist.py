@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cocodiff.comm.health import Health
+from cocodiff.comm.health import Health, call_tag
 from cocodiff.comm.transport import Group, LaneOwner, Messages, Pending, not_empty
 from cocodiff.config.errors import UserError
 from cocodiff.kernels.device import StreamMark, used_on_current_stream
@@ -89,11 +89,11 @@ class TorchDistGroup(Group):
 
     def send_recv(self, sends: Messages, recvs: Messages) -> Pending:
         sends, recvs = not_empty(sends), not_empty(recvs)
-        group = self._process_group
+        group, tag = self._process_group, call_tag(31)
         if self._on_cpu:
             # The group's own calls: irecv and isend check in Python what is so here, which takes as long as the call.
-            received = [group.recv([tensor], peer, 0) for tensor, peer in recvs]
-            return _Works(received + [group.send([tensor], peer, 0) for tensor, peer in sends])
+            received = [group.recv([tensor], peer, tag) for tensor, peer in recvs]
+            return _Works(received + [group.send([tensor], peer, tag) for tensor, peer in sends])
         sends, recvs = self._both_ways(sends, recvs)
         # Device backends match the two lists of one batch; with receives listed first some of them deadlock.
         operations = [dist.P2POp(dist.isend, tensor, group=group, group_peer=peer) for tensor, peer in sends]

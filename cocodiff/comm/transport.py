@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextvars import copy_context
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
@@ -138,23 +139,24 @@ class Transport(ABC):
         self.control.submit(lambda: found.append(job())).wait()
         return found[0]
 
-    def gather_object(self, value: Any) -> list[Any] | None:
-        """All ranks' values, see `objects.as_bytes`, on rank 0; None elsewhere. Blocks; for set-up and results."""
-        return self.blocking(lambda: gather_values(self.host_world, value), "gather_object")
+    def gather_object(self, value: Any, at: str = "gather_object") -> list[Any] | None:
+        """Return all ranks' values, see `objects.as_bytes`, on rank 0; None elsewhere. Blocks; for set-up and results.
+        at: its name, by which ranks that call something else are told."""
+        return self.blocking(lambda: gather_values(self.host_world, value), at)
 
-    def broadcast_object(self, value: Any) -> Any:
-        """Rank 0's value; see `gather_object`."""
-        return self.blocking(lambda: broadcast_value(self.host_world, value), "broadcast_object")
+    def broadcast_object(self, value: Any, at: str = "broadcast_object") -> Any:
+        """Return rank 0's value; see `gather_object`."""
+        return self.blocking(lambda: broadcast_value(self.host_world, value), at)
 
-    def over_all(self, value: Any, merge: Callable[[list[Any]], T]) -> T:
-        """What rank 0 makes of all ranks' values, on every rank; see `gather_object`."""
-        of_ranks = self.gather_object(value)
-        found: T = self.broadcast_object(None if of_ranks is None else merge(of_ranks))
+    def over_all(self, value: Any, merge: Callable[[list[Any]], T], at: str) -> T:
+        """Return what rank 0 makes of all ranks' values, on every rank; see `gather_object`."""
+        of_ranks = self.gather_object(value, at)
+        found: T = self.broadcast_object(None if of_ranks is None else merge(of_ranks), at)
         return found
 
-    def values_of_all(self, value: Any) -> list[Any]:
-        """All ranks' values on every rank; see `gather_object`."""
-        return self.over_all(value, list)
+    def values_of_all(self, value: Any, at: str = "values_of_all") -> list[Any]:
+        """Return all ranks' values on every rank; see `gather_object`."""
+        return self.over_all(value, list, at)
 
     @abstractmethod
     def close(self) -> None:
@@ -400,7 +402,8 @@ class Lane:
             raise RuntimeError(f"lane {self.name} is closed, and its transport with it: nobody would run this job")
         future: Future[Any] = Future()
         inference = torch.is_inference_mode_enabled()  # a mode of each thread
-        self.worker.run(partial(self._run, work, HandedOver(given, self._device), future, inference))
+        handed = HandedOver(given, self._device)
+        self.worker.run(partial(copy_context().run, self._run, work, handed, future, inference))
         return LaneFuture(future, self._health)
 
     def close(self) -> None:

@@ -35,12 +35,12 @@ class Compared(NamedTuple):
     words: str
 
 
-def check_agreement(values: dict[str, Any], transport: Transport) -> None:
-    """Compares what ranks call with. All ranks call it and wait for each other. values: tensors, and numbers, texts and
-    containers of them, by the same names on every rank. Raises UserError on every rank, which names what differs and
-    the ranks that have something else than most."""
+def check_agreement(values: dict[str, Any], transport: Transport, at: str) -> None:
+    """Compare what ranks call with. All ranks call it and wait for each other. values: tensors, and numbers, texts and
+    containers of them, by the same names on every rank. at: the name of this comparison. Raises UserError on every
+    rank, which names what differs and the ranks that have something else than most."""
     own = [Compared((name, form(value), _bits(value)), described(value)) for name, value in values.items()]
-    message = transport.over_all(own, disagreement)
+    message = transport.over_all(own, disagreement, at)
     if message is not None:
         raise UserError(message)
 

@@ -210,7 +210,7 @@ class Engine:
         if error is not None and not isinstance(error, PeerLost):  # that came from the others
             mistake = isinstance(error, UserError)
             self.transport.health.fail(str(error) if mistake else f"{type(error).__name__}: {error}", mistake)
-        self._results = self._results_of_all_ranks() if error is None else None
+        self._results = self._results_of_all_ranks("leaving the parallelize block") if error is None else None
         if self._owns_transport and error is None:
             self.transport.close()
 
@@ -304,11 +304,11 @@ class Engine:
 
     def _current_results(self) -> Results:
         if self._inside:
-            return self._results_of_all_ranks()
+            return self._results_of_all_ranks("engine.bytes() or drift_profile()")
         return self._results or Results.merged([self._own_results()])
 
-    def _results_of_all_ranks(self) -> Results:
-        return self.transport.over_all(self._own_results(), Results.merged)
+    def _results_of_all_ranks(self, at: str) -> Results:
+        return self.transport.over_all(self._own_results(), Results.merged, at)
 
     # What happens during a model call -------------------------------------------------------------------------------
 
@@ -362,7 +362,7 @@ class Engine:
         if self.counter.calls == 1:
             digests = [split.digest for split in self._split.values()] or map(weights_digest, self._models)
             facts["digest of weights"] = ", ".join(digests)
-        check_agreement(facts | arguments, ranks)
+        check_agreement(facts | arguments, ranks, f"the transformer's {self.counter.here}")
 
     def _begin_step(self, arguments: Arguments) -> None:
         counter, number = self.counter, self._models.index(self.model)
@@ -409,7 +409,7 @@ class Engine:
             layer = f"{EXPERTS[1]}.{layer}"
         layer_key = LayerKey(layer, self.counter.branch)
         ranks = self.sequence
-        ranks.transport.arrive(f"attention {layer}")
+        ranks.transport.arrive(f"attention {layer} in {self.counter.here}")
         out_BLHD = ranks.strategy.attend(qkv, layer_key)
         if not self._guided.own:
             ranks.strategy.codec.forget(layer_key)

@@ -36,6 +36,11 @@ class StepCounter:
         self._sample: Tensor | None = None
         self._texts: list[Tensor | None] = []  # of the current step's calls
 
+    @property
+    def here(self) -> str:
+        """The current call in words, alike on all ranks: the same call has the same words."""
+        return f"call {self.calls} of image {self.run + 1}"
+
     def new_run(self) -> None:
         """The next call begins a run, whatever it looks like."""
         self._begins = True

@@ -82,7 +82,7 @@ class OneRankVAE(SharedVAE):
 
     def _image(self, z: Tensor, **options: Any) -> Tensor:
         image = self._decode(z, return_dict=False, **options)[0].cpu() if self._transport.rank == 0 else None
-        whole: Tensor = self._transport.broadcast_object(image)
+        whole: Tensor = self._transport.broadcast_object(image, "the VAE's image")
         return whole.to(z.device)
 
 
@@ -197,7 +197,7 @@ class ShardedVAE(SharedVAE):
 def tensors_of_all(own: list[Tensor], transport: Transport, like: Tensor, at: str) -> list[list[Tensor]]:
     """Every rank's tensors, on every rank. own: this rank's, of one dtype on all ranks. like: on the device of these.
     at: the name of the exchange, should a rank not come to it."""
-    of_ranks = transport.values_of_all([(tensor.shape, tensor.dtype) for tensor in own])
+    of_ranks = transport.values_of_all([(tensor.shape, tensor.dtype) for tensor in own], at)
     dtype = next(dtype for of_rank in of_ranks for _, dtype in of_rank)
     counts = [[math.prod(shape) for shape, _ in of_rank] for of_rank in of_ranks]
     sent = torch.cat([tensor.flatten() for tensor in own] or [like.new_empty(0, dtype=dtype)])

@@ -99,7 +99,10 @@ ROUND = [stuck("set-up", X, 15, {X: 3, N: 1}), stuck("set-up", M, 15, {X: 2, M: 
         pytest.param([SETS_UP, GATHERS, GATHERS_TOO, GATHERS_TOO], DIFFER, id="one sets up what the others do not"),
         pytest.param([SETS_UP, GATHERS, goes_on(Y, 9, run=5), goes_on(Y, 9, run=5)], DIFFER, id="another part goes on"),
         pytest.param(
-            [SETS_UP, replace(GATHERS, waits_s=4), GATHERS_TOO, GATHERS_TOO], None, id="one not for long enough yet"
+            [SETS_UP, replace(GATHERS, waits_s=0.0, unchanged_s=4.0), GATHERS_TOO, GATHERS_TOO], None, id="one works"
+        ),
+        pytest.param(
+            [SETS_UP, replace(GATHERS, waits_s=0.5, unchanged_s=1.2), GATHERS_TOO, GATHERS_TOO], DIFFER, id="at once"
         ),
         pytest.param(
             [*ROUND, stuck("set-up", N, 15, {M: 2, N: 2})],

@@ -105,7 +105,7 @@ def overlap(transport: Transport, group: Group) -> Overlap:
 
     def slowest(begin: Callable[[], Any]) -> float:
         _, own = timed(group, device, begin)
-        return transport.over_all(own, max)
+        return transport.over_all(own, max, "the slowest rank")
 
     exchange().wait()
     alone = min(slowest(exchange) for _ in range(REPEATS))

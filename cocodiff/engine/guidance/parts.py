@@ -15,12 +15,15 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from cocodiff.comm.health import CALL
 from cocodiff.comm.trace import Trace
 from cocodiff.comm.transport import LaneFuture, Part, Transport
 from cocodiff.config.machine import Topology
 from cocodiff.engine.guidance import PARTS, SequenceOf, Sharing
 from cocodiff.models.adapter import tensors_in
 from cocodiff.topology.axes import Axes
+
+AT = "the other guidance branch"  # the name of every call that the parts make together
 
 
 class GuidanceParts:
@@ -164,12 +167,13 @@ class GuidanceParts:
 
     def _pass(self, name: str, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
         """A job of the lane: one call on both sides, and both make theirs in the same order."""
+        CALL.set(AT)  # what this rank comes to meanwhile need not be what the other part does
         with self._trace.span(name, "guidance"):
             self._group.send_recv([(x, self._peer) for x in sent], [(x, self._peer) for x in received]).wait()
 
     def _begin(self, sent: Sequence[Tensor]) -> None:
         """This rank comes to a message between the two, and has this to send."""
-        self._health.arrive("the other guidance branch", self._among)
+        self._health.arrive(AT, self._among)
         for x in sent:
             self._trace.count(self._link, x.nbytes, purpose="guidance")
 
