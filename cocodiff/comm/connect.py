@@ -15,6 +15,7 @@ import secrets
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
@@ -317,24 +318,29 @@ def launcher_store(
     """The store of torchrun, or of whoever set MASTER_ADDR and MASTER_PORT, kept as long as the process: a later run of
     the same ranks meets at the same one. hosted: rank 0 has none to connect to and makes it. Raises PeerLost where rank
     0 does not answer within `start_s`."""
-    limit = timedelta(seconds=start_s)
+    limit, began = timedelta(seconds=start_s), time.monotonic()
     try:
         if rank == 0 and not hosted:
             store = _own_store(host, port, size, limit, one_host)
         else:
             store = dist.TCPStore(host, port, size, is_master=False, timeout=limit, wait_for_workers=False)
     except dist.DistError as error:
-        where = f"does not answer at {host}:{port} within {start_s:g} s"
+        where = f"does not answer at {host}:{port} within {round(min(time.monotonic() - began, start_s), 1):g} s"
         raise PeerLost(0, f"{where} ({str(error).splitlines()[0]})") from error
     return dist.PrefixStore(f"cocodiff/{attempt}", store)
 
 
 def _own_store(host: str, port: int, size: int, limit: timedelta, one_host: bool) -> Any:
-    """Rank 0's store, at the port that the others know: another one of this process where it has one there."""
+    """Return rank 0's store, at the port that the others know: another one of this process where it has one there.
+    Raises UserError where another program has the port."""
     try:
         listener = listening_socket(host, port, one_host, size)
-    except OSError:
-        return dist.TCPStore(host, port, size, is_master=True, timeout=limit, wait_for_workers=False, multi_tenant=True)
+    except OSError as taken:
+        try:
+            return dist.TCPStore(host, port, size, True, limit, wait_for_workers=False, multi_tenant=True)
+        except dist.DistError:
+            used = f"MASTER_PORT={port}: rank 0 cannot listen there ({taken.strerror})"
+            raise UserError(f"{used}: give a port that is free on {host}") from taken
     return hosted_store(host, port, size, limit, listener, multi_tenant=True)
 
 

@@ -71,6 +71,12 @@ def detect(environment: Mapping[str, str] | None = None) -> Launch:
         rank, size = _number(env, ("RANK",)), _number(env, ("WORLD_SIZE",))
         if rank is None or size is None:
             raise UserError("TORCHELASTIC_RUN_ID is set without RANK and WORLD_SIZE: unset it, or start with torchrun")
+        started = 1 if "TORCHELASTIC_RUN_ID" in env else _number(env, MPI_SIZE) or 1
+        if started > size:
+            raise UserError(
+                f"RANK={rank} and WORLD_SIZE={size} in the environment, where an MPI launcher started {started} ranks: "
+                f"unset RANK and WORLD_SIZE, which something else has left there"
+            )
         if (_number(env, ("MASTER_PORT",)) or 0) > 65535:
             raise UserError(f"MASTER_PORT={env['MASTER_PORT']!r} in the environment: give a port up to 65535")
         kind = "torchrun"

@@ -112,9 +112,10 @@ class _Inbox:
         self._changed.release()
         try:
             (call, message), (own_call, tensor) = self._world.take(self._mailbox, self._peer), self._posted.popleft()
-            self._world.check()
             if call != own_call:
-                raise PeerLost(self._peer, f"sent {call}, and {own_call} was awaited: ranks make different calls")
+                differ = f"sent {call}, and {own_call} was awaited: ranks make different calls"
+                self._world.fail(PeerLost(self._peer, differ))
+            self._world.check()
             if message.shape != tensor.shape or message.dtype != tensor.dtype:
                 came = f"{message.dtype} {tuple(message.shape)}"
                 raise ValueError(f"rank {self._peer} sent {came}, {tuple(tensor.shape)} awaited")

@@ -81,8 +81,9 @@ class Presence:
         states = {rank: _state(process) for rank, (process, _) in sorted(self._entries().items())}
         return {rank: faults[state] for rank, state in states.items() if state in faults}
 
-    def absent(self) -> str:
-        """Who is missing, in words."""
+    def describe_present(self) -> str:
+        """Return in words which of this host's ranks have come, or that all have. Who is missing cannot be said: a rank
+        that never came has left no number here."""
         there = sorted(self._entries())
         if len(there) < self.local_ranks:
             return f"of this host's {self.local_ranks} ranks there are {', '.join(map(str, there)) or 'none'}"
@@ -162,7 +163,7 @@ def watch_start(
                 reason = f"rank {one} has been stopped for {timeout_s:g} s"
         if not reason and now - began > start_s:
             reason = f"the ranks did not meet within {start_s:g} s in {call}"
-            reason += f"; {presence.absent()}" if presence is not None else ""
+            reason += f"; {presence.describe_present()}" if presence is not None else ""
         if reason:
             reason = presence.first_reason(process, reason) if presence is not None else reason
             os.write(2, f"cocodiff: {f'[rank {rank}] ' if rank else ''}{reason}\n".encode())

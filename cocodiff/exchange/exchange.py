@@ -51,10 +51,6 @@ class Exchange:
         self.port = Port(self.rank, topology, self.kernels, trace)
         known = EXCHANGES if name == "auto" else (name,)
         self.plans: dict[str, Plan] = {one: plan_of(topology, self.rank, one, nic_balance) for one in known}
-        self._routes: dict[str, dict[str, Plan]] = {}
-        for one, plan in self.plans.items():  # through those phases that have messages for this rank
-            forward = tuple(phase for phase in plan if phase.sends or phase.receives)
-            self._routes[one] = {"forward": forward, "back": reverse(forward)}
         self._name = next(iter(self.plans))
         # TAPA's phases have a lane each: V-Major's scoring by card stands between them, and v can be in its second
         # phase while q and k are in their first. All others are one job on the plane lane.
@@ -63,12 +59,16 @@ class Exchange:
         self._in_order = InOrder()
         self.groups: dict[str, Group] = {}
         # every rank makes a group here, also one without a part in the phase or a sibling
-        together = together and (chunking is None or chunking.chunks == 1)
+        self._together = together and (chunking is None or chunking.chunks == 1)
         for link in dict.fromkeys(phase.lane for plan in self.plans.values() for phase in plan):
             members = topology.cards[topology.places[self.rank].card] if link == "sibling" else range(topology.size)
-            self.groups[link] = transport.group(members, together)
+            self.groups[link] = transport.group(members, self._together)
             if link == "plane" or self._in_phases:
                 self.lanes[link] = transport.lane(link)
+        self._routes: dict[str, dict[str, Plan]] = {}
+        for one, plan in self.plans.items():
+            forward = tuple(filter(self._takes_part, plan))
+            self._routes[one] = {"forward": forward, "back": reverse(forward)}
         self.staged: StagedExchange | None = None
         if chunking is not None and len(chunk_ranks(topology, self.rank, chunking.chunks)) > 1:
             from cocodiff.exchange.staged import StagedExchange
@@ -121,10 +121,14 @@ class Exchange:
         return outgoing.placed(self.phase(phase, before, outgoing))
 
     def _run_phase(self, phase: Phase, outgoing: Outgoing, blocks: BlockSet) -> None:
-        if phase.sends or phase.receives:
+        if self._takes_part(phase):
             apart, lane = self._set_apart(outgoing, [phase], blocks), phase.lane
             with self.trace.span(f"{outgoing.label} {lane}", lane, outgoing.layer, apart):
                 run_phase(self.port, phase, blocks, self.groups[phase.lane])
+
+    def _takes_part(self, phase: Phase) -> bool:
+        """Return True if this rank has messages in a phase, or a part in a call that all ranks of the group make."""
+        return bool(phase.sends or phase.receives or (self._together and len(self.groups[phase.lane].ranks) > 1))
 
     def _set_apart(self, outgoing: Outgoing, phases: Sequence[Phase], blocks: BlockSet) -> int:
         """Counts what this rank sends in some phases of tensors that have a purpose of their own; how much it is."""

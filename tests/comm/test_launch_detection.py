@@ -16,6 +16,8 @@ def test_launchers_are_known_by_what_they_set():
     assert detect(TORCHRUN) == Launch("torchrun", 1, 2, 1, None)
     assert detect({"PMI_RANK": "0", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0"}) == Launch("mpi", 0, 4)
     assert detect({"PMIX_RANK": "3"}) == Launch("mpi", 3, None)
+    assert detect(TORCHRUN | {"PMI_RANK": "0", "PMI_SIZE": "2"}).kind == "torchrun"  # as a script may tell its ranks
+    assert detect(TORCHRUN | {"PMI_SIZE": "4", "PMI_RANK": "0", "TORCHELASTIC_RUN_ID": "job"}).size == 2
     assert detect({}) == detect({"PMI_RANK": "", "LOCAL_RANK": "abc", "PMI_SIZE": "abc", "RANK": "abc"}) == Launch()
 
 
@@ -54,6 +56,7 @@ def test_a_process_that_is_no_rank_hears_of_no_launcher():
         (TORCHRUN | {"WORLD_SIZE": "2.0"}, "WORLD_SIZE='2.0'"),
         (TORCHRUN | {"RANK": "2"}, "has rank 2 of 2: ranks go from 0 to 1"),
         (TORCHRUN | {"LOCAL_RANK": "one\ntwo"}, r"LOCAL_RANK='one\ntwo'"),
+        (TORCHRUN | {"PMI_RANK": "1", "PMI_SIZE": "3"}, "WORLD_SIZE=2 in the environment, where an MPI launcher started 3 ranks: unset"),
         (TORCHRUN | {"MASTER_PORT": "http"}, "MASTER_PORT='http'"),
         (TORCHRUN | {"MASTER_PORT": "65536"}, "MASTER_PORT='65536' in the environment: give a port up to 65535"),
         ({"TORCHELASTIC_RUN_ID": "job"}, "is set without RANK and WORLD_SIZE"),

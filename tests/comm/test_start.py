@@ -145,6 +145,16 @@ def test_what_killed_jobs_left_is_cleared_and_others_folders_are_not_used(folder
     tmp_path.chmod(0o700)
 
 
+def test_who_has_come_is_told_and_not_who_is_missing(folder: Path) -> None:
+    here = Presence(folder, 0, 3)
+    assert here.describe_present() == "of this host's 3 ranks there are none"
+    for rank in (2, 0):
+        Presence(folder, rank, 3).announce()
+    assert here.describe_present() == "of this host's 3 ranks there are 0, 2"
+    Presence(folder, 1, 3).announce()
+    assert here.describe_present().startswith("all 3 ranks of this host are there: one of them hangs")
+
+
 def test_a_job_is_known_by_what_its_launcher_says() -> None:
     launch = Launch("mpi", 3, 24, 3, 12)
     names = {Presence.of_job(launch, {"PALS_APID": word}).folder for word in ("a", "b", "a")}  # type: ignore[union-attr]
@@ -167,6 +177,14 @@ def test_peers_that_never_come_are_named_without_an_agent() -> None:
     assert end_of(alone) == (1, "rank 1 did not start within 4 s, nor did rank 2\n")
     code, said = end_of(lost)
     assert code == 1 and "rank 0 does not answer at 127.0.0.1:" in said and "within 4 s" in said
+
+
+def test_a_port_that_another_program_has_is_named() -> None:
+    told = environment_of(0)
+    with socket.create_server(("127.0.0.1", int(str(told["MASTER_PORT"])))):
+        code, said = end_of(started(JOINS, **told))
+    assert code == 1 and f"UserError: MASTER_PORT={told['MASTER_PORT']}: rank 0 cannot listen there (Address" in said
+    assert "give a port that is free on 127.0.0.1" in said and "within" not in said
 
 
 def test_a_store_that_falls_silent_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
