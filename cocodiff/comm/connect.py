@@ -18,10 +18,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -63,6 +65,7 @@ def overlap_killers(environment: Mapping[str, str], library: str, device: str) -
 
 
 log = logging.getLogger("cocodiff.comm")
+_watches: WeakSet[Health] = WeakSet()  # of this process's runs
 OVER_MPI = ("mpi", "mpi-rma")
 EVERY_INTERFACE = ("0.0.0.0", "::")
 THROUGH_HOST = ("host", "mpi-rma")  # tensors of a device are copied: windows are in the host's memory
@@ -121,11 +124,17 @@ def connect(
     owns = name not in OVER_MPI and not dist.is_initialized()
     if owns:
         check_backend(name, carried)
-    meeting = _meet(launch, limits)
-    health = Health()
-    if meeting.size > 1:
-        endpoint = meeting.listener or meeting.address
-        health = Watch(meeting.rank, meeting.size, endpoint, meeting.key, settings, limits, on_loss)
+    with ExitStack() as other_runs:  # in which a rank that starts one alone is missed
+        for other in [one for one in _watches if one.ongoing]:
+            other.arrive("the start of another run")
+            other_runs.callback(other.check)  # what it knows says more than that nobody came here
+            other_runs.enter_context(other.blocking())
+        meeting = _meet(launch, limits)
+        health = Health()
+        if meeting.size > 1:
+            endpoint = meeting.listener or meeting.address
+            health = Watch(meeting.rank, meeting.size, endpoint, meeting.key, settings, limits, on_loss)
+    _watches.add(health)
     if launch.kind == "mpi":
         atexit.register(_finish_mpi, health, limits.timeout_s)
     if carried.type == "cpu" and meeting.on_loopback:

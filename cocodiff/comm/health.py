@@ -47,13 +47,16 @@ def call_tag(bits: int) -> int:
 
 
 class Health:
-    """Knows whether a peer was lost. This one is of a run of one rank, which has none; see `Watch`."""
+    """Knows whether a peer was lost. This one is of a run of one rank, which has none; see `Watch`. ongoing: the ranks
+    of a run have met, and it has neither failed nor ended."""
+
+    ongoing = False
 
     def check(self) -> None:
         """Raises PeerLost when a rank died, failed or fell silent."""
 
     def arrive(self, at: str, among: tuple[int, ...] = ()) -> None:
-        """Note that this thread begins a call, named `at`, that all ranks make, or all of `among`, as often, in the same
+        """Note that this thread begins a call, named `at`, that all ranks make, or all of `among`, as often, in one
         order and by the same name. A rank that others wait for in it, and that does not come, is lost in the end."""
         CALL.set(at)
 
@@ -181,6 +184,10 @@ class Watch(Health):
         if not ready:
             self._update(peers.lose, peers.late_start(), peers.own.now())
         self.check()
+
+    @property
+    def ongoing(self) -> bool:  # type: ignore[override]
+        return self._peers.lost is None and not self._peers.closing
 
     def check(self) -> None:
         if self._peers.lost is not None:

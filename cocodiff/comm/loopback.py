@@ -32,43 +32,20 @@ class LoopbackWorld:
         self.failure: PeerLost | UserError | None = None
         self._mailboxes: dict[Any, queue.SimpleQueue[Any]] = defaultdict(queue.SimpleQueue)
         self._lock = threading.Lock()
-        self._table = CallTable()
-        self._progress = [OwnProgress(time.monotonic, time.monotonic()) for _ in range(size)]
-        self._left = [False] * size
+        self.calls, self.left = CallTable(), set[int]()
+        self.progress = [OwnProgress(time.monotonic, time.monotonic()) for _ in range(size)]
 
     def mailbox(self, *key: Any) -> queue.SimpleQueue[Any]:
         with self._lock:
             return self._mailboxes[key]
 
-    def fail(self, failure: PeerLost | UserError) -> None:
+    def fail(self, failure: PeerLost | UserError | None) -> None:
         with self._lock:
             self.failure = self.failure or failure
 
     def check(self) -> None:
         if self.failure is not None:
             raise self.failure
-
-    def arrive(self, rank: int, at: str, among: tuple[int, ...]) -> None:
-        """See `Health.arrive`. Fail at once where another rank has called something else."""
-        own = self._progress[rank]
-        own.arrive(at, among)
-        with self._lock:
-            found = self._table.find_other_call(rank, {among: [(own.last.calls[among], at)]})
-        if found is not None:
-            self.fail(PeerLost(*found))
-
-    def leave(self, rank: int) -> None:
-        self._left[rank] = True
-
-    def still_waiting(self, rank: int) -> None:
-        """Raise what ended the run, also where this rank and others wait for each other."""
-        self._progress[rank].still_waiting()
-        now = time.monotonic()
-        seen = {rank: own.seen(now, self._left[rank]) for rank, own in enumerate(self._progress)}
-        found = find_stalled(seen, self.timeout_s, STILL_S / 2)
-        if found is not None:
-            self.fail(PeerLost(*found))
-        self.check()
 
     def take(self, mailbox: queue.SimpleQueue[Any], peer: int) -> Any:
         """The next message; raises PeerLost when a rank failed, or when `peer` sent nothing for `timeout_s`."""
@@ -161,13 +138,24 @@ class LoopbackHealth(Health):
 
     def arrive(self, at: str, among: tuple[int, ...] = ()) -> None:
         super().arrive(at, among)
-        self._world.arrive(self._rank, at, among)
+        own = self._world.progress[self._rank]
+        own.arrive(at, among)
+        other_call = self._world.calls.find_other_call(self._rank, {among: [(own.last.calls[among], at)]})
+        self._world.fail(other_call and PeerLost(*other_call))
 
     def still_waiting(self) -> None:
-        self._world.still_waiting(self._rank)
+        world, now = self._world, time.monotonic()
+        world.progress[self._rank].still_waiting()
+        stalled = find_stalled(
+            {rank: own.seen(now, rank in world.left) for rank, own in enumerate(world.progress)},
+            world.timeout_s,
+            STILL_S / 2,
+        )
+        world.fail(stalled and PeerLost(*stalled))
+        world.check()
 
     def close(self) -> None:
-        self._world.leave(self._rank)
+        self._world.left.add(self._rank)
 
     def fail(self, reason: str, mistake: bool = False) -> None:
         self._world.fail(UserError(reason) if mistake else PeerLost(self._rank, f"failed: {reason}"))

@@ -141,6 +141,7 @@ class MpiGroup(Group):
         return WrongMessage(self.ranks[self.index], f"failed: {reason}")
 
     def barrier(self) -> None:
+        self.health.arrive("a barrier", self.ranks)
         _Requests(self, [self._communicator.Ibarrier()], [], []).wait()
 
 

@@ -113,9 +113,7 @@ class OwnProgress:
         awaited = tuple(sorted({rank for ranks in list(self._awaited.values()) for rank in ranks}))
         unchanged_s = now - self._changed
         calls = self.last_calls() if unchanged_s > STILL_S else {}
-        return replace(
-            self.last, waits_s=waits_s, unchanged_s=unchanged_s, left=left, awaits=awaited, last_calls=calls
-        )
+        return replace(self.last, waits_s=waits_s, unchanged_s=unchanged_s, left=left, awaits=awaited, last_calls=calls)
 
 
 class CallTable:
@@ -134,7 +132,7 @@ class CallTable:
                     ranks = _of_ranks(among)
                     return rank, f"calls {at}{ranks}, and rank {other} {there}{ranks}: ranks make different calls"
             for number in list(known)[: -2 * LAST_CALLS]:
-                del known[number]
+                known.pop(number, None)  # another thread may have done so
         return None
 
 

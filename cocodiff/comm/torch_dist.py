@@ -75,8 +75,10 @@ class TorchDistGroup(Group):
 
     at_once = False
 
-    def __init__(self, process_group: Any, ranks: tuple[int, ...], rank: int, device: torch.device) -> None:
-        self._process_group = process_group
+    def __init__(
+        self, process_group: Any, ranks: tuple[int, ...], rank: int, device: torch.device, health: Health | None = None
+    ) -> None:
+        self._process_group, self._health = process_group, health or Health()
         self._on_cpu = device.type == "cpu"
         self._nothing: dict[int, Tensor] = {}
         self.ranks, self.index, self.device = ranks, ranks.index(rank), device
@@ -135,10 +137,12 @@ class TorchDistGroup(Group):
         return parts, [sum(x.numel() for x in of_peer) for of_peer in parts]
 
     def barrier(self) -> None:
-        if self._on_cpu:
-            self._process_group.barrier().wait()
-        else:
-            dist.barrier(group=self._process_group)
+        self._health.arrive("a barrier", self.ranks)
+        with self._health.blaming(), self._health.blocking():
+            if self._on_cpu:
+                self._process_group.barrier().wait()
+            else:
+                dist.barrier(group=self._process_group)
 
 
 class _Arriving:
@@ -195,7 +199,7 @@ class TorchDistTransport(LaneOwner):
     def _group_over(self, process_group: Any, members: tuple[int, ...]) -> TorchDistGroup:
         if self.device.type != "cpu":
             self._meet(process_group, members)
-        return TorchDistGroup(process_group, members, self.rank, self.device)
+        return TorchDistGroup(process_group, members, self.rank, self.device, self.health)
 
     def _meet(self, process_group: Any, members: tuple[int, ...]) -> None:
         """A first collective of all members. Device backends build a group's communicator in its first call; were that

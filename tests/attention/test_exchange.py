@@ -77,7 +77,9 @@ class AllToAll(LoopbackGroup):
 
     def collective(self, sends, recvs):
         listed = [{peer for _, peer in messages} for messages in (sends, recvs)]
-        idle = [[(torch.zeros(1), p) for p in range(len(self.ranks)) if p not in some | {self.index}] for some in listed]
+        idle = [
+            [(torch.zeros(1), p) for p in range(len(self.ranks)) if p not in some | {self.index}] for some in listed
+        ]
         return self.send_recv([*sends, *idle[0]], [*recvs, *idle[1]])
 
 

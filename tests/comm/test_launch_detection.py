@@ -56,7 +56,10 @@ def test_a_process_that_is_no_rank_hears_of_no_launcher():
         (TORCHRUN | {"WORLD_SIZE": "2.0"}, "WORLD_SIZE='2.0'"),
         (TORCHRUN | {"RANK": "2"}, "has rank 2 of 2: ranks go from 0 to 1"),
         (TORCHRUN | {"LOCAL_RANK": "one\ntwo"}, r"LOCAL_RANK='one\ntwo'"),
-        (TORCHRUN | {"PMI_RANK": "1", "PMI_SIZE": "3"}, "WORLD_SIZE=2 in the environment, where an MPI launcher started 3 ranks: unset"),
+        (
+            TORCHRUN | {"PMI_RANK": "1", "PMI_SIZE": "3"},
+            "WORLD_SIZE=2 in the environment, where an MPI launcher started 3 ranks: unset",
+        ),
         (TORCHRUN | {"MASTER_PORT": "http"}, "MASTER_PORT='http'"),
         (TORCHRUN | {"MASTER_PORT": "65536"}, "MASTER_PORT='65536' in the environment: give a port up to 65535"),
         ({"TORCHELASTIC_RUN_ID": "job"}, "is set without RANK and WORLD_SIZE"),
