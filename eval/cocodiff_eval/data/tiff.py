@@ -19,7 +19,14 @@ import numpy as np
 
 from cocodiff.config.errors import UserError
 from cocodiff.config.files import is_folder, is_there
-from cocodiff_eval.data.tiff_metadata import read_metadata, tiff_options
+from cocodiff_eval.data.tiff_metadata import (
+    RESOLUTION_UNIT,
+    SOFTWARE,
+    X_RESOLUTION,
+    Y_RESOLUTION,
+    read_metadata,
+    tiff_options,
+)
 from cocodiff_eval.data.volume import (
     Metadata,
     NewVolume,
@@ -169,6 +176,8 @@ def write_tiff(new: NewVolume) -> None:
 
 
 TIFF_SUFFIXES = (".tif", ".tiff")
+# Tags by which slices of two scans are told apart; of a date the day.
+TOLD = {"voxel size": (X_RESOLUTION, Y_RESOLUTION, RESOLUTION_UNIT), "software": (SOFTWARE,), "date": (306,)}
 _NUMBER = re.compile(r"^(?P<before>.*?)(?P<number>\d+)(?P<after>\D*)$", re.DOTALL)
 
 
@@ -186,7 +195,8 @@ def holds_slices(path: str) -> bool:
 
 
 def open_sequence(path: str) -> Stack:
-    """The TIFF files of a folder or a pattern as one stack, in the order of their numbers; reads headers only.
+    """Open the TIFF files of a folder or a pattern as one stack, in the order of their numbers; reads headers only. A
+    remark names the first file that tells another voxel size, date, software or description.
 
     Raises UserError that names the file: for a number that is missing or comes twice, for files of several names, and
     for a file that holds something else than one slice of the first one's shape and type.
@@ -194,13 +204,16 @@ def open_sequence(path: str) -> Stack:
     numbers, files = zip(*_listed(path), strict=True)
     _check_numbers(path, numbers, files)
     first = open_tiff(files[0])
-    for file in files:
-        _check_like(file, files[0], first)
+    told, remarks = [_check_like(file, files[0], first) for file in files], [*first.metadata.remarks]
+    if odd := next((place for place, one in enumerate(told) if one != told[0]), 0):
+        words = " and ".join(word for word, value in told[odd].items() if value != told[0][word])
+        remarks.append(f"{files[odd]}: another {words} than {files[0]} has: they may be slices of two scans")
 
     def read(index: int) -> np.ndarray:
         return open_tiff(files[index]).reader(0)
 
-    metadata = replace(first.metadata, kind="sequence", details={**first.metadata.details, "files": files})
+    details = {**first.metadata.details, "files": files}
+    metadata = replace(first.metadata, kind="sequence", details=details, remarks=remarks)
     return Stack(path, _stem(path, files[0]), (len(files), *first.shape[1:]), first.dtype, 3, read, metadata)
 
 
@@ -263,7 +276,8 @@ def _check_numbers(path: str, numbers: Sequence[int], files: Sequence[str]) -> N
             )
 
 
-def _check_like(file: str, first_file: str, first: Stack) -> None:
+def _check_like(file: str, first_file: str, first: Stack) -> dict[str, Any]:
+    """Return what all slices of a scan tell alike. Raises UserError for another shape, type or kind of samples."""
     import tifffile
 
     check_file(file)
@@ -271,6 +285,9 @@ def _check_like(file: str, first_file: str, first: Stack) -> None:
     with quiet_libraries(), damaged, tifffile.TiffFile(file) as tiff:
         page = tiff.pages.first
         shape, dtype, pages, white = page.shape, page.dtype, len(tiff.pages), page.photometric == 0
+        told = {word: [page.tags.valueof(code) for code in codes] for word, codes in TOLD.items()}
+        told["date"] = [str(one)[:10] for one in told["date"]]
+        told["description"] = re.findall("[A-Za-z]{2,}", page.description)  # numbers may differ from slice to slice
     if pages != 1 or first.ndim != 2:
         raise UserError(f"{file}: holds {pages} slices, and a file of a sequence holds one; give it by itself")
     if white is not (first.metadata.details["photometric"] == 0):
@@ -280,6 +297,7 @@ def _check_like(file: str, first_file: str, first: Stack) -> None:
             f"{file}: holds {format_shape(shape)} voxels of {dtype}, and {first_file} {format_shape(first.shape[1:])} "
             f"of {first.dtype}; the slices of a stack are alike"
         )
+    return told
 
 
 def _stem(path: str, first: str) -> str:

@@ -44,7 +44,8 @@ def ssim_map(truth01_YX: np.ndarray, restored01_YX: np.ndarray) -> np.ndarray:
 def masked_quality(
     scale: IntensityRange, truth_YX: np.ndarray | None, restored_YX: np.ndarray, mask_YX: np.ndarray
 ) -> dict[str, Any]:
-    """`psnr_db`, `ssim` and `mse` over the masked voxels of a slice with a truth; None each where there are none.
+    """Return `psnr_db`, `ssim` and `mse` over the masked voxels of a slice with a truth; None each if there are none.
+    A range of zero, that of a constant slice, has no unit to compare in: `psnr_db` and `ssim` are None.
 
     Images are in the input's units, of any real dtype. truth_YX: None where it is unknown.
     """
@@ -57,7 +58,8 @@ def masked_quality(
     difference = (restored01_YX - truth01_YX)[judged_YX]
     mse = float(np.square(difference).sum()) / difference.size
     similarity = float(ssim_map(truth01_YX, restored01_YX)[judged_YX].sum()) / difference.size
-    found = {"psnr_db": psnr_db(mse), "ssim": similarity, "mse": mse}
+    judged = {"psnr_db": psnr_db(mse), "ssim": similarity} if scale.high > scale.low else {}
+    found = {**dict.fromkeys(QUALITY, math.nan), **judged, "mse": mse}
     return {name: value if math.isfinite(value) else None for name, value in found.items()}
 
 
@@ -135,10 +137,10 @@ def finest_period(together_R: np.ndarray, powers_2R: Sequence[np.ndarray], indep
 def masked_psnr_db(
     scale: IntensityRange, truth_YX: np.ndarray, restored_YX: np.ndarray, mask_YX: np.ndarray
 ) -> float | None:
-    """`psnr_db` of `masked_quality`, without the similarity, which takes longer."""
+    """Return `psnr_db` of `masked_quality`, without the similarity, which takes longer."""
     judged_YX = mask_YX & np.isfinite(truth_YX)
     difference = scale.normalise(restored_YX[judged_YX]) - scale.normalise(truth_YX[judged_YX])
-    return psnr_db(float(np.square(difference).mean())) if difference.size else None
+    return psnr_db(float(np.square(difference).mean())) if difference.size and scale.high > scale.low else None
 
 
 def slice_jumps(
@@ -276,7 +278,8 @@ QUALITY = ("psnr_db", "ssim", "mse")
 OF_LINKS = ("bytes", "bytes_whole", "bytes_late", "bytes_exact")
 OF_RUN = (*QUALITY, "seconds", "bytes", "bytes_whole", "bytes_late", "cached_fraction")  # in a sweep's lines
 OF_SAMPLES = ("samples", "coverage_50", "coverage_90", "psnr_db_single", "intervals")
-OR_NULL = ("mask", *QUALITY, "psnr_vs_exact_db", "resolution", *OF_SAMPLES)  # null says something: "unknown", or "the same bits"
+# null says something: "unknown", or "the same bits"
+OR_NULL = ("mask", *QUALITY, "psnr_vs_exact_db", "resolution", *OF_SAMPLES)
 
 
 def of_slices(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
