@@ -11,6 +11,7 @@ from cocodiff_eval.data.masks import block_mask
 from cocodiff_eval.quality.metrics import (
     Result,
     distance_db,
+    masked_psnr_db,
     masked_quality,
     mean_curve,
     metrics_document,
@@ -70,6 +71,9 @@ def test_a_range_of_zero_does_not_divide() -> None:
     with np.errstate(all="raise"):
         quality = masked_quality(scale, *images, np.eye(16) > 0)
     assert quality["mse"] == pytest.approx(0.25)
+    for truth_YX in images:  # equal or not: nothing tells how much a difference is
+        found = masked_quality(scale, truth_YX, images[1], np.eye(16) > 0)
+        assert found["psnr_db"] is found["ssim"] is masked_psnr_db(scale, truth_YX, images[1], np.eye(16) > 0) is None
 
 
 def test_distance_to_the_exact_run_is_none_only_for_identical_bits() -> None:

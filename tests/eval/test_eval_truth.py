@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ from cocodiff_eval.data.intensity import intensity_range
 from cocodiff_eval.data.masks import make_mask
 from cocodiff_eval.data.slices import open_stack, open_truth
 from cocodiff_eval.data.truth import compared
+from cocodiff_eval.harness.quality import Bound
+from cocodiff_eval.harness.slices import SliceJob
 from scipy.ndimage import gaussian_filter
 
 from cocodiff.cli.main import main
@@ -162,3 +165,17 @@ def test_a_sequence_of_two_scans_is_told(tmp_path: Path, name: str) -> None:
     first, other = (str(tmp_path / f"recon_{number:02}.tif") for number in (0, 3))
     line = f"{other}: another {word} than {first} has: they may be slices of two scans"
     assert found == ([line] if word else [])
+
+
+@pytest.mark.parametrize(("before", "after", "distance", "loss"), [
+    (20.0, 19.5, 40.0, 0.5), (None, None, 40.0, 200.0), (None, None, None, None)
+])  # fmt: skip
+def test_a_loss_that_no_truth_shows_keeps_no_bound(
+    before: float | None, after: float | None, distance: float | None, loss: float | None
+) -> None:
+    known = {"exact": before, "other": after}
+    seen = SimpleNamespace(psnr_db=known.get, psnr_vs_exact_db=lambda exact, one: distance)
+    job: Any = SimpleNamespace(_seen=lambda batch: [seen])
+    bound = Bound.parse("0.6dB")
+    assert SliceJob.figure_db(job, bound, None, 0, "exact", "other") == loss  # type: ignore[arg-type]
+    assert bound.keeps(loss) is (loss != 200)

@@ -19,14 +19,7 @@ import numpy as np
 
 from cocodiff.config.errors import UserError
 from cocodiff.config.files import is_folder, is_there
-from cocodiff_eval.data.tiff_metadata import (
-    RESOLUTION_UNIT,
-    SOFTWARE,
-    X_RESOLUTION,
-    Y_RESOLUTION,
-    read_metadata,
-    tiff_options,
-)
+from cocodiff_eval.data.tiff_metadata import read_metadata, tiff_options, traits_of_scan
 from cocodiff_eval.data.volume import (
     Metadata,
     NewVolume,
@@ -176,8 +169,6 @@ def write_tiff(new: NewVolume) -> None:
 
 
 TIFF_SUFFIXES = (".tif", ".tiff")
-# Tags by which slices of two scans are told apart; of a date the day.
-TOLD = {"voxel size": (X_RESOLUTION, Y_RESOLUTION, RESOLUTION_UNIT), "software": (SOFTWARE,), "date": (306,)}
 _NUMBER = re.compile(r"^(?P<before>.*?)(?P<number>\d+)(?P<after>\D*)$", re.DOTALL)
 
 
@@ -204,9 +195,9 @@ def open_sequence(path: str) -> Stack:
     numbers, files = zip(*_listed(path), strict=True)
     _check_numbers(path, numbers, files)
     first = open_tiff(files[0])
-    told, remarks = [_check_like(file, files[0], first) for file in files], [*first.metadata.remarks]
-    if odd := next((place for place, one in enumerate(told) if one != told[0]), 0):
-        words = " and ".join(word for word, value in told[odd].items() if value != told[0][word])
+    traits, remarks = [_check_like(file, files[0], first) for file in files], [*first.metadata.remarks]
+    if odd := next((place for place, one in enumerate(traits) if one != traits[0]), 0):
+        words = " and ".join(word for word, value in traits[odd].items() if value != traits[0][word])
         remarks.append(f"{files[odd]}: another {words} than {files[0]} has: they may be slices of two scans")
 
     def read(index: int) -> np.ndarray:
@@ -277,7 +268,7 @@ def _check_numbers(path: str, numbers: Sequence[int], files: Sequence[str]) -> N
 
 
 def _check_like(file: str, first_file: str, first: Stack) -> dict[str, Any]:
-    """Return what all slices of a scan tell alike. Raises UserError for another shape, type or kind of samples."""
+    """Return the file's `traits_of_scan`. Raises UserError for another shape, type or kind of samples."""
     import tifffile
 
     check_file(file)
@@ -285,9 +276,7 @@ def _check_like(file: str, first_file: str, first: Stack) -> dict[str, Any]:
     with quiet_libraries(), damaged, tifffile.TiffFile(file) as tiff:
         page = tiff.pages.first
         shape, dtype, pages, white = page.shape, page.dtype, len(tiff.pages), page.photometric == 0
-        told = {word: [page.tags.valueof(code) for code in codes] for word, codes in TOLD.items()}
-        told["date"] = [str(one)[:10] for one in told["date"]]
-        told["description"] = re.findall("[A-Za-z]{2,}", page.description)  # numbers may differ from slice to slice
+        traits = traits_of_scan(page)
     if pages != 1 or first.ndim != 2:
         raise UserError(f"{file}: holds {pages} slices, and a file of a sequence holds one; give it by itself")
     if white is not (first.metadata.details["photometric"] == 0):
@@ -297,7 +286,7 @@ def _check_like(file: str, first_file: str, first: Stack) -> dict[str, Any]:
             f"{file}: holds {format_shape(shape)} voxels of {dtype}, and {first_file} {format_shape(first.shape[1:])} "
             f"of {first.dtype}; the slices of a stack are alike"
         )
-    return told
+    return traits
 
 
 def _stem(path: str, first: str) -> str:
