@@ -87,7 +87,7 @@ def test_axes_weights_and_intervals_are_learnt_on_hidden_regions(folder: Path, t
     (jump,) = metrics["jumps"]
     shells = [jump.pop(name) for name in ("frc", "resolution")]
     assert jump == {"name": "scan", "mask": "holes", "mode": "tapa", "slice_jump": pytest.approx(own / true)}
-    assert len(shells[0]) == 32 and shells[1] >= 2
+    assert len(shells[0]) == 32 and shells[1] is None  # holes of 6 x 8 x 9 voxels tell no resolution
     page = (tmp_path / "whole" / "report.html").read_text()
     assert "<th>jump between slices</th>" in page and f">{own / true:.2f}<" in page and "  jump  " in done.stdout
     (block,) = re.findall(r'<script type="application/json" class="voxels" data-series="0">(.*?)</script>', page)

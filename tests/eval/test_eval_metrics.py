@@ -9,17 +9,20 @@ import pytest
 from cocodiff_eval.data.intensity import IntensityRange
 from cocodiff_eval.data.masks import block_mask
 from cocodiff_eval.quality.metrics import (
+    Result,
     distance_db,
+    masked_psnr_db,
     masked_quality,
     mean_curve,
     metrics_document,
     psnr_db,
     ring_correlation,
+    ring_figures,
     summary,
 )
 from cocodiff_eval.report.tables import grouped, size, terminal_table
 from eval_helpers import phantom, row_of
-from scipy.ndimage import distance_transform_edt
+from scipy.ndimage import distance_transform_edt, gaussian_filter
 from skimage.metrics import mean_squared_error, peak_signal_noise_ratio, structural_similarity
 
 SCALE = IntensityRange(100.0, 1100.0)
@@ -68,6 +71,9 @@ def test_a_range_of_zero_does_not_divide() -> None:
     with np.errstate(all="raise"):
         quality = masked_quality(scale, *images, np.eye(16) > 0)
     assert quality["mse"] == pytest.approx(0.25)
+    for truth_YX in images:  # equal or not: nothing tells how much a difference is
+        found = masked_quality(scale, truth_YX, images[1], np.eye(16) > 0)
+        assert found["psnr_db"] is found["ssim"] is masked_psnr_db(scale, truth_YX, images[1], np.eye(16) > 0) is None
 
 
 def test_distance_to_the_exact_run_is_none_only_for_identical_bits() -> None:
@@ -309,3 +315,58 @@ def test_ring_correlation_tells_how_fine_a_restoration_is() -> None:
     assert ring_correlation(scale, unknown_YX, truth_YX, mask_YX) == {}
     curve = mean_curve([[1.0, None, 0.5], None, [0.5, None, None]])
     assert curve == [0.75, None, 0.5] and mean_curve([None]) is None
+
+
+THIN_MASKS: dict[str, tuple[slice | int, ...]] = {
+    "3 x 3": (slice(40, 43), slice(50, 53)),
+    "12 x 12": (slice(40, 52), slice(50, 62)),
+    "24 x 24": (slice(40, 64), slice(50, 74)),
+    "line": (30, slice(5, 155)),
+    "band of 5": (slice(30, 35), slice(5, 155)),
+    "every 16th row": (slice(0, 160, 16),),
+    "cube of 6": (slice(3, 9),) * 3,
+}
+
+
+@pytest.mark.parametrize("name", THIN_MASKS)
+@pytest.mark.parametrize("restored", ["noise", "smooth", "truth"])
+def test_resolution_is_unknown_where_the_mask_is_too_small_to_tell_it(name: str, restored: str) -> None:
+    """A restoration without fine structure, and none at all, would otherwise have the finest resolution there is."""
+    rng, shape = np.random.default_rng(4), (160, 160) if name != "cube of 6" else (24, 40, 40)
+    scale, mask = IntensityRange(-3.0, 3.0), np.zeros(shape, bool)
+    mask[THIN_MASKS[name]] = True
+    smooth = gaussian_filter(rng.normal(size=shape), 4)
+    truth = smooth / smooth.std() + 0.1 * rng.normal(size=shape)
+    other = {"noise": rng.normal(size=shape), "smooth": smooth / smooth.std(), "truth": truth}[restored]
+    found = ring_correlation(scale, truth, other, mask)
+    assert found["resolution"] is None and len(found["frc"]) == 32
+
+
+@pytest.mark.parametrize("side", [32, 40, 64, 96, 128])
+def test_resolution_of_noise_is_never_fine(side: int) -> None:
+    """Few coefficients agree by chance: of the coarsest rings of a small mask, and of all that follow them, too few."""
+    rng, scale, mask_YX = np.random.default_rng(side), IntensityRange(-3.0, 3.0), np.zeros((160, 160), bool)
+    mask_YX[10 : 10 + side, 20 : 20 + side] = True
+    pairs = rng.normal(size=(40, 2, 160, 160))
+    found = [ring_correlation(scale, *pair, mask_YX)["resolution"] for pair in pairs]
+    assert all(one is None or one > 8 for one in found), found
+    assert ring_correlation(scale, pairs[0, 0], pairs[0, 0], mask_YX)["resolution"] == 2
+
+
+def test_resolution_of_a_constant_truth_is_unknown_and_told_so() -> None:
+    mask_YX, scale = np.zeros((160, 160), bool), IntensityRange(0.0, 1.0)
+    mask_YX[10:150, 20:140] = True
+    constant_YX, noise_YX = np.full(mask_YX.shape, 0.3), np.random.default_rng(0).random(mask_YX.shape)
+    unknown = ring_correlation(scale, constant_YX, noise_YX, mask_YX)
+    assert unknown["resolution"] is None
+    flat = ring_correlation(scale, noise_YX, constant_YX, mask_YX)  # what is flat does not show any structure
+    known = ring_correlation(scale, noise_YX, noise_YX, mask_YX)
+    assert (flat["resolution"], known["resolution"]) == (128, 2)
+    rows = [Result(f"a[{n}]", "m", "flat", **QUALITY, **one).row() for n, one in enumerate((unknown, known))]
+    assert [row["resolution"] for row in rows] == [None, 2]
+    assert "resolution" not in Result("a", "m", "flat", **QUALITY).row()
+    assert [ring_figures(some)[0][2] for some in (rows, rows[1:], rows[:1])] == [
+        "2.0 voxels (unknown in 1 of 2 slices)",
+        "2.0 voxels",
+        "unknown",
+    ]

@@ -137,7 +137,9 @@ def test_calibrated_intervals_hold_their_share_of_other_voxels(informative: bool
     if informative:  # narrower on average than ones of one width
         assert found.radius(scale_P, 0.9).mean() < 0.95 * flat.radius(scale_P, 0.9).mean()
     assert quantile(np.arange(9.0), 0.9) == 8 and quantile(np.arange(99.0), 0.5) == 49
-    assert Intervals.unknown().radius(scale_P, 0.9).min() == np.inf
+    few = Intervals.calibrated(errors_P[:199], scale_P[:199], np.ones(199))
+    for unknown in (Intervals.unknown(), few, Intervals.calibrated(np.zeros(0), np.zeros(0), np.zeros(0))):
+        assert unknown.radius(scale_P, 0.9).min() == np.inf and unknown.record() is None
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.05])

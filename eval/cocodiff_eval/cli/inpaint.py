@@ -102,8 +102,6 @@ def start(words: Sequence[str], launch: Launch) -> int:
         what = f"{', '.join(prepared.presets)} on {ranks} rank(s)"
         say(f"cocodiff {__version__}: {what} into {values['out']}; reading {len(values['input'])} input(s)")
     tasks = find_tasks(values)
-    for line in dict.fromkeys(line for task in tasks for line in task.remarks() if launch.speaks):
-        say(line)
     for task in tasks:
         check_truth(prepared.quality, task)
     prepared = partitioned(prepared, tasks)
@@ -171,16 +169,21 @@ def partitioned(prepared: Prepared, tasks: list[Any]) -> Prepared:
 
 
 def find_tasks(values: dict[str, Any], unmasked: str | None = None) -> list[Any]:
-    """A `tasks.Task` for each input and mask. unmasked: a mask that hides nothing. Raises UserError; writes nothing."""
+    """Return a `tasks.Task` for each input and mask, and tell what the user has to know of these.
+
+    unmasked: a mask that hides nothing. Raises UserError; writes nothing.
+    """
     from cocodiff_eval.data.formats import result_format
     from cocodiff_eval.data.intensity import intensity_range, parse_range
     from cocodiff_eval.data.masks import make_mask, nothing_masked
     from cocodiff_eval.data.slices import open_stacks, open_truth
+    from cocodiff_eval.data.truth import compared
     from cocodiff_eval.data.volume import Part
     from cocodiff_eval.harness.tasks import FileNames, Task, file_names
     from cocodiff_eval.harness.volume import axes_of, volume_of
 
-    links, progress = values["follow_links"], reading_bar(not values["quiet"] and detect().speaks)
+    speaks = detect().speaks
+    links, progress = values["follow_links"], reading_bar(not values["quiet"] and speaks)
     given = parse_range(values["range"]) if values.get("range") is not None else None
     stacks = open_stacks(values["input"], links, Part(values.get("slices") or "", values.get("roi") or ""))
     if values["truth"] and len(stacks) > 1:
@@ -198,11 +201,14 @@ def find_tasks(values: dict[str, Any], unmasked: str | None = None) -> list[Any]
                 mask = make_mask(word, stack, values["seed"], links, progress, axes_of(values, stack)[0] == ("z",))
             if any(mask.name == task.mask.name for task in tasks if task.stack is stack):
                 raise UserError(f"--mask {word}: two masks are called {mask.name}: rename file {number + 1}")
-            known = truth or (None if mask.from_file else stack)
             scale = intensity_range(stack, mask, progress, given)
+            known = None if mask.from_file else stack
+            known = known if truth is None else compared(truth, stack, mask, scale, progress)
             volume, mask = volume_of(values, stack, mask)
             files, steps = FileNames(stack.name, mask.name), values.get("steps", 0)
             tasks.append(Task(stack, mask, scale, known, files, volume=volume, steps=steps))
+    for line in dict.fromkeys(line for task in tasks for line in task.remarks() if speaks):
+        say(line)
     names = file_names([(task.stack.name, task.mask.name) for task in tasks])
     wanted = values.get("format") or "same"
     formats = [result_format(wanted, task.stack) for task in tasks]

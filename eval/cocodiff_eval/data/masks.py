@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from cocodiff.config.files import is_there
 from cocodiff_eval.data.formats import open_volume
 from cocodiff_eval.data.ome_zarr import inside
 from cocodiff_eval.data.slices import safe_stem
-from cocodiff_eval.data.volume import Progress, Reader, Stack, Triple, format_shape, matched, unwatched
+from cocodiff_eval.data.volume import Progress, Reader, Stack, Triple, format_shape, matched, unlike, unwatched
 
 GENERATED = ("block", "center")
 GRID = 6
@@ -29,6 +30,7 @@ class Mask:
     from_file  the truth under it is unknown
     full       slices that are masked wholly: nothing is there to restore them from, so they are left as they are
     masked     for each slice whether it has something to restore
+    remarks    lines of what its file says otherwise than the stack's
     """
 
     name: str
@@ -37,6 +39,7 @@ class Mask:
     reader: Reader
     masked: tuple[bool, ...]
     full: frozenset[int] = frozenset()
+    remarks: Sequence[str] = ()
 
     def read(self, index: int) -> np.ndarray:
         """What is to be restored of slice `index`, boolean [Y, X]: nothing of one that is masked wholly."""
@@ -117,7 +120,7 @@ def make_mask(
         if "no such file" in str(error):
             raise UserError(f"--mask {kind}: neither 'block' nor 'center', and no such file; check the path") from None
         raise
-    return _mask_from_file(volume, stack, progress, along_z)
+    return replace(_mask_from_file(volume, stack, progress, along_z), remarks=unlike(volume, stack))
 
 
 def _mask_from_file(volume: Stack, stack: Stack, progress: Progress, along_z: bool) -> Mask:

@@ -19,7 +19,7 @@ import numpy as np
 
 from cocodiff.config.errors import UserError
 from cocodiff.config.files import is_folder, is_there
-from cocodiff_eval.data.tiff_metadata import read_metadata, tiff_options
+from cocodiff_eval.data.tiff_metadata import read_metadata, tiff_options, traits_of_scan
 from cocodiff_eval.data.volume import (
     Metadata,
     NewVolume,
@@ -186,7 +186,8 @@ def holds_slices(path: str) -> bool:
 
 
 def open_sequence(path: str) -> Stack:
-    """The TIFF files of a folder or a pattern as one stack, in the order of their numbers; reads headers only.
+    """Open the TIFF files of a folder or a pattern as one stack, in the order of their numbers; reads headers only. A
+    remark names the first file that tells another voxel size, date, software or description.
 
     Raises UserError that names the file: for a number that is missing or comes twice, for files of several names, and
     for a file that holds something else than one slice of the first one's shape and type.
@@ -194,13 +195,16 @@ def open_sequence(path: str) -> Stack:
     numbers, files = zip(*_listed(path), strict=True)
     _check_numbers(path, numbers, files)
     first = open_tiff(files[0])
-    for file in files:
-        _check_like(file, files[0], first)
+    traits, remarks = [_check_like(file, files[0], first) for file in files], [*first.metadata.remarks]
+    if odd := next((place for place, one in enumerate(traits) if one != traits[0]), 0):
+        words = " and ".join(word for word, value in traits[odd].items() if value != traits[0][word])
+        remarks.append(f"{files[odd]}: another {words} than {files[0]} has: they may be slices of two scans")
 
     def read(index: int) -> np.ndarray:
         return open_tiff(files[index]).reader(0)
 
-    metadata = replace(first.metadata, kind="sequence", details={**first.metadata.details, "files": files})
+    details = {**first.metadata.details, "files": files}
+    metadata = replace(first.metadata, kind="sequence", details=details, remarks=remarks)
     return Stack(path, _stem(path, files[0]), (len(files), *first.shape[1:]), first.dtype, 3, read, metadata)
 
 
@@ -263,7 +267,8 @@ def _check_numbers(path: str, numbers: Sequence[int], files: Sequence[str]) -> N
             )
 
 
-def _check_like(file: str, first_file: str, first: Stack) -> None:
+def _check_like(file: str, first_file: str, first: Stack) -> dict[str, Any]:
+    """Return the file's `traits_of_scan`. Raises UserError for another shape, type or kind of samples."""
     import tifffile
 
     check_file(file)
@@ -271,6 +276,7 @@ def _check_like(file: str, first_file: str, first: Stack) -> None:
     with quiet_libraries(), damaged, tifffile.TiffFile(file) as tiff:
         page = tiff.pages.first
         shape, dtype, pages, white = page.shape, page.dtype, len(tiff.pages), page.photometric == 0
+        traits = traits_of_scan(page)
     if pages != 1 or first.ndim != 2:
         raise UserError(f"{file}: holds {pages} slices, and a file of a sequence holds one; give it by itself")
     if white is not (first.metadata.details["photometric"] == 0):
@@ -280,6 +286,7 @@ def _check_like(file: str, first_file: str, first: Stack) -> None:
             f"{file}: holds {format_shape(shape)} voxels of {dtype}, and {first_file} {format_shape(first.shape[1:])} "
             f"of {first.dtype}; the slices of a stack are alike"
         )
+    return traits
 
 
 def _stem(path: str, first: str) -> str:

@@ -13,7 +13,7 @@ from cocodiff_eval.data.volume import Metadata, NewVolume, Sides, kept_alone, on
 
 # Tags of text that are kept: document, maker, model, page, date, artist, host, copyright.
 TEXTS = (269, 271, 272, 285, 306, 315, 316, 33432)
-SOFTWARE, X_RESOLUTION, Y_RESOLUTION, RESOLUTION_UNIT = 305, 282, 283, 296
+SOFTWARE, DATE, X_RESOLUTION, Y_RESOLUTION, RESOLUTION_UNIT = 305, 306, 282, 283, 296
 MICROMETERS = {2: 25400.0, 3: 10000.0, 4: 1000.0, 5: 1.0}  # of a resolution unit
 OME_DTYPES = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "float32", "float64")
 IMAGEJ_DTYPES = ("uint8", "uint16", "float32")
@@ -62,6 +62,14 @@ def read_metadata(tiff: Any) -> Metadata:
     if isinstance(bits, int) and page.dtype and bits not in (1, 8 * page.dtype.itemsize):
         remarks.append(f"{tiff.filename}: {bits} bits a sample; results hold the same values as {page.dtype}")
     return Metadata("tiff", tiff.series[0].axes, size, unit, description, tiff.byteorder, about, details, remarks)
+
+
+def traits_of_scan(page: Any) -> dict[str, Any]:
+    """Return what is the same in all slices of a scan: voxel size, software, day, and the words of the description, in
+    which numbers may differ from slice to slice."""
+    size, words = (X_RESOLUTION, Y_RESOLUTION, RESOLUTION_UNIT), re.findall("[A-Za-z]{2,}", page.description)
+    found = {"voxel size": [page.tags.valueof(code) for code in size], "software": page.tags.valueof(SOFTWARE)}
+    return {**found, "date": str(page.tags.valueof(DATE))[:10], "description": words}
 
 
 def _resolution(tags: Mapping[int, Any]) -> tuple[Any, Any, int] | None:

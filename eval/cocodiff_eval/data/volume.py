@@ -397,6 +397,16 @@ def matched(volume: Stack, of: Stack) -> Stack:
     return volume.cropped(region) if volume.shape == whole else volume
 
 
+def unlike(volume: Stack, of: Stack) -> list[str]:
+    """Return a line if two files tell sides of a voxel along rows and columns that differ by more than a hundredth."""
+    both = [(one.metadata.voxel_size, one.metadata.unit) for one in (volume, of)]
+    sides = [[1e6 * LENGTHS[unit][1] * side for side in size[1:]] for size, unit in both if size and unit in LENGTHS]
+    if len(sides) < 2 or all(math.isclose(one, other, rel_tol=0.01) for one, other in zip(*sides, strict=True)):
+        return []
+    own, other = (f"{rows:.4g} x {columns:.4g}" for rows, columns in sides)
+    return [f"{volume.path}: voxels of {own} micrometer, and {of.path} of {other}: it may be of another scan"]
+
+
 _UNITS = """meter m 1, yottameter Ym 1e24, zettameter Zm 1e21, exameter Em 1e18, petameter Pm 1e15, terameter Tm 1e12,
 gigameter Gm 1e9, megameter Mm 1e6, kilometer km 1e3, hectometer hm 1e2, decimeter dm 1e-1, centimeter cm 1e-2,
 millimeter mm 1e-3, micrometer µm 1e-6, nanometer nm 1e-9, picometer pm 1e-12, femtometer fm 1e-15, attometer am 1e-18,

@@ -24,7 +24,7 @@ from cocodiff_eval.harness.items import ItemSamples
 from cocodiff_eval.harness.job import ItemResult
 from cocodiff_eval.harness.tasks import BOUNDS, Task, WorkingFile, kept_samples, slice_name, spread_of
 from cocodiff_eval.harness.volume import is_deep
-from cocodiff_eval.quality.fusing import Intervals, Moments, coverage, spread_native
+from cocodiff_eval.quality.fusing import FEWEST_HIDDEN, Intervals, Moments, coverage, spread_native
 from cocodiff_eval.quality.metrics import (
     Result,
     distance_db,
@@ -40,7 +40,6 @@ from cocodiff_eval.report.volume import ShownVolume
 from cocodiff_eval.restore.baseline import biharmonic
 
 MOST_SHELLED = 2**22  # voxels of a volume whose shell correlation is found, at 80 bytes each
-FEWEST = 200  # hidden voxels that intervals are learnt from
 FOLDER = "pictures"  # beside a job's journals, and removed with them
 
 
@@ -145,8 +144,9 @@ class SliceReview:
 
     @cached_property
     def hides(self) -> bool:
-        """Whether enough is hidden to learn from."""
-        return self.hidden_YX is not None and int((self.hidden_YX & np.isfinite(self.original_YX)).sum()) >= FEWEST
+        """True if enough is hidden to learn from."""
+        hidden_YX = self.hidden_YX
+        return hidden_YX is not None and int((hidden_YX & np.isfinite(self.original_YX)).sum()) >= FEWEST_HIDDEN
 
     @cached_property
     def unknown_YX(self) -> np.ndarray:

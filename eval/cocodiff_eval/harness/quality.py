@@ -98,7 +98,7 @@ class Bound:
         return Bound(self.db * 10 ** (-margin_db / 20), "truth")
 
     def keeps(self, figure: float | None) -> bool:
-        """figure: of a slice, in dB; None where every bit is that of the exact run, or no truth is known."""
+        """Return True if a slice keeps the bound. figure: in dB; None where every bit is that of the exact run."""
         if figure is None:
             return True
         return figure >= self.db if self.against == "exact" else figure <= self.db

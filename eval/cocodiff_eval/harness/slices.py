@@ -26,7 +26,7 @@ from cocodiff_eval.harness.judging import (
     save_previews,
     shown_volume,
 )
-from cocodiff_eval.harness.quality import Bound, Group, Quality, Slices
+from cocodiff_eval.harness.quality import MOST_DISTANCE_DB, Bound, Group, Quality, Slices
 from cocodiff_eval.harness.restoring import TOGETHER, Restorer
 from cocodiff_eval.harness.session import Session
 from cocodiff_eval.harness.tasks import (
@@ -198,7 +198,10 @@ class SliceJob(Job):
         if bound.against == "exact":
             return seen.psnr_vs_exact_db(exact, one)
         before, after = seen.psnr_db(exact), seen.psnr_db(one)
-        return None if before is None or after is None else before - after
+        if before is not None and after is not None:
+            return before - after
+        same = seen.psnr_vs_exact_db(exact, one) is None
+        return None if same else MOST_DISTANCE_DB  # nothing shows what is lost, so it counts as all
 
     def complete(self, done: JobResult) -> dict[str, Any]:
         """Writes results in their own format, on rank 0. Returns what `session.finish` takes besides the rows."""

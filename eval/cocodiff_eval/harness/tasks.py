@@ -101,7 +101,8 @@ class Task:
                 f"intensities from {scale.low:.9g} to {scale.high:.9g}; {scale.beyond:,} voxel(s) outside the mask lie "
                 f"beyond: --range {low:.9g},{high:.9g} takes them in"
             )
-        return [*kept.remarks, *(f"{self.stack.name}, mask {self.mask.name}: {one}" for one in found)]
+        others = [*self.mask.remarks, *(self.truth.metadata.remarks if self.truth is not None else ())]
+        return [*kept.remarks, *others, *(f"{self.stack.name}, mask {self.mask.name}: {one}" for one in found)]
 
 
 def describe_inputs(tasks: Sequence[Task], values: Mapping[str, Any]) -> dict[str, Any]:

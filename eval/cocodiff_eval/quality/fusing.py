@@ -23,6 +23,7 @@ LEAST_OTHER = 0.05  # of a method without a model, below which it is not worth i
 STEPS = 4.0  # of an error's logarithm: voxels whose members' errors are within a quarter share their weights
 FLOORS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # in root mean square errors, tried for the best intervals
 SHARES = (0.5, 0.9)
+FEWEST_HIDDEN = 200  # voxels that intervals are calibrated by
 LEAD_SHARE, FEWEST = 0.95, 3  # of the ranges of leads, and the regions that it takes to know one
 
 
@@ -207,10 +208,13 @@ class Intervals:
 
     @classmethod
     def calibrated(cls, errors_P: np.ndarray, spread_P: np.ndarray, depth_P: np.ndarray) -> Intervals:
-        """By split conformal prediction (Papadopoulos et al. 2002; Lei et al. 2018): factors are the quantiles of
-        |error| / (spread + floor) of P voxels whose truth is known, so that of voxels like these the share lies inside.
-        The floor is the one of FLOORS whose intervals of 90 % have the least interval score, the width and 2 / .1 times
-        by how much they miss (Gneiting and Raftery 2007). depth_P: as of `at`."""
+        """Calibrate by split conformal prediction (Papadopoulos et al. 2002; Lei et al. 2018): factors are the
+        quantiles of |error| / (spread + floor) of P voxels whose truth is known, so that of voxels like these the share
+        lies inside. Fewer than FEWEST_HIDDEN leave the intervals unknown. The floor is the one of FLOORS whose
+        intervals of 90 % have the least interval score, the width and 2 / .1 times by how much they miss (Gneiting and
+        Raftery 2007). depth_P: as of `at`."""
+        if errors_P.size < FEWEST_HIDDEN:
+            return cls.unknown()
         errors_P, scale = np.abs(errors_P), max(math.sqrt(float(np.square(errors_P).mean())), 1e-9)
         by_spread = bool(spread_P.any())
         found: list[tuple[float, Intervals]] = []

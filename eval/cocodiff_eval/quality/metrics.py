@@ -44,7 +44,8 @@ def ssim_map(truth01_YX: np.ndarray, restored01_YX: np.ndarray) -> np.ndarray:
 def masked_quality(
     scale: IntensityRange, truth_YX: np.ndarray | None, restored_YX: np.ndarray, mask_YX: np.ndarray
 ) -> dict[str, Any]:
-    """`psnr_db`, `ssim` and `mse` over the masked voxels of a slice with a truth; None each where there are none.
+    """Return `psnr_db`, `ssim` and `mse` over the masked voxels of a slice with a truth; None each if there are none.
+    A range of zero, that of a constant slice, has no unit to compare in: `psnr_db` and `ssim` are None.
 
     Images are in the input's units, of any real dtype. truth_YX: None where it is unknown.
     """
@@ -57,25 +58,30 @@ def masked_quality(
     difference = (restored01_YX - truth01_YX)[judged_YX]
     mse = float(np.square(difference).sum()) / difference.size
     similarity = float(ssim_map(truth01_YX, restored01_YX)[judged_YX].sum()) / difference.size
-    found = {"psnr_db": psnr_db(mse), "ssim": similarity, "mse": mse}
+    judged = {"psnr_db": psnr_db(mse), "ssim": similarity} if scale.high > scale.low else {}
+    found = {**dict.fromkeys(QUALITY, math.nan), **judged, "mse": mse}
     return {name: value if math.isfinite(value) else None for name, value in found.items()}
 
 
 RINGS = 32  # of a ring correlation, evenly from no frequency to half a period a voxel
 TAPER = 16.0  # voxels at most in which the mask's weight rises: a step would look like fine structure in both images
 FEWEST = 3  # coefficients of a ring whose correlation says something
+THINNEST = 4.0  # voxels from the edge to the middle of a mask whose window keeps coarse structure out of fine rings
 
 
 def ring_correlation(
     scale: IntensityRange, truth: np.ndarray | None, restored: np.ndarray, mask: np.ndarray
 ) -> dict[str, Any]:
-    """Fourier ring correlation of what is under the mask of a slice [Y, X] with its truth, of a volume [Z, Y, X] shell
-    correlation: `frc`, RINGS numbers, None where a ring has no coefficient; and `resolution`, the period in voxels of
-    the frequency at which it first falls below the curve of half a bit (van Heel and Schatz, 2005), 2 where it never
-    does. Empty where not all of the truth is known.
+    """Return the Fourier ring correlation of what is under the mask of a slice [Y, X] with its truth, of a volume
+    [Z, Y, X] the shell correlation (van Heel and Schatz, 2005); nothing where not all of the truth is known.
 
     Both images are weighed by the mask, with edges as soft as it allows, so that what is known does not count.
     Coefficients that are independent are as many as the sum of squared weights.
+
+    Returns
+    -------
+    `frc`: RINGS numbers, None where a ring has no coefficient.
+    `resolution`: the `finest_period`; None, unknown, also of a constant truth, and of masks that are thin everywhere.
     """
     if truth is None or not mask.any() or not np.isfinite(truth[mask]).all():
         return {}
@@ -97,23 +103,44 @@ def ring_correlation(
 
     pairs = (spectra, spectra[:1] * 2, spectra[1:] * 2)
     together, *powers = (of_rings((one * other.conj()).real) for one, other in pairs)
-    count_R = of_rings(np.ones(window.shape))
+    independent_R = of_rings(np.ones(window.shape)) * np.square(window).mean() / 2  # each coefficient is there twice
     with np.errstate(invalid="ignore", divide="ignore"):
         found_R = together / np.sqrt(powers[0] * powers[1])
-        root_R = np.sqrt(count_R * np.square(window).mean() / 2)  # a real image has each coefficient twice
-        half_bit_R = (0.2071 + 1.9102 / root_R) / (1.2071 + 0.9102 / root_R)
-    below = np.flatnonzero((root_R**2 >= FEWEST) & ~(found_R >= half_bit_R))
-    period = 2.0 if not len(below) else 2 * RINGS / (below[0] + 0.5)
-    return {"frc": [float(one) if np.isfinite(one) else None for one in found_R], "resolution": period}
+    told = depth.max() >= THINNEST and np.ptp(truth[mask]) > 0
+    resolution = finest_period(together, powers, independent_R) if told else None
+    return {"frc": [float(one) if np.isfinite(one) else None for one in found_R], "resolution": resolution}
+
+
+def finest_period(together_R: np.ndarray, powers_2R: Sequence[np.ndarray], independent_R: np.ndarray) -> float | None:
+    """Return the period in voxels at which the correlation of rings first falls below the curve of half a bit; if it
+    never does, that where the last ring ends, 2 voxels; None if nothing tells it.
+
+    together_R: sums of products of both images' coefficients; powers_2R: of each image's own; independent_R: how many
+    coefficients are independent. A ring with less than FEWEST of these is taken together with the next ones until there
+    are so many, and does not count where there are no more rings. Nothing is told where the coarsest rings, taken
+    together, are more than a quarter of all, or are below the curve: the period may be any from there on.
+    """
+    start, found = 0, None
+    for stop in range(1, RINGS + 1):
+        own, other, count, product = (float(one[start:stop].sum()) for one in (*powers_2R, independent_R, together_R))
+        if count < FEWEST:
+            continue
+        if start == 0 and stop > RINGS // 4:
+            return None
+        half_bit = (0.2071 + 1.9102 / math.sqrt(count)) / (1.2071 + 0.9102 / math.sqrt(count))
+        if own * other <= 0 or product < half_bit * math.sqrt(own * other):
+            return None if start == 0 and stop > 1 else 4 * RINGS / (start + stop)
+        start, found = stop, 2 * RINGS / stop
+    return found
 
 
 def masked_psnr_db(
     scale: IntensityRange, truth_YX: np.ndarray, restored_YX: np.ndarray, mask_YX: np.ndarray
 ) -> float | None:
-    """`psnr_db` of `masked_quality`, without the similarity, which takes longer."""
+    """Return `psnr_db` of `masked_quality`, without the similarity, which takes longer."""
     judged_YX = mask_YX & np.isfinite(truth_YX)
     difference = scale.normalise(restored_YX[judged_YX]) - scale.normalise(truth_YX[judged_YX])
-    return psnr_db(float(np.square(difference).mean())) if difference.size else None
+    return psnr_db(float(np.square(difference).mean())) if difference.size and scale.high > scale.low else None
 
 
 def slice_jumps(
@@ -195,7 +222,8 @@ class Result:
                         `fusing.coverage`, `psnr_db_single` is the mean of the samples' own PSNR; `intervals` are those
                         that hidden regions have calibrated, whose coverage it then is
     baseline            the biharmonic result of the image and mask: psnr_db, ssim, mse, seconds
-    frc, resolution     `ring_correlation`: of each ring, and the finest period in voxels that is restored
+    frc, resolution     `ring_correlation`: of each ring, and the finest period in voxels that is restored; None where
+                        it is unknown
     drift               of a lossy run, for each step: of V-Major the mean relative change of v and the fraction of
                         tokens that stayed; of a codec or displacement the fraction of attention calls that were coded
                         and that of their tensors that were predicted linearly, which tensors were displaced, and of
@@ -242,6 +270,7 @@ class Result:
         absent |= {*OF_SAMPLES} if self.samples is None else set()
         absent |= {"bytes_late"} if not any((self.bytes_late or {}).values()) else set()
         absent |= {"bytes_exact"} if not self.drift else set()
+        absent |= {"resolution"} if self.frc is None else set()
         return json_ready({name: value for name, value in found.items() if name not in absent})
 
 
@@ -249,7 +278,8 @@ QUALITY = ("psnr_db", "ssim", "mse")
 OF_LINKS = ("bytes", "bytes_whole", "bytes_late", "bytes_exact")
 OF_RUN = (*QUALITY, "seconds", "bytes", "bytes_whole", "bytes_late", "cached_fraction")  # in a sweep's lines
 OF_SAMPLES = ("samples", "coverage_50", "coverage_90", "psnr_db_single", "intervals")
-OR_NULL = ("mask", *QUALITY, "psnr_vs_exact_db", *OF_SAMPLES)  # null says something: "unknown", or "the same bits"
+# null says something: "unknown", or "the same bits"
+OR_NULL = ("mask", *QUALITY, "psnr_vs_exact_db", "resolution", *OF_SAMPLES)
 
 
 def of_slices(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -362,8 +392,8 @@ def _figure(mode: str, steps: Profile) -> StepsFigure:
 
 
 def ring_figures(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
-    """Of each preset of some rows, and of the biharmonic baseline, the name, the mean ring correlation as a path of SVG
-    in a picture of 100 x 100, and the resolution in words; empty where no truth is known."""
+    """Return of each preset of some rows, and of the biharmonic baseline, the name, the mean ring correlation as a path
+    of SVG in a picture of 100 x 100, and the resolution in words; nothing where no truth is known."""
     every = (one for row in rows for one in ((row["mode"], row), ("biharmonic", row.get("baseline") or {})))
     found = by_key((name, one) for name, one in every if one.get("frc"))
     figures = []
@@ -372,8 +402,15 @@ def ring_figures(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]
         places = ((100 * (ring + 0.5) / RINGS, value) for ring, value in enumerate(curve) if value is not None)
         points = [(x, min(100.0, 100 * (1 - value))) for x, value in places]
         path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
-        figures.append((name, path, f"{mean([one['resolution'] for one in found[name]]):.1f} voxels"))
+        figures.append((name, path, resolution_told([one["resolution"] for one in found[name]])))
     return figures
+
+
+def resolution_told(values: Sequence[float | None]) -> str:
+    """Return the mean resolution of some slices in words, with the number of those in which it is unknown."""
+    known, unknown = mean(values), sum(value is None for value in values)
+    told = f" (unknown in {unknown} of {len(values)} slices)" if unknown else ""
+    return "unknown" if known is None else f"{known:.1f} voxels{told}"
 
 
 def shares_of_tensors(row: Mapping[str, Any]) -> tuple[float, float, float]:
