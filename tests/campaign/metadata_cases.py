@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,49 @@ SHAPE = (3, 17, 20)
 
 
 @dataclass
-class Given:
-    """A file, and what is right of it. voxels: None where it must be refused; meters: sides of its voxels, None where
-    they are no lengths; plain: sides without a unit."""
+class Result:
+    """A result of a round trip: what a check that goes with an input looks at."""
 
     path: Path
-    voxels: np.ndarray | None
-    meters: Sides | None = None
-    plain: Sides | None = None
+    format: str  # a word of --format
+    own: bool  # in the input's format
+    start: tuple[int, int, int]  # the first voxel of the region in the input
+    shape: tuple[int, int, int]
+    restored: np.ndarray  # [N, Y, X], as they were given to the writer
+    said: str  # all lines that the user saw
+
+    @property
+    def region(self) -> tuple[slice, slice, slice]:
+        """The part of the input that the result holds."""
+        z, y, x = (slice(first, first + side) for first, side in zip(self.start, self.shape, strict=True))
+        return z, y, x
+
+    def told(self, pattern: str) -> bool:
+        """Return True if a line that the user saw has one of these words."""
+        return re.search(pattern, self.said, re.IGNORECASE) is not None
+
+
+def no_remarks(result: Result) -> str:
+    """Return "": nothing is to be checked beside the voxels."""
+    return ""
+
+
+@dataclass
+class Given:
+    """A file, and what is right of it."""
+
+    path: Path
+    voxels: np.ndarray | None  # as they are stored; None where the file must be refused
+    meters: Sides | None = None  # sides of a voxel; None where they are no lengths
+    plain: Sides | None = None  # sides without a unit
+    # For round trips:
+    kind: str = ""  # what is unusual of it
+    meant: np.ndarray | None = None  # voxels as the file means them, unscaled; None: as they are stored
+    missing: np.ndarray | None = None  # True where the file declares a voxel to be missing
+    refusals: str = ""  # a pattern of the lines by which it may be refused; "" where it must not be
+    decode: Callable[[Path, bool], np.ndarray] | None = None  # read the input, or (True) a result, as xarray does
+    check: Callable[[Result], str] = no_remarks  # return what is wrong with a result besides its voxels
+    more: dict[str, Any] = field(default_factory=dict)  # what the maker knows besides, to be printed
 
 
 def make_given(seed: int, number: int, folder: Path) -> Given:
