@@ -4,6 +4,7 @@ and axes."""
 from __future__ import annotations
 
 import random
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,12 @@ def read_mrc(path: Path) -> dict[str, Any]:
     voxels = np.frombuffer(data, np.dtype(order + name), nx * ny * nz, 1024 + size).reshape(nz, ny, nx)
     side = tuple(a / b for a, b in zip(cell, sampling, strict=True))
     found = {"order": order, "voxels": voxels, "side": side, "ispg": ispg, "mz": sampling[2], "origin": origin}
-    return found | {"starts": starts, "extended": data[1024 : 1024 + size], "kind": data[104:108], "label": data[224:234]}
+    return found | {
+        "starts": starts,
+        "extended": data[1024 : 1024 + size],
+        "kind": data[104:108],
+        "label": data[224:234],
+    }
 
 
 def mrc(folder: Path, voxels: np.ndarray, chance: random.Random) -> Given:
@@ -76,7 +82,10 @@ def mrc(folder: Path, voxels: np.ndarray, chance: random.Random) -> Given:
         said["starts"] = (5, 6, -7)
     if chance.random() < 0.4:
         length = chance.choice([128, 4 * 88, 4 * 768])
-        said |= {"extended": bytes(range(1, 129)) * (length // 128 + 1), "kind": chance.choice([b"SERI", b"FEI1", b"CCP4"])}
+        said |= {
+            "extended": bytes(range(1, 129)) * (length // 128 + 1),
+            "kind": chance.choice([b"SERI", b"FEI1", b"CCP4"]),
+        }
         said["extended"] = said["extended"][:length]
     if chance.random() < 0.3 and said["ispg"]:
         said["sampling"] = (100, 90, 80)
@@ -176,7 +185,7 @@ def turned(folder: Path, voxels: np.ndarray, chance: random.Random) -> Given:
     def check(result: Result) -> str:
         if numbers == {1} or result.told("orient|turned|mirror"):
             return ""
-        if result.format not in ("tiff", "sequence") or not result.own:
+        if result.format not in ("tiff", "sequence"):
             return f"orientation {numbers} lost without a word in {result.format}"
         first, after = result.start[0], orientations(result.path)
         wanted = before[first : first + len(after)] if len(before) == len(voxels) else before
@@ -213,7 +222,7 @@ def placed(folder: Path, voxels: np.ndarray, chance: random.Random) -> Given:
     def check(result: Result) -> str:
         if result.told("position|origin|where it lies|lies at"):
             return ""
-        if not (result.own and result.format == "tiff"):
+        if result.format not in ("tiff", "sequence"):
             return "" if form != "tags" else elsewhere(result, ["XPosition and YPosition"])
         _, y, x = result.start
         sides = {"tags": (0.01, 0.02), "imagej": (-1, -1), "ome": (0.5, 0.25)}[form]
@@ -228,8 +237,7 @@ def placed(folder: Path, voxels: np.ndarray, chance: random.Random) -> Given:
 
 def position(path: Path, form: str) -> tuple[float, ...]:
     """Return X and Y as a TIFF has them; () where it has none."""
-    import re
-
+    path = min(path.iterdir()) if path.is_dir() else path
     with tifffile.TiffFile(path) as tiff:
         if form == "imagej":
             said = tiff.imagej_metadata or {}

@@ -97,8 +97,8 @@ def declare(voxels: np.ndarray, chance: random.Random, kinds: tuple[str, ...] = 
         more = np.where(high, 127 if dtype.itemsize == 1 else 40000, 0)
         stored = np.where(place, stored, (stored.view(f"u{dtype.itemsize}") + more).astype(dtype))
         attributes["_Unsigned"], meant = "true", stored.view(f"u{dtype.itemsize}")
-        place = meant == meant.dtype.type(-1 % 256 ** dtype.itemsize)
-    if dtype.itemsize < 8 and dtype.kind in "ui" and chance.random() < 0.5 or kind == "scale":
+        place = meant == meant.dtype.type(-1 % 256**dtype.itemsize)
+    if (dtype.itemsize < 8 and dtype.kind in "ui" and chance.random() < 0.5) or kind == "scale":
         attributes["scale_factor"] = chance.choice([0.5, 0.001, -2.0])
         if chance.random() < 0.7:
             attributes["add_offset"] = chance.choice([-100.0, 273.15])

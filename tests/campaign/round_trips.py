@@ -25,6 +25,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,9 @@ def run_case(seed: int, number: int, folder: Path) -> tuple[Given, list[str]]:
         mask = mask.max(axis=0) if mask.ndim == 3 else mask  # one for all slices
     np.save(folder / "in" / "holes.npy", mask)
     mask = np.broadcast_to(mask, SHAPE if len(sides) == 3 else (1, *sides)) != 0
-    wrong = []
-    for format, of_region in [("same", False), ("same", True), *((one, (number + n) % 2 == 0) for n, one in enumerate(FORMATS))]:
+    wrong, tries = [], [("same", False), ("same", True)]
+    tries += [(one, (number + n) % 2 == 0) for n, one in enumerate(FORMATS) if one != own_format(given)]
+    for format, of_region in tries:
         out = folder / f"{format}{'-region' * of_region}"
         out.mkdir()
         try:
@@ -86,18 +88,15 @@ def run_case(seed: int, number: int, folder: Path) -> tuple[Given, list[str]]:
 
 def try_format(given: Given, format: str, of_region: bool, mask: np.ndarray, out: Path) -> str:
     """Return what is wrong with the result of a case in one format."""
-    from cocodiff_eval.cli.inpaint import ABOUT, OPTIONS, find_tasks
+    from cocodiff_eval.cli.inpaint import find_tasks
     from cocodiff_eval.harness.tasks import WorkingFile, export
 
-    from cocodiff.jobs.options import parse, with_settings
-
-    words = ["--input", str(given.path), "--mask", str(given_folder(given) / "holes.npy"), "--format", format]
-    words += ["--follow_links", "--quiet", "--out", str(out)]
+    values = {"input": [str(given.path)], "mask": [str(given_folder(given) / "holes.npy")], "format": format}
     if of_region:
-        words += [f"--roi={REGION['roi']}"] + [f"--slices={REGION['slices']}"] * (len(mask) > 1)
+        values |= {"roi": REGION["roi"]} | ({"slices": REGION["slices"]} if len(mask) > 1 else {})
     try:
         with listened() as said:
-            (task,) = find_tasks(parse("inpaint", ABOUT, with_settings(OPTIONS), words))
+            (task,) = find_tasks({**defaults(), **values})
             said += task.remarks()
             restored = restore(task)
             file = WorkingFile(out / "voxels.raw", task.stack.shape, restored.dtype, "tapa")
@@ -115,6 +114,22 @@ def try_format(given: Given, format: str, of_region: bool, mask: np.ndarray, out
     result = Result(path, task.format, own, start, task.stack.shape, restored, "\n".join(said))
     cut_mask = np.stack([task.mask.read(index) for index in range(len(task.stack))])
     return "; ".join(filter(None, [check_values(given, task, result, mask, cut_mask), given.check(result)]))
+
+
+def own_format(given: Given) -> str:
+    """Return the word of --format for the input's own format; "tiff" for a sequence as well."""
+    ends = {".h5": "h5", ".zarr": "zarr", ".mrc": "mrc", ".npy": "npy"}
+    return next((word for end, word in ends.items() if end in str(given.path)), "tiff")
+
+
+@lru_cache(maxsize=1)
+def defaults() -> dict[str, Any]:
+    """Return the options of `cocodiff inpaint` as they are where none is given."""
+    from cocodiff_eval.cli.inpaint import ABOUT, OPTIONS
+
+    from cocodiff.jobs.options import parse, with_settings
+
+    return parse("inpaint", ABOUT, with_settings(OPTIONS), ["--input", "scan", "--quiet", "--follow_links"])
 
 
 def given_folder(given: Given) -> Path:
@@ -153,6 +168,8 @@ def judge_refusal(given: Given, line: str, of_region: bool, mask: np.ndarray) ->
         return f"a refusal of several lines: {line}"
     if NO_FORMAT in line:
         return ""
+    if file_of(given.path).name not in line:
+        return f"a refusal that does not name the file: {line}"
     matters = given.voxels is None or given.missing is None or "_Unsigned" in str(given.more)
     if not matters:
         assert given.missing is not None
@@ -174,7 +191,7 @@ def check_values(given: Given, task: Any, result: Result, mask: np.ndarray, own_
     known = ~mask & ~missing
     decoded = None
     if given.decode is not None:
-        decoded = given.decode(Path(str(given.path).partition(":/")[0]), False).reshape(given.voxels.shape)
+        decoded = given.decode(file_of(given.path), False).reshape(given.voxels.shape)
         decoded = decoded.reshape((-1, *SHAPE[1:]))[result.region]
     whole = np.stack([task.stack.read(index) for index in range(len(task.stack))])
     candidates = [meant] + ([] if decoded is None else [decoded])
@@ -183,14 +200,18 @@ def check_values(given: Given, task: Any, result: Result, mask: np.ndarray, own_
         return "" if result.told(given.refusals or "^$") else "read as other values than the file means"
     wrong.append(check_range(read_as, known, missing & ~mask, own_mask, task, result))
     found = read_plainly(result, task).reshape(result.shape)
+    if result.own and "_Unsigned" in str(given.more) and found.dtype.kind == "i":  # unsigned in the place of signed
+        found, stored = found.view(found.dtype.str.replace("i", "u")), meant
     if not same(found, result.restored):
         wrong.append("other libraries read other voxels than were restored")
     if not same(found[known], stored[known]) and not same(found[known], read_as[known]):
         wrong.append("voxels outside the mask are others")
     if (found[mask] == stored[mask]).mean() > MOST_EQUAL and np.ptp(read_as[known]) > 0:
         wrong.append("old voxels under the mask")
-    if result.own and given.decode is not None and decoded is not None:
+    if result.own and decoded is not None:
         wrong.append(check_decoded(given, result, decoded, known, mask))
+    if result.own and stored.dtype.itemsize > 1 and (order := orders(given, task, result))[0] != order[1]:
+        wrong.append(f"byte order {order[1]}, of {order[0]}")
     return "; ".join(filter(None, wrong))
 
 
@@ -220,12 +241,30 @@ def check_decoded(given: Given, result: Result, before: np.ndarray, known: np.nd
     return f"xarray takes {bad} restored voxels for missing" if bad else ""
 
 
+def orders(given: Given, task: Any, result: Result) -> list[str]:
+    """Return the byte orders of the input and of the result; none where the format's own check looks at them."""
+    found, file = [], file_of(given.path)
+    for path in (file, result.path) if result.format in ("h5", "tiff", "npy") else ():
+        if result.format == "h5":
+            with h5py.File(path) as h5:
+                node = h5[task.stack.metadata.details["object"]]
+                node = node if isinstance(node, h5py.Dataset) else next(iter(node.values()))
+                found.append("big" if node.dtype.byteorder == ">" else "little")
+        elif result.format == "tiff":
+            with tifffile.TiffFile(path) as tiff:
+                found.append(tiff.byteorder)
+        else:
+            found.append(np.load(path, mmap_mode="r").dtype.str[0])
+    return found or ["", ""]
+
+
+def file_of(path: Path) -> Path:
+    """Return the file or store of `file.h5:/dataset`."""
+    return Path(str(path).partition(":/")[0])
+
+
 def same(one: np.ndarray, other: np.ndarray) -> bool:
-    """Return True where values are the same, whatever the types; NaN is itself. Integers of one size may be the same
-    bits."""
-    if one.dtype.kind in "ui" and other.dtype.kind in "ui":
-        one, other = one.astype(one.dtype.newbyteorder("=")), other.astype(other.dtype.newbyteorder("="))
-        return bool((one == other).all())
+    """Return True where values are the same, whatever the types; NaN is itself."""
     return bool(np.array_equal(one, other, equal_nan=True))
 
 
@@ -263,7 +302,8 @@ def main() -> int:
             case, wrong = run_case(given.seed, number, folder)
         tried.append((case.kind.partition(":")[0], bool(wrong)))
         if wrong or given.cases == 1:
-            print(f"{number} {case.kind}\n  python tests/campaign/round_trips.py --seed {given.seed} --first {number} --cases 1")
+            again = f"python tests/campaign/round_trips.py --seed {given.seed} --first {number} --cases 1 --keep case"
+            print(f"{number} {case.kind}\n  {again}")
             print("\n".join(f"    {one}" for one in wrong) or "    right", flush=True)
     for kind in dict.fromkeys(kind for kind, _ in tried):
         of_kind = [wrong for one, wrong in tried if one == kind]
