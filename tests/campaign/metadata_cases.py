@@ -44,8 +44,14 @@ class Result:
         return z, y, x
 
     def told(self, pattern: str) -> bool:
-        """Return True if a line that the user saw has one of these words."""
-        return re.search(pattern, self.said, re.IGNORECASE) is not None
+        """Return True if a line that the user saw has one of these words, and does not say that this very result keeps
+        what it names."""
+        lines = self.said.splitlines()
+        if self.own and any(self.start):
+            lines = [line for line in lines if ": results of its own format alone keep" not in line]
+        elif self.own:
+            lines = [line for line in lines if "results of its own format alone keep" not in line]
+        return re.search(pattern, "\n".join(lines), re.IGNORECASE) is not None
 
 
 def no_remarks(result: Result) -> str:

@@ -18,7 +18,7 @@ PLACES = ("entry/instrument/detector/data", "exchange/data", "data", "scan/tomo/
 
 def links(folder: Path, voxels: np.ndarray, chance: random.Random) -> Given:
     """Write one dataset under many names of one file; the input is named by any of them."""
-    file, original = folder / "scan.h5", chance.choice(PLACES)
+    file, original = folder / chance.choice(["scan.h5", "scan.nxs", "scan.hdf5"]), chance.choice(PLACES)
     parent = str(PurePosixPath(original).parent).strip(".")
     kinds = ["hard", "beside", "soft", "relative", "chain", "group", "soft group", "circle", "nowhere", "own file"]
     taken = chance.sample(kinds, chance.randint(1, 4))
@@ -155,6 +155,7 @@ def with_names(given: Given, file: Path, place: str) -> Given:
     names = {*names_of(file, place), place}
     with h5py.File(file) as h5:
         theta = h5["angles/theta"][...] if "angles/theta" in h5 else None
+        said = {name: dict(h5[name].attrs) for name in ("/", str(PurePosixPath("/", place).parent))}
     others = () if theta is None else names_of(file, "angles/theta")
 
     def check(result: Result) -> str:
@@ -163,6 +164,9 @@ def with_names(given: Given, file: Path, place: str) -> Given:
         with h5py.File(result.path) as h5:
             wrong = [wrong_name(h5, name, result.restored) for name in sorted(names)]
             wrong += [wrong_name(h5, name, theta) for name in sorted(others)]
+            for name, about in said.items():
+                lost = [one for one in about if name not in h5 or h5[name].attrs.get(one) != about[one]]
+                wrong.append(f"attributes of {name} lost: {lost}" if lost else "")
         return "; ".join(filter(None, wrong))
 
     given.check = check

@@ -89,7 +89,14 @@ def mrc(folder: Path, voxels: np.ndarray, chance: random.Random) -> Given:
         said["extended"] = said["extended"][:length]
     if chance.random() < 0.3 and said["ispg"]:
         said["sampling"] = (100, 90, 80)
-    return of_mrc(path, voxels.astype(name), order, said)
+    if chance.random() < 0.15:
+        said["side"] = (0.0, 0.0, 0.0)  # not known
+    if chance.random() < 0.1:
+        said |= {"ispg": 401, "sampling": (26, 22, 2)}  # two volumes
+    given = of_mrc(path, voxels.astype(name), order, said)
+    if said["ispg"] == 401:
+        given.voxels, given.refusals = None, "dimensions|volumes"
+    return given
 
 
 def mrc_bytes(folder: Path, voxels: np.ndarray, chance: random.Random) -> Given:

@@ -118,7 +118,7 @@ def try_format(given: Given, format: str, of_region: bool, mask: np.ndarray, out
 
 def own_format(given: Given) -> str:
     """Return the word of --format for the input's own format; "tiff" for a sequence as well."""
-    ends = {".h5": "h5", ".zarr": "zarr", ".mrc": "mrc", ".npy": "npy"}
+    ends = {".h5": "h5", ".nxs": "h5", ".hdf5": "h5", ".zarr": "zarr", ".mrc": "mrc", ".npy": "npy"}
     return next((word for end, word in ends.items() if end in str(given.path)), "tiff")
 
 
