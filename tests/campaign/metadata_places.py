@@ -38,7 +38,7 @@ def write_mrc(path: Path, voxels: np.ndarray, order: str, **said: Any) -> None:
     put(76, "3f", 0, -1, -2)
     put(88, "2i", ispg, len(extended))
     header[104:108] = said.get("kind", b"\0\0\0\0")
-    put(108, "i", 20140)
+    put(108, "i", said.get("version", 20140))
     if "flags" in said:
         put(152, "2i", IMOD, said["flags"])
     put(196, "3f", *said.get("origin", (0, 0, 0)))
@@ -104,8 +104,10 @@ def mrc_bytes(folder: Path, voxels: np.ndarray, chance: random.Random) -> Given:
     flags = chance.choice([None, 1, 1 | 4, 0, 4, 4, 8])
     name = "i1" if flags is None or flags & 1 else "u1"
     said: dict[str, Any] = {"side": (2.0, 2.0, 2.0)} | ({} if flags is None else {"flags": flags})
-    if chance.random() < 0.5 and (flags or 4) & 4:
+    if chance.random() < 0.6:
         said["origin"] = (10.0, -5.0, 7.5)
+    if flags is not None and chance.random() < 0.3:
+        said["version"] = 0  # before MRC2014 IMOD's origin has the other sign, unless its third flag is set
     whole = (voxels - 125).astype("i1") if name == "i1" else voxels.astype("u1")
     return of_mrc(folder / "scan.mrc", whole, chance.choice("<>"), said)
 
@@ -127,7 +129,8 @@ def of_mrc(path: Path, voxels: np.ndarray, order: str, said: dict[str, Any]) -> 
             wrong.append(f"space group {after['ispg']} and mz {after['mz']}, of {before['ispg']} and {before['mz']}")
         if after["label"] != before["label"]:
             wrong.append(f"label {after['label']}")
-        wrong.append(moved(result, before, after, known))
+        sign = -1 if said.get("version") == 0 and not said["flags"] & 4 else 1
+        wrong.append(moved(result, before, after, known, sign))
         if not result.told("extended") and (after["extended"], after["kind"]) != (before["extended"], before["kind"]):
             cut = result.shape[0] < before["voxels"].shape[0] and len(after["extended"])
             wrong.append("" if cut else f"extended header of {len(after['extended'])}, of {len(before['extended'])}")
@@ -136,13 +139,13 @@ def of_mrc(path: Path, voxels: np.ndarray, order: str, said: dict[str, Any]) -> 
     return Given(path, voxels, kind=f"{voxels.dtype} {order} {'+'.join(said)}", check=check, more=said)
 
 
-def moved(result: Result, before: dict[str, Any], after: dict[str, Any], known: list[str]) -> str:
+def moved(result: Result, before: dict[str, Any], after: dict[str, Any], known: list[str], sign: int) -> str:
     """Return how origin and start are wrong. A region's are moved by its corner: one of them, or both."""
     if result.told("origin|start|where it lies|lies at"):
         return ""
     corner_xyz = np.array(result.start[::-1])
     kept = [np.allclose(after[one], before[one], atol=1e-4) for one in ("origin", "starts")]
-    steps = np.array(before["side"]) * corner_xyz, corner_xyz
+    steps = sign * np.array(before["side"]) * corner_xyz, corner_xyz
     went = [
         np.allclose(after[one], np.array(before[one]) + step, atol=1e-3)
         for one, step in zip(("origin", "starts"), steps, strict=True)
