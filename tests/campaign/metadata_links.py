@@ -11,6 +11,7 @@ from typing import Any
 import h5py
 import numpy as np
 from metadata_cases import Given, Result
+from metadata_values import declare
 
 DEEPEST = 6  # groups that a name leads through
 PLACES = ("entry/instrument/detector/data", "exchange/data", "data", "scan/tomo/data")
@@ -102,21 +103,26 @@ def external_links(folder: Path, voxels: np.ndarray, chance: random.Random) -> G
 
 def frames(folder: Path, voxels: np.ndarray, chance: random.Random) -> Given:
     """Write a group of frames that has a second name, or frames that have."""
-    file, kind = folder / "scan.h5", chance.choice(["hard", "soft", "frame"])
+    file, kind = folder / "scan.h5", chance.choice(["hard", "soft", "frame", "declared"])
+    declared = declare(voxels, chance, ("_FillValue", "missing_value")) if kind == "declared" else None
+    voxels = voxels if declared is None else declared.stored
     with h5py.File(file, "w") as h5:
         for number, image_YX in enumerate(voxels):
             h5[f"tooth/tooth_0000_{number:04}.tif"] = image_YX[None] if chance.random() < 0.5 else image_YX
+            if declared is not None:
+                h5[f"tooth/tooth_0000_{number:04}.tif"].attrs.update(declared.attributes)
         h5["tooth"].attrs["pxsize"] = 0.002
         if kind == "hard":
             h5["plot"] = h5["tooth"]
         elif kind == "soft":
             h5["plot"] = h5py.SoftLink("/tooth")
-        else:
+        elif kind == "frame":
             h5["shown/image"] = h5["tooth/tooth_0000_0001.tif"]
     with h5py.File(file) as h5:
         listed = {f"tooth/{name}": number for number, name in enumerate(sorted(h5["tooth"]))}
     pairs = [(name, number) for own, number in listed.items() for name in names_of(file, own)]
-    given = Given(Path(f"{file}:/tooth"), voxels, kind=f"frames, {kind}", more={"names": sorted(pairs)})
+    given = Given(Path(f"{file}:/tooth"), voxels) if declared is None else declared.given(Path(f"{file}:/tooth"))
+    given.kind, given.more = f"{kind} {given.kind}", {**given.more, "names": sorted(pairs)}
 
     def check(result: Result) -> str:
         if not result.own:
@@ -131,20 +137,21 @@ def frames(folder: Path, voxels: np.ndarray, chance: random.Random) -> Given:
 
 
 def virtual(folder: Path, voxels: np.ndarray, chance: random.Random) -> Given:
-    """Write a virtual dataset of one in the same file. Its source must not keep old voxels without a word."""
-    file = folder / "scan.h5"
+    """Write a virtual dataset of one in the same file. Neither must keep old voxels where the other is restored."""
+    file, place = folder / "scan.h5", chance.choice(["entry/data", "entry/data", "raw/data"])
     with h5py.File(file, "w") as h5:
         store_voxels(h5, "raw/data", voxels, chance)
         layout = h5py.VirtualLayout(voxels.shape, voxels.dtype)
         layout[:] = h5py.VirtualSource(".", "raw/data", voxels.shape)
         h5.create_virtual_dataset("entry/data", layout)
-    given = Given(Path(f"{file}:/entry/data"), voxels, kind="virtual", refusals="virtual")
+    given = Given(Path(f"{file}:/{place}"), voxels, kind=place, refusals="virtual")
 
     def check(result: Result) -> str:
         if not result.own or result.told("virtual|raw/data"):
             return ""
         with h5py.File(result.path) as h5:
-            return wrong_name(h5, "raw/data", result.restored) if "raw/data" in h5 else ""
+            names = [name for name in ("entry/data", "raw/data") if name in h5]
+            return "; ".join(filter(None, [wrong_name(h5, name, result.restored) for name in names]))
 
     given.check = check
     return given

@@ -23,6 +23,7 @@ WORDS = "_FillValue|missing|fill.?value|valid_|_Unsigned|no.?data"
 AXES = "axes|axis|dimension|time|channel"
 # Names of the dimensions of a stack, and whether slices, rows and columns are among them in this order.
 ORDERS = {"zyx": ("z", "y", "x"), "depth": ("depth", "lat", "lon"), "ZYX": ("Z", "Y", "X")}
+ORDERS |= {"slice": ("slice", "row", "column")}
 NO_DEPTH = {"time": ("time", "y", "x"), "t": ("t", "y", "x"), "channel": ("channel", "y", "x"), "c": ("c", "y", "x")}
 NO_DEPTH |= {"xyz": ("x", "y", "z"), "Time": ("Time", "Y", "X")}
 
