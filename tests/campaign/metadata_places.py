@@ -230,7 +230,7 @@ def placed(folder: Path, voxels: np.ndarray, chance: random.Random) -> Given:
         tifffile.imwrite(path, voxels, ome=True, metadata=said, photometric="minisblack")
 
     def check(result: Result) -> str:
-        if result.told("position|origin|where it lies|lies at"):
+        if result.told("position|origin|where it lies|lies at|Plane"):
             return ""
         if result.format not in ("tiff", "sequence"):
             return "" if form != "tags" else elsewhere(result, ["XPosition and YPosition"])
