@@ -13,9 +13,10 @@ import h5py
 import numpy as np
 import pytest
 from cocodiff_eval.data import hdf5
+from cocodiff_eval.data.formats import open_volume
 from cocodiff_eval.data.masks import make_mask
 from cocodiff_eval.data.slices import open_stack, open_truth
-from cocodiff_eval.data.volume import NewVolume
+from cocodiff_eval.data.volume import NewVolume, Region
 
 from cocodiff.config.errors import UserError
 
@@ -251,7 +252,7 @@ def test_a_disk_that_is_full_while_hdf5_writes_is_one_error(tmp_path: Path, most
     script = f"""
 import resource, numpy as np
 from cocodiff_eval.data.hdf5 import write_hdf5
-from cocodiff_eval.data.volume import NewVolume
+from cocodiff_eval.data.volume import NewVolume, Region
 resource.setrlimit(resource.RLIMIT_FSIZE, ({most}, resource.RLIM_INFINITY))
 image = np.zeros((64, 64), "u2")
 try:
@@ -262,3 +263,96 @@ except OSError as error:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == f"[Errno 27] File too large: '{tmp_path / 'out.h5'}'\n"
+
+
+def linked(file: h5py.File) -> None:
+    """One dataset of many names, in groups of many names."""
+    file["entry/instrument/detector/data"] = IMAGE
+    file["entry/plot/hard"] = file["entry/instrument/detector/data"]
+    file["entry/plot"].attrs["signal"], file["entry/plot/theta"] = "hard", np.arange(5.0)
+    file["entry/angle"] = file["entry/plot/theta"]
+    file["entry/plot/soft"] = h5py.SoftLink("/entry/instrument/detector/data")
+    file["entry/plot/relative"] = h5py.SoftLink("hard")
+    file["again"], file["entry/root"] = file["entry/plot"], file["/"]
+    file["folder"] = h5py.SoftLink("/entry/plot")
+    file["itself"] = h5py.ExternalLink("in.h5", "/folder/soft")
+    file["away"], file["lost"] = h5py.ExternalLink("other.h5", "/data"), h5py.SoftLink("/nowhere")
+    layout = h5py.VirtualLayout((10, 20), "u2")
+    layout[:] = h5py.VirtualSource(".", "entry/plot/hard", (20, 20))[5:15]
+    file.create_virtual_dataset("part", layout)
+
+
+NAMES = "entry/instrument/detector/data entry/plot/hard entry/plot/soft entry/plot/relative again/hard again/relative "
+NAMES += "folder/soft folder/hard itself entry/root/entry/plot/soft entry/root/again/hard"
+
+
+def result_of(path: str, region: Region | None = None, follow_links: bool = False) -> h5py.File:
+    """A result of larger voxels in the place of the input's."""
+    stack = open_volume(path, follow_links)
+    stack = stack.cropped(region) if region else stack
+    parts = stack.shape, stack.dtype, stack.ndim, lambda index: stack.read(index) + 1000, stack.metadata
+    hdf5.write_hdf5(NewVolume(Path("new.h5"), *parts, region=stack.region))
+    return h5py.File("new.h5")
+
+
+@pytest.mark.parametrize("name", [*NAMES.split()[:7:2], "again/hard", "folder/hard", "itself"])
+def test_every_name_of_the_dataset_shows_the_restored_voxels(make: Callable[..., str], name: str) -> None:
+    with result_of(f"{make(linked)}:/{name}", follow_links=name == "itself") as new, h5py.File("in.h5") as old:
+        for one in NAMES.split():
+            np.testing.assert_array_equal(new[one], IMAGE + 1000)
+            links = [file.get(one, getlink=True) for file in (old, new)]
+            if not isinstance(links[0], h5py.ExternalLink):
+                assert type(links[0]) is type(links[1])
+        np.testing.assert_array_equal(new["part"], IMAGE[5:15] + 1000)
+        assert new["again"] == new["folder"] == new["entry/plot"] and new["entry/angle"] == new["again/theta"]
+        assert new["again"].attrs["signal"] == "hard" and new["entry/root"] == new["/"]
+        assert {*new} == {*old} - {"away"} and new.get("lost", getlink=True).path == "/nowhere"
+    region = Region((0, 2, 3), (1, 18, 20))
+    with result_of(f"in.h5:/{name}", region, name == "itself") as new:
+        assert all(np.array_equal(new[one], IMAGE[2:18, 3:20] + 1000) for one in NAMES.split()) and "part" not in new
+
+
+@pytest.mark.parametrize("name", ["folder/data", "folder/hard", "soft", "single", "back"])
+def test_names_that_lead_through_other_files(make: Callable[..., str], name: str) -> None:
+    with h5py.File("far.h5", "w") as file:
+        file["group/data"] = file["group/copy"] = IMAGE
+        file["group/hard"], file["group/soft"] = file["group/data"], h5py.SoftLink("/group/data")
+        file["group/back"] = h5py.ExternalLink("in.h5", "/folder")
+
+    def fill(file: h5py.File) -> None:
+        file["folder"], file["soft"] = h5py.ExternalLink("far.h5", "/group"), h5py.SoftLink("/folder/hard")
+        file["single"] = h5py.ExternalLink("far.h5", "/group/soft")
+        file["back"] = h5py.SoftLink("/folder/back/data")
+        file["gone"] = h5py.ExternalLink("gone.h5", "/data")
+
+    with result_of(f"{make(fill)}:/{name}", follow_links=True) as new:
+        for one in ("folder/data", "folder/hard", "folder/soft", "folder/back/soft", "soft", "single", "back"):
+            np.testing.assert_array_equal(new[one], IMAGE + 1000)
+        assert {*new} == {"folder", "soft", "single", "back"} and {*new["folder"]} == {"data", "hard", "soft", "back"}
+        assert not isinstance(new.get("single", getlink=True), h5py.ExternalLink)
+
+
+def test_what_a_virtual_dataset_is_made_of_is_no_second_dataset(make: Callable[..., str]) -> None:
+    def fill(file: h5py.File) -> None:
+        file["data"], file["beside"] = IMAGE, IMAGE
+        file["source"] = file["data"]
+        virtual(file, "inner", ".")
+        layout = h5py.VirtualLayout((20, 20), "u2")
+        layout[:] = h5py.VirtualSource(".", "inner", (20, 20))
+        file.create_virtual_dataset("outer", layout)
+
+    with result_of(make(fill) + ":/outer") as new:
+        np.testing.assert_array_equal(new["outer"], IMAGE + 1000)
+        assert {*new} == {"outer", "beside"}
+
+
+def test_names_of_frames(make: Callable[..., str]) -> None:
+    def fill(file: h5py.File) -> None:
+        for number in range(4):
+            file[f"scan/a_{number}.tif"] = IMAGE[None] + number
+        file["first"], file["last"] = file["scan/a_0.tif"], h5py.SoftLink("/scan/a_3.tif")
+        file["again"] = file["scan"]
+
+    with result_of(make(fill) + ":/scan", Region((1, 0, 0), (4, 20, 20))) as new:
+        assert {*new} == {"scan", "last", "again"} and {*new["again"]} == {f"a_{number}.tif" for number in (1, 2, 3)}
+        np.testing.assert_array_equal(new["last"], IMAGE[None] + 1003)

@@ -11,11 +11,11 @@ import io
 import json
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import count
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import h5py
@@ -61,9 +61,9 @@ def open_hdf5(file: str, dataset: str | None, follow_links: bool) -> Stack:
             dataset = _default(h5, follow_links)
         if dataset is None:
             raise UserError(f"{file}: name the dataset as {file}:/path; {_list_datasets(h5)}")
-        node = _find(h5, dataset, follow_links)
+        node, place = _find(h5, dataset, follow_links)
         if isinstance(node, h5py.Group) and (frames := find_frames(node)):
-            return _open_frames(file, node, frames, follow_links)
+            return _open_frames(file, node, place, frames, follow_links)
         if not isinstance(node, h5py.Dataset):
             what = "is a group" if isinstance(node, h5py.Group) else "is not there"
             raise UserError(f"{file}: {dataset} {what}; {_list_datasets(h5)}")
@@ -72,7 +72,7 @@ def open_hdf5(file: str, dataset: str | None, follow_links: bool) -> Stack:
         _check_storage(node, follow_links)
         shape, dtype = tuple(node.shape), node.dtype
         depth = node.chunks[0] if node.chunks and len(shape) == 3 else 1
-        metadata = read_metadata(node, file, dataset)
+        metadata = read_metadata(node, file, place, follow_links)
     volume_shape = as_volume_shape(shape, f"{file}:{dataset}", dtype.itemsize)
 
     def read(first: int, end: int) -> np.ndarray:
@@ -89,7 +89,7 @@ def open_hdf5(file: str, dataset: str | None, follow_links: bool) -> Stack:
 def _default(h5: Any, follow_links: bool) -> str | None:
     """The object that is meant where none is named; None where that is not clear."""
     if h5.get(DATA_EXCHANGE.strip("/"), getlink=True) is not None:
-        return DATA_EXCHANGE if _find(h5, DATA_EXCHANGE, follow_links) is not None else None
+        return DATA_EXCHANGE if _find(h5, DATA_EXCHANGE, follow_links)[0] is not None else None
     group = h5
     for _ in range(MOST_LINKS):  # ALS 8.3.2: one group, perhaps within others
         if find_frames(group):
@@ -116,8 +116,9 @@ def find_frames(group: Any) -> list[str]:
     return [name for _, name in sorted(found)] if len(found) > 1 or NOTES in group.attrs else []
 
 
-def _open_frames(file: str, group: Any, frames: list[str], follow_links: bool) -> Stack:
-    """A group of frames as a stack. Raises UserError that names the frame which is not like the first."""
+def _open_frames(file: str, group: Any, place: str, frames: list[str], follow_links: bool) -> Stack:
+    """Return a group of frames, at `place` in the file, as a stack. Raises UserError that names the frame which is not
+    like the first."""
     first = group[frames[0]]
     for name in frames:
         _check_storage(group[name], follow_links)
@@ -126,10 +127,9 @@ def _open_frames(file: str, group: Any, frames: list[str], follow_links: bool) -
                 f"{file}: {group.name}/{name} holds {format_shape(group[name].shape)} voxels of {group[name].dtype}, "
                 f"and {frames[0]} {format_shape(first.shape)} of {first.dtype}; the frames of a stack are alike"
             )
-    place = str(group.name)
     dtype = first.dtype
     shape = as_volume_shape((len(frames), *first.shape[-2:]), f"{file}:{place}", dtype.itemsize)
-    metadata = read_metadata(first, file, place)
+    metadata = read_metadata(first, file, place, follow_links)
     metadata = replace(metadata, details={**metadata.details, "frames": frames})
 
     def read(index: int) -> np.ndarray:
@@ -140,9 +140,9 @@ def _open_frames(file: str, group: Any, frames: list[str], follow_links: bool) -
     return Stack(f"{file}:{place}", name, shape, dtype.newbyteorder("="), 3, read, metadata)
 
 
-def read_metadata(dataset: Any, file: str, name: str) -> Metadata:
-    """What a dataset's attributes say, and those of its group: a voxel's size as Fiji writes it (`element_size_um`) or
-    as ALS 8.3.2 does (`pxsize`, in mm)."""
+def read_metadata(dataset: Any, file: str, place: str, follow_links: bool) -> Metadata:
+    """Read what a dataset's attributes say, and those of its group: a voxel's size as Fiji writes it
+    (`element_size_um`) or as ALS 8.3.2 does (`pxsize`, in mm). place: of the dataset, or of the group of frames."""
     attributes = plain({name: _attribute(dataset, name) for name in dataset.attrs})
     of_group = plain({name: _attribute(dataset.parent, name) for name in dataset.parent.attrs})
     sides, unit = attributes.get("element_size_um"), "micrometer"
@@ -151,14 +151,14 @@ def read_metadata(dataset: Any, file: str, name: str) -> Metadata:
     elif sides is None and "pxsize" in of_group:
         sides, unit = 3 * (of_group["pxsize"] if isinstance(of_group["pxsize"], list) else [of_group["pxsize"]]), "mm"
     size, unit, alone = one_unit(sides, [unit] * 3)
-    remarks = kept_alone(f"{file}:{name}", alone)
+    remarks = kept_alone(f"{file}:{place}", alone)
     if dataset.size and not dataset.is_virtual:
         there = dataset.id.get_num_chunks() if dataset.chunks else min(1, dataset.id.get_storage_size())
         shape = dataset.shape
-        remarks += filled(f"{file}:{name}", there, shape, dataset.chunks or shape, dataset.fillvalue)
+        remarks += filled(f"{file}:{place}", there, shape, dataset.chunks or shape, dataset.fillvalue)
     axes, text = str(attributes.get("axes", "")), attributes.get("description")
     text, order = text if isinstance(text, str) else "", ">" if dataset.dtype.byteorder == ">" else "<"
-    details = {"file": file, "object": name, "ndim": dataset.ndim}
+    details = {"file": file, "object": place, "ndim": dataset.ndim, "follow_links": follow_links}
     return Metadata("hdf5", axes, size, unit, text, order, {**of_group, **attributes}, details, remarks)
 
 
@@ -187,29 +187,33 @@ def _list_datasets(h5: Any) -> str:
     return listed(found, "2-D or 3-D dataset")
 
 
-def _find(h5: Any, path: str, follow_links: bool) -> Any:
-    """Of a path, link by link; None where there is none. Another file is a UserError unless `follow_links`."""
-    node, names, led_on = h5, path.split("/"), 0
+def _find(h5: Any, path: str, follow_links: bool) -> tuple[Any, str]:
+    """Return the object of a path, link by link, and its path without soft links, up to a link to another file; None
+    where there is no such object. Raises UserError for another file unless `follow_links`."""
+    node, names, led_on, passed, place = h5, path.split("/"), 0, list[str](), ""
     while names:
         name = names.pop(0)
         if name in ("", "."):
             continue
         link = node.get(name, getlink=True) if isinstance(node, h5py.Group) else None
         if link is None:
-            return None
+            return None, path
         if isinstance(link, h5py.HardLink):
             node = node[name]
+            passed.append(name)
             continue
         led_on += 1
         if led_on > MOST_LINKS:
             raise UserError(f"{node.file.filename}: {path} leads through more than {MOST_LINKS} links, in a circle?")
         if isinstance(link, h5py.SoftLink):
-            node = node.file if link.path.startswith("/") else node
+            if link.path.startswith("/"):
+                node, passed = node.file, []
             names = link.path.split("/") + names
             continue
         _check_other(node.file.filename, f"{path} is a link to {link.path} in", link.filename, follow_links)
+        place = place or "/" + "/".join(filter(None, [*passed, name, *names]))
         node = node.get(name)
-    return node
+    return node, place or "/" + "/".join(passed)
 
 
 def _check_storage(dataset: Any, follow_links: bool, depth: int = 0) -> None:
@@ -239,7 +243,7 @@ def _check_storage(dataset: Any, follow_links: bool, depth: int = 0) -> None:
             place = _check_other(file, f"{name} is a virtual dataset of voxels in", other, follow_links)
             opened = h5py.File(place, "r")
         with opened as source:
-            found = _find(source, path, follow_links)
+            found, _ = _find(source, path, follow_links)
             there = getattr(found, "shape", None)
             if there is None or any(side < least for side, least in zip(there, shape, strict=False)):
                 raise UserError(
@@ -298,7 +302,7 @@ LONGEST_ATTRIBUTE = 2**15  # bytes; HDF5 takes 64 KiB with all that goes with it
 
 
 def write_hdf5(new: NewVolume) -> None:
-    """Writes an HDF5 file. Of an HDF5 input its names, attributes and small datasets are kept, and a frame stays a
+    """Write an HDF5 file. Of an HDF5 input its names, attributes and small datasets are kept, and a frame stays a
     dataset; else it is Data Exchange's `/exchange/data`."""
     kept, details = new.metadata, new.metadata.details
     of_hdf5 = kept.kind == "hdf5"
@@ -308,15 +312,14 @@ def write_hdf5(new: NewVolume) -> None:
     names = [f"{place.rstrip('/')}/{name}" for name in frames] or [f"/{place.strip('/')}"]
     own = names[first : first + new.shape[0]] if frames else names
     with _HdfStream(new.path, "w+") as stream, h5py.File(stream, "w") as file:
+        _write_voxels(file, own, new)
         if of_hdf5:
             with h5py.File(details["file"], "r") as old:
-                _copy_around(old, file, [name.strip("/") for name in names])  # not of frames outside a region either
-                _write_voxels(file, own, new)
+                _copy_around(old, file, names, new)  # not of frames outside a region either
                 for name in own:
                     _copy_attributes(old[name], file[name])
         else:
             file["implements"] = "exchange"
-            _write_voxels(file, own, new)
             _describe(file[place], new)
         if new.provenance:
             _say(file[place], NOTES, json.dumps(new.notes()))
@@ -344,7 +347,7 @@ class _HdfStream(io.FileIO):
 
 
 def _write_voxels(file: h5py.File, names: Sequence[str], new: NewVolume) -> None:
-    """names: of the one dataset, or of frames."""
+    """Write the voxels. names: of the one dataset, or of frames."""
     if "frames" not in new.metadata.details:
         dataset = file.create_dataset(names[0], new.stored_shape, new.stored)
         for index, image_YX in enumerate(new.slices()):
@@ -376,29 +379,82 @@ def _say(node: Any, name: str, text: str) -> None:
         node.file[f"/process/{NOTES}/{name}"] = text
 
 
-def _copy_around(old: Any, new: Any, voxels: Sequence[str]) -> None:
-    """Attributes of all groups, and the small datasets beside the voxels; nothing that lies in other files. Of a file
-    with very many objects the first ones, with a warning."""
-    skipped, visited, most = set(voxels), count(1), MOST_VISITED + len(voxels)
-    _copy_attributes(old, new)
+def _copy_around(old: Any, new: Any, names: Sequence[str], result: NewVolume) -> None:
+    """Copy the names, the attributes of groups, and the small datasets beside the voxels; nothing that lies in other
+    files. An object of several names has them all. Of a file with very many objects the first ones, with a warning.
 
-    def visit(name: str, node: Any) -> bool | None:
-        if next(visited) > most:
-            return True
-        if isinstance(node, h5py.Group):
-            _copy_attributes(node, new.require_group(name))
-        elif name not in skipped and _is_small(node):
-            old.copy(node, new.require_group(str(Path(name).parent)), Path(name).name)
+    names: of the dataset or of the frames; those outside a region are not in `new`. The datasets that a virtual one is
+    made of hold the input's voxels, and are left out.
+    """
+    # Kept open, as its file may be another one: a file that is opened again has other keys.
+    _opened, own, placed = old[names[0]], dict[Any, str | None](), dict[Any, str | None]()
+    for name in names:
+        own[_key(old[name])] = name if name in new else None
+        placed |= {_key(source): None for source in _own_sources(old[name])}
+    above = [str(path) for path in reversed(PurePosixPath(names[0]).parents)]
+    placed |= {_key(old[path]): path for path in reversed(above)} | own
+    todo, visited, most = [(old[path], new[path]) for path in above], count(1), MOST_VISITED + len(names)
+    for group, copy in todo:  # which grows meanwhile
+        _copy_attributes(group, copy)
+        for name in group:
+            if next(visited) > most:
+                log.warning("%s: has more than %d objects; of those behind them nothing is kept", old.filename, most)
+                return
+            if name in copy:
+                continue
+            if (path := _path_within(old, group, group.get(name, getlink=True))) is not None:
+                copy[name] = h5py.SoftLink(path)
+                continue
+            if (node := _try(group, name, result.metadata.details["follow_links"])) is None:
+                continue
+            key = _key(node)
+            if path := placed.get(key):
+                copy[name] = new[path]
+            elif key not in placed and isinstance(node, h5py.Group):
+                todo.append((node, copy.create_group(name)))
+            elif key not in placed and _is_kept(node, old, own if result.region is None else ()):
+                old.copy(node, copy, name)
+            placed.setdefault(key, copy[name].name if name in copy else None)
+
+
+def _try(h5: Any, path: str, follow_links: bool) -> Any:
+    """Return the object of a path; None where it is not there, damaged, or in a file that may not be read."""
+    with contextlib.suppress(UserError, KeyError, OSError, RuntimeError):
+        return _find(h5, path, follow_links)[0]
+    return None
+
+
+def _key(node: Any) -> tuple[int, int]:
+    """Return a key that is the same for all names of an object as long as its file is open."""
+    about = h5py.h5o.get_info(node.id)
+    return about.fileno, about.addr
+
+
+def _path_within(old: Any, group: Any, link: Any) -> str | None:
+    """Return the path of a link to a name of the same file, as its result has it; None for other links."""
+    if group.file != old or isinstance(link, h5py.HardLink):
         return None
+    if isinstance(link, h5py.ExternalLink):
+        place = next(filter(is_there, _places(old.filename, link.filename)), None)
+        return f"/{link.path.strip('/')}" if place and place.samefile(old.filename) else None
+    return str(link.path)
 
-    if old.visititems(visit):
-        log.warning("%s: has more than %d objects; of those behind them nothing is kept", old.filename, most)
+
+def _own_sources(dataset: Any) -> Iterator[Any]:
+    """Give the datasets of the same file that a virtual one is made of, through further virtual ones."""
+    for other, path, _ in _sources(dataset):
+        if other == "." and (source := _try(dataset.file, path, True)) is not None:
+            yield from (source, *_own_sources(source))
 
 
-def _is_small(dataset: Any) -> bool:
-    if not isinstance(dataset, h5py.Dataset) or dataset.external or dataset.is_virtual:
+def _is_kept(node: Any, old: Any, restored: Collection[Any]) -> bool:
+    """Return True for a dataset that is small and has its voxels in the file `old`, or in `restored` datasets alone."""
+    if not isinstance(node, h5py.Dataset) or node.file != old or node.external:
         return False
-    return dataset.shape is None or dataset.size * dataset.dtype.itemsize <= MOST_COPIED
+    if node.is_virtual:
+        sources = [_try(old, path, False) if other == "." else None for other, path, _ in _sources(node)]
+        return all(source is not None and _key(source) in restored for source in sources)
+    return node.shape is None or node.size * node.dtype.itemsize <= MOST_COPIED
 
 
 def _copy_attributes(old: Any, new: Any) -> None:
