@@ -19,6 +19,7 @@ import numpy as np
 
 from cocodiff.config.errors import UserError
 from cocodiff.config.files import is_folder, is_there
+from cocodiff_eval.data.axes import count_leading
 from cocodiff_eval.data.tiff_metadata import read_metadata, tiff_options
 from cocodiff_eval.data.volume import (
     Metadata,
@@ -75,13 +76,15 @@ def open_tiff(file: str) -> Stack:
         image_YX = same_channels(_TiffReader(file, first.shape).whole(), file)
         volume_shape = as_volume_shape(image_YX.shape, file, dtype.itemsize)
         return Stack(file, stem, volume_shape, dtype, 2, lambda index: image_YX, metadata)
-    shape = tuple(first.shape)
+    axes, shape = str(first.axes), tuple(first.shape)
     if len(series) > 1:  # pages appended one by one
         if len(shape) != 2:
             raise UserError(f"{file}: holds {len(series)} stacks; save each as a file of its own")
-        shape = (len(series), *shape)
+        axes, shape = f"I{axes}", (len(series), *shape)
     if len(shape) > 3:  # ImageJ and OME hyperstacks carry axes of length 1
+        axes = "".join(axis for axis, side in zip(axes, shape, strict=True) if side > 1)
         shape = tuple(side for side in shape if side > 1)
+    count_leading(axes, shape, file)
     volume_shape = as_volume_shape(shape, file, dtype.itemsize)
     if first.dataoffset is None and sum(len(one.pages) for one in series) != volume_shape[0]:
         check_memory(file, volume_shape, dtype.itemsize, working=0)  # one compressed volume is read as a whole

@@ -192,9 +192,7 @@ def _changed_ome(xml: str, file: NewVolume, notes: Mapping[str, Any]) -> bytes |
     for other in images[1:]:
         root.remove(other)
     root.attrib.pop("UUID", None)
-    sizes = {f"Size{axis}": 1 for axis in "ZCT"}
-    along = next((name for name in sizes if int(pixels.get(name, "1")) > 1), "SizeZ")
-    sizes |= {"SizeY": file.shape[1], "SizeX": file.shape[2], along: file.shape[0]}
+    sizes = {"SizeT": 1, "SizeC": 1, **dict(zip(("SizeZ", "SizeY", "SizeX"), file.shape, strict=True))}
     same = all(pixels.get(name) == str(side) for name, side in sizes.items())
     pixels.attrib.update({name: str(side) for name, side in sizes.items()})
     pixels.set("Type", {"float32": "float", "float64": "double"}.get(file.dtype.name, file.dtype.name))
