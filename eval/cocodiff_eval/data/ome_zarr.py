@@ -171,7 +171,9 @@ def _metadata(
     there = sum(1 for name in files if name != "zarr.json" and not name.startswith("."))
     details = {"path": path, "store": store, "inner": inner, "image": image, "lead": lead}
     details |= {"levels": _level_shapes(node, image), "level": image["datasets"][0]["path"] if image else ""}
-    remarks = kept_alone(voxels, alone) + filled(voxels, there, array.shape, stored, array.fill_value)
+    moved = transform_of(image["datasets"][0], "translation") if image else None
+    placed = [f"its translation {moved}"] if any(moved or ()) else []
+    remarks = kept_alone(voxels, alone, placed) + filled(voxels, there, array.shape, stored, array.fill_value)
     names, text = "".join(axis["name"] for axis in axes), str(attributes.get("description", ""))
     return Metadata("zarr", names, size, unit, text, _byteorder(array), plain(kept), details, remarks)
 

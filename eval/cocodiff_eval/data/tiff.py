@@ -20,7 +20,7 @@ import numpy as np
 from cocodiff.config.errors import UserError
 from cocodiff.config.files import is_folder, is_there
 from cocodiff_eval.data.axes import count_leading
-from cocodiff_eval.data.tiff_metadata import read_metadata, tiff_options
+from cocodiff_eval.data.tiff_metadata import ORIENTATION, read_metadata, tiff_options
 from cocodiff_eval.data.volume import (
     Metadata,
     NewVolume,
@@ -274,10 +274,13 @@ def _check_like(file: str, first_file: str, first: Stack) -> None:
     with quiet_libraries(), damaged, tifffile.TiffFile(file) as tiff:
         page = tiff.pages.first
         shape, dtype, pages, white = page.shape, page.dtype, len(tiff.pages), page.photometric == 0
+        turned = page.tags.valueof(ORIENTATION, 1)
     if pages != 1 or first.ndim != 2:
         raise UserError(f"{file}: holds {pages} slices, and a file of a sequence holds one; give it by itself")
     if white is not (first.metadata.details["photometric"] == 0):
         raise UserError(f"{file}: 0 is white in it or in {first_file}, not in both; save all slices in one way")
+    if turned != first.metadata.details["orientation"]:
+        raise UserError(f"{file}: has orientation {turned}, and {first_file} another; save all slices in one way")
     if shape[:2] != first.shape[1:] or dtype is None or dtype.newbyteorder("=") != first.dtype:
         raise UserError(
             f"{file}: holds {format_shape(shape)} voxels of {dtype}, and {first_file} {format_shape(first.shape[1:])} "
