@@ -23,6 +23,7 @@ import numpy as np
 
 from cocodiff.config.errors import UserError
 from cocodiff.config.files import irregular, is_there
+from cocodiff_eval.data.axes import count_leading
 from cocodiff_eval.data.tiff_metadata import NOTES
 from cocodiff_eval.data.volume import (
     LENGTHS,
@@ -72,6 +73,7 @@ def open_hdf5(file: str, dataset: str | None, follow_links: bool) -> Stack:
         _check_storage(node, follow_links)
         shape, dtype = tuple(node.shape), node.dtype
         depth = node.chunks[0] if node.chunks and len(shape) == 3 else 1
+        count_leading(name_axes(node), shape, f"{file}:{dataset}")
         metadata = read_metadata(node, file, place, follow_links)
     volume_shape = as_volume_shape(shape, f"{file}:{dataset}", dtype.itemsize)
 
@@ -160,6 +162,19 @@ def read_metadata(dataset: Any, file: str, place: str, follow_links: bool) -> Me
     text, order = text if isinstance(text, str) else "", ">" if dataset.dtype.byteorder == ">" else "<"
     details = {"file": file, "object": place, "ndim": dataset.ndim, "follow_links": follow_links}
     return Metadata("hdf5", axes, size, unit, text, order, {**of_group, **attributes}, details, remarks)
+
+
+def name_axes(dataset: Any) -> list[str]:
+    """Return the names of a dataset's axes by its scales or their labels, NeXus, or ilastik; empty where none fit."""
+    found, group = list[Any](), dataset.parent
+    with contextlib.suppress(Exception):  # scales that are not there
+        found.append([axis.label or Path(axis[0].name if len(axis) else "").name for axis in dataset.dims])
+    of_group = plain(_attribute(group, "signal")) == Path(dataset.name).name
+    given = plain(_attribute(group if of_group else dataset, "axes"))
+    found.append(re.split("[:, ]+", given.strip("[] ")) if isinstance(given, str) else given)
+    with contextlib.suppress(TypeError, ValueError, LookupError):
+        found.append([axis["key"] for axis in json.loads(_attribute(dataset, "axistags"))["axes"]])
+    return next((one for one in found if isinstance(one, list) and len(one) == dataset.ndim and any(one)), [])
 
 
 def _attribute(node: Any, name: str) -> Any:
