@@ -29,6 +29,7 @@ from cocodiff_eval.data.volume import (
     LENGTHS,
     Metadata,
     NewVolume,
+    Region,
     Stack,
     as_volume_shape,
     by_slabs,
@@ -329,6 +330,8 @@ def write_hdf5(new: NewVolume) -> None:
                 _write_voxels(file, own, new)
                 for name in own:
                     _copy_attributes(old[name], file[name])
+                if new.region is not None and not frames:
+                    _cut_scales(old[place], file[place].parent, new.region)
         else:
             file["implements"] = "exchange"
             _write_voxels(file, own, new)
@@ -408,6 +411,18 @@ def _copy_around(old: Any, new: Any, voxels: Sequence[str]) -> None:
 
     if old.visititems(visit):
         log.warning("%s: has more than %d objects; of those behind them nothing is kept", old.filename, most)
+
+
+def _cut_scales(old: Any, group: Any, region: Region) -> None:
+    """Cut the scales of a dataset's axes to a region of it. group: of the result, with the whole ones in it."""
+    ends = [slice(*one) for one in zip(region.start, region.stop, strict=True)][-old.ndim :]
+    for name, side, part in zip(name_axes(old), old.shape, ends, strict=False):
+        scale = group.get(name)
+        if isinstance(scale, h5py.Dataset) and scale.shape == (side,):
+            values = scale[part]
+            del group[name]
+            group[name] = values
+            _copy_attributes(old.parent[name], group[name])
 
 
 def _is_small(dataset: Any) -> bool:
