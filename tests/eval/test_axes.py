@@ -12,6 +12,7 @@ import pytest
 import tifffile
 import zarr
 from cocodiff_eval.data.formats import open_volume
+from cocodiff_eval.data.volume import Part
 from test_formats import assert_bits, restored, voxels
 
 from cocodiff.config.errors import UserError
@@ -104,3 +105,24 @@ def test_what_says_nothing_of_axes_is_no_ground_to_refuse(tmp_path: Path) -> Non
         file["entry"].attrs["signal"], file["entry"].attrs["axes"] = "other", ["time", "y", "x"]
         file["entry/vol"].attrs["axes"], file["entry/vol"].attrs["axistags"] = "time", "no JSON"
     assert_bits(path, volume)
+
+
+@pytest.mark.parametrize("how", ["scales", "nexus"])
+def test_scales_are_cut_to_a_region(tmp_path: Path, how: str) -> None:
+    path = write_hdf5(tmp_path, voxels((5, 20, 33)), "zyx", how)
+    with h5py.File(tmp_path / "scan.h5", "a") as file:
+        for number, name in enumerate("zyx"):
+            place = file["entry"].require_dataset(name, (file["entry/vol"].shape[number],), "f8")
+            place[:] = np.arange(len(place)) / 2
+            place.attrs["units"] = "um"
+    result = restored(Part("1:4", ":,8:33").of(open_volume(path)), "same", tmp_path).path
+    with h5py.File(result) as file:
+        group = file["entry"]
+        assert [group[name][0] for name in "zyx"] == [0.5, 0, 4] and group["x"].attrs["units"] == "um"
+        assert [len(group[name]) for name in "zyx"] == [3, 20, 25] == [*group["vol"].shape]
+
+
+def test_coordinates_of_xarray_are_named(tmp_path: Path) -> None:
+    path = write_zarr(tmp_path, voxels((5, 20, 33)), "zyx", 2)
+    zarr.open_group(tmp_path / "scan.zarr", mode="a").create_array("x", data=np.arange(33.0))
+    assert open_volume(path).metadata.remarks == [f"{path}: results keep no coordinates (x)"]

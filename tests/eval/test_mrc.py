@@ -94,7 +94,7 @@ def test_a_result_lies_where_its_part_of_the_input_does(
     given = open_volume(str(write(tmp_path / "scan.mrc", volume, order, imod, ispg=0, **about)))
     told = "; ".join(given.metadata.remarks)
     assert "whole results of its own format alone keep its extended header" in told
-    assert "results of its own format alone keep its origin (100.0, -50.0, 7.0) and start (5, 6, 7)" in told
+    assert "results of its own format alone keep its origin [100.0, -50.0, 7.0] and start [5, 6, 7]" in told
     whole = restored(given, "same", tmp_path).path.read_bytes()
     input_bytes = (tmp_path / "scan.mrc").read_bytes()
     statistics = {*range(76, 88), *range(216, 224), *range(224, 1024)}

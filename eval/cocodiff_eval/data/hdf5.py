@@ -29,6 +29,7 @@ from cocodiff_eval.data.volume import (
     LENGTHS,
     Metadata,
     NewVolume,
+    Region,
     Stack,
     as_volume_shape,
     by_slabs,
@@ -333,6 +334,8 @@ def write_hdf5(new: NewVolume) -> None:
                 _copy_around(old, file, names, new)  # not of frames outside a region either
                 for name in own:
                     _copy_attributes(old[name], file[name])
+                if new.region is not None and not frames:
+                    _cut_scales(old[place], file[place].parent, new.region)
         else:
             file["implements"] = "exchange"
             _describe(file[place], new)
@@ -453,6 +456,18 @@ def _path_within(old: Any, group: Any, link: Any) -> str | None:
         place = next(filter(is_there, _places(old.filename, link.filename)), None)
         return f"/{link.path.strip('/')}" if place and place.samefile(old.filename) else None
     return str(link.path)
+
+
+def _cut_scales(old: Any, group: Any, region: Region) -> None:
+    """Cut the scales of a dataset's axes to a region of it. group: of the result, with the whole ones in it."""
+    ends = [slice(*one) for one in zip(region.start, region.stop, strict=True)][-old.ndim :]
+    for name, side, part in zip(name_axes(old), old.shape, ends, strict=False):
+        scale = group.get(name)
+        if isinstance(scale, h5py.Dataset) and scale.shape == (side,):
+            values = scale[part]
+            del group[name]
+            group[name] = values
+            _copy_attributes(old.parent[name], group[name])
 
 
 def _own_sources(dataset: Any) -> Iterator[Any]:

@@ -174,6 +174,8 @@ def _metadata(
     moved = transform_of(image["datasets"][0], "translation") if image else None
     placed = [f"its translation {moved}"] if any(moved or ()) else []
     remarks = kept_alone(voxels, alone, placed) + filled(voxels, there, array.shape, stored, array.fill_value)
+    beside = [name for name in _dimensions(array) if not image and (Path(store, array.path).parent / name).is_dir()]
+    remarks += [f"{voxels}: results keep no coordinates ({', '.join(beside)})"] if beside else []
     names, text = "".join(axis["name"] for axis in axes), str(attributes.get("description", ""))
     return Metadata("zarr", names, size, unit, text, _byteorder(array), plain(kept), details, remarks)
 
