@@ -150,30 +150,36 @@ def netcdf(folder: Path, voxels: np.ndarray, chance: random.Random) -> Given:
     options = {"unlimited_dims": [names[0]]} if chance.random() < 0.3 else {}
     encoding = {"vol": {"_FillValue": fill}} | {name: {"_FillValue": None} for name in data.coords}
     data.to_netcdf(file, engine="h5netcdf", encoding=encoding, **options)
-    given = declared.given(Path(f"{file}:/vol"), decode=hdf5_by_xarray("/", "vol"), check=check_dimensions(data, names))
+    given = declared.given(Path(f"{file}:/vol"), decode=hdf5_by_xarray("/", "vol"))
+    given.check = check_dimensions("/", "vol", names, {name: data[name].values for name in data.coords})
     if key in NO_DEPTH:
         given.voxels, given.refusals = None, AXES
     given.kind += f" {key}"
     return given
 
 
-def check_dimensions(data: Any, names: tuple[str, ...]) -> Callable[[Result], str]:
+def check_dimensions(
+    group: str, variable: str, names: tuple[str, ...], coordinates: dict[str, np.ndarray]
+) -> Callable[[Result], str]:
     def check(result: Result) -> str:
         """Return what xarray reads otherwise than in the input: names of dimensions, coordinates."""
         import xarray
 
-        if result.format != "h5":
+        if result.format != "h5" or not result.own:
             return ""
+        with h5py.File(result.path) as h5:  # xarray takes scales by their length where none is attached
+            attached = [[Path(one.name).name for one in axis.values()] for axis in h5[group][variable].dims]
+        if attached != [[name] for name in names]:
+            return "" if result.told("scale|dimension|coordinate") else f"the axes have the scales {attached}"
         try:
-            with xarray.open_dataset(result.path, engine="h5netcdf", decode_cf=False) as found:
-                if found["vol"].dims != names:
-                    return f"dimensions {found['vol'].dims} of {names}"
+            with xarray.open_dataset(result.path, engine="h5netcdf", group=group, decode_cf=False) as found:
+                if found[variable].dims != names:
+                    return f"dimensions {found[variable].dims} of {names}"
                 for name, part in zip(names, result.region, strict=True):
-                    there = name in data.coords
-                    if there and not np.array_equal(found[name].values, data[name].values[part]):
+                    if name in coordinates and not np.array_equal(found[name].values, coordinates[name][part]):
                         return f"coordinates of {name} are others"
         except (ValueError, KeyError) as error:
-            return "" if result.told(AXES) else f"xarray reads no dimensions: {str(error)[:90]}"
+            return "" if result.told("scale|dimension|coordinate") else f"xarray cannot read it: {str(error)[:90]}"
         return ""
 
     return check
@@ -303,6 +309,9 @@ def hdf5_axes(folder: Path, voxels: np.ndarray, chance: random.Random) -> Given:
                 h5[f"entry/data/{name}"].make_scale(name)
                 data.dims[place].attach_scale(h5[f"entry/data/{name}"])
     given = Given(Path(f"{file}:/entry/data/data"), voxels, kind=f"{kind} {key}")
+    if kind == "scales":
+        coordinates = {name: np.arange(float(side)) for name, side in zip(names, voxels.shape, strict=True)}
+        given.check = check_dimensions("entry/data", "data", names, coordinates)
     if key in NO_DEPTH:
         given.voxels, given.refusals = None, AXES
     return given
