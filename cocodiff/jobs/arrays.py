@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, product
@@ -99,9 +99,12 @@ def restore(
 
 
 def _save(array: Any, path: Path) -> None:
-    """The volume or the mask, by the file's name, piece by piece, as it may be larger than memory."""
+    """Save the volume or the mask, by the file's name, piece by piece, as it may be larger than memory."""
     import numpy as np
 
+    from cocodiff.jobs.declared import describe, find_missing, read_declared
+
+    attributes, missing = getattr(array, "attrs", None), 0
     what, as_mask = f"restore: {path.stem} is a {type(array).__name__}", path.stem == "mask"
     try:
         if not isinstance(getattr(array, "dtype", None), np.dtype):
@@ -112,11 +115,19 @@ def _save(array: Any, path: Path) -> None:
     if array.ndim not in (2, 3) or array.dtype.kind not in kinds or np.ma.is_masked(array):
         what += f" of {array.ndim} dimensions and type {array.dtype}"
         raise UserError(f"{what}: give {wanted} as [Z, Y, X], or [Y, X] of a slice, and none that a MaskedArray hides")
+    if any(side != side for side in array.shape):  # NaN
+        raise UserError(f"{what} of unknown length: give {path.stem}.compute(), or call compute_chunk_sizes() before")
+    given = attributes if isinstance(attributes, Mapping) and not as_mask else {}
+    declared = read_declared(given, array.dtype, what)
     dtype, shape = np.dtype(np.uint8) if as_mask else array.dtype, tuple(map(int, array.shape))
     saved = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
     for piece in _pieces(array):
         one = np.asarray(array[piece])
         saved[piece] = one != 0 if as_mask else one
+        missing += int(np.count_nonzero(find_missing(declared, one)))
+    if missing:
+        missed = f"{missing} voxels that its attributes declare missing, {' or '.join(describe(declared))}"
+        raise UserError(f"{what} with {missed}: mask them, and give numpy.asarray({path.stem})")
     saved.flush()
 
 

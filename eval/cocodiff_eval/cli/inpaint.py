@@ -202,7 +202,7 @@ def find_tasks(values: dict[str, Any], unmasked: str | None = None) -> list[Any]
             scale = intensity_range(stack, mask, progress, given)
             volume, mask = volume_of(values, stack, mask)
             files, steps = FileNames(stack.name, mask.name), values.get("steps", 0)
-            tasks.append(Task(stack, mask, scale, known, files, volume=volume, steps=steps))
+            tasks.append(Task(stack, mask, scale, known and known.as_truth(), files, volume=volume, steps=steps))
     names = file_names([(task.stack.name, task.mask.name) for task in tasks])
     wanted = values.get("format") or "same"
     formats = [result_format(wanted, task.stack) for task in tasks]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import struct
+import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,7 +87,7 @@ SUPPORTED = (
     "PNG (.png), TIFF (.tif, .tiff; a folder of them or a pattern as one stack), HDF5 (.h5, .hdf5, .hdf, .nxs, as "
     "file.h5:/dataset), OME-Zarr (.zarr), MRC (.mrc, .map, .rec, .st) and NumPy (.npy)"
 )
-_HDF5_PATTERN = re.compile(r"^(?P<file>.+\.(?:h5|hdf5|hdf|nxs))(?::(?P<dataset>.*))?$", re.IGNORECASE)
+_HDF5_PATTERN = re.compile(r"^(?P<file>.+\.(?:h5|hdf5|hdf|nxs))(?::+(?P<dataset>.*))?$", re.IGNORECASE)
 
 
 def write_zarr(new: NewVolume) -> None:
@@ -163,6 +165,10 @@ def open_volume(path: str, follow_links: bool = False) -> Stack:
     path = str(path)
     if not path:
         raise UserError("'' is no path: name a file or a folder, . for the current one")
+    if path.partition("://")[0].isalnum() and "://" in path:
+        raise UserError(f"{path}: is an address; name a file of this machine by its path, as /data/scan.tif")
+    if path.startswith("~") and not is_there(path):
+        raise UserError(f"{path}: no shell has replaced the ~; name it as {os.path.expanduser(path)}")  # noqa: PTH111
     store = split_store(path)
     in_plain_folder = is_there(path) and (Path(path).is_file() or holds_slices(path))  # whose name alone is a store's
     if store and (is_store(store[0]) or not in_plain_folder):
@@ -170,7 +176,7 @@ def open_volume(path: str, follow_links: bool = False) -> Stack:
     if is_pattern(path) or is_folder(path):
         return open_sequence(path)
     named = None if is_there(path) else _HDF5_PATTERN.match(path)
-    file, dataset = (named["file"], named["dataset"] or None) if named else (path, None)
+    file, dataset = (named["file"], named["dataset"] or None) if named else (path.rstrip("/"), None)
     check_file(file)
     suffix = Path(file).suffix.lower()
     if suffix in FORMATS["h5"].suffixes:
@@ -178,4 +184,6 @@ def open_volume(path: str, follow_links: bool = False) -> Stack:
     for one in FORMATS.values():
         if suffix in one.suffixes and one.opener is not None:
             return one.opener(file)
+    if zipfile.is_zipfile(file):
+        raise UserError(f"{path}: is an archive; unpack it (unzip {file} -d FOLDER), and name what is in the folder")
     raise UserError(f"{path}: the extension {suffix or '(none)'!r} is not supported; convert to {SUPPORTED}")

@@ -23,6 +23,7 @@ import numpy as np
 
 from cocodiff.config.errors import UserError
 from cocodiff.config.files import irregular, is_there
+from cocodiff.jobs.declared import SCALES, describe, read_declared
 from cocodiff_eval.data.axes import count_leading
 from cocodiff_eval.data.tiff_metadata import NOTES
 from cocodiff_eval.data.volume import (
@@ -154,7 +155,8 @@ def read_metadata(dataset: Any, file: str, place: str, follow_links: bool) -> Me
     elif sides is None and "pxsize" in of_group:
         sides, unit = 3 * (of_group["pxsize"] if isinstance(of_group["pxsize"], list) else [of_group["pxsize"]]), "mm"
     size, unit, alone = one_unit(sides, [unit] * 3)
-    remarks = kept_alone(f"{file}:{place}", alone)
+    declared = read_declared(attributes, dataset.dtype, f"{file}:{place}")
+    remarks = kept_alone(f"{file}:{place}", alone + describe(declared, SCALES))
     if dataset.size and not dataset.is_virtual:
         there = dataset.id.get_num_chunks() if dataset.chunks else min(1, dataset.id.get_storage_size())
         shape = dataset.shape
@@ -162,7 +164,7 @@ def read_metadata(dataset: Any, file: str, place: str, follow_links: bool) -> Me
     axes, text = str(attributes.get("axes", "")), attributes.get("description")
     text, order = text if isinstance(text, str) else "", ">" if dataset.dtype.byteorder == ">" else "<"
     details = {"file": file, "object": place, "ndim": dataset.ndim, "follow_links": follow_links}
-    return Metadata("hdf5", axes, size, unit, text, order, {**of_group, **attributes}, details, remarks)
+    return Metadata("hdf5", axes, size, unit, text, order, {**of_group, **attributes}, details, remarks, declared)
 
 
 def name_axes(dataset: Any) -> list[str]:
@@ -298,14 +300,14 @@ def _places(file: str, other: str) -> list[Path]:
 
 
 def _check_other(file: str, what: str, other: str, follow_links: bool, places: Sequence[Path] | None = None) -> Path:
-    """Where another file is that a file names. Raises UserError unless `follow_links`, where it is not there, and for
-    pipes and devices always. places: where it may be."""
-    if not follow_links:
+    """Return the place of another file that a file names. Raises UserError unless `follow_links` or it is the file
+    itself, where it is not there, and for pipes and devices always. places: where it may be."""
+    place = next(filter(is_there, places or _places(file, other)), None)
+    if not follow_links and not (place and place.samefile(file)):
         raise UserError(
             f"{file}: {what} another file, {other}; if you trust this file to choose what is read, allow it with "
             "--follow-links"
         )
-    place = next(filter(is_there, places or _places(file, other)), None)
     if place is None:
         raise UserError(f"{file}: {what} {other}, which is not there; put it where this file names it")
     if kind := irregular(place):
@@ -333,7 +335,7 @@ def write_hdf5(new: NewVolume) -> None:
             with h5py.File(details["file"], "r") as old:
                 _copy_around(old, file, names, new)  # not of frames outside a region either
                 for name in own:
-                    _copy_attributes(old[name], file[name])
+                    _copy_attributes(old[name], file[name], details.get("without", ()))
                 if new.region is not None and not frames:
                     _cut_scales(old[place], file[place].parent, new.region)
         else:
@@ -420,8 +422,9 @@ def _copy_around(old: Any, new: Any, names: Sequence[str], result: NewVolume) ->
                 return
             if name in copy:
                 continue
-            if (path := _path_within(old, group, group.get(name, getlink=True))) is not None:
-                copy[name] = h5py.SoftLink(path)
+            link = group.get(name, getlink=True)
+            if isinstance(link, h5py.SoftLink) and group.file == old:
+                copy[name] = h5py.SoftLink(link.path)
                 continue
             if (node := _try(group, name, result.metadata.details["follow_links"])) is None:
                 continue
@@ -446,16 +449,6 @@ def _key(node: Any) -> tuple[int, int]:
     """Return a key that is the same for all names of an object as long as its file is open."""
     about = h5py.h5o.get_info(node.id)
     return about.fileno, about.addr
-
-
-def _path_within(old: Any, group: Any, link: Any) -> str | None:
-    """Return the path of a link to a name of the same file, as its result has it; None for other links."""
-    if group.file != old or isinstance(link, h5py.HardLink):
-        return None
-    if isinstance(link, h5py.ExternalLink):
-        place = next(filter(is_there, _places(old.filename, link.filename)), None)
-        return f"/{link.path.strip('/')}" if place and place.samefile(old.filename) else None
-    return str(link.path)
 
 
 def _cut_scales(old: Any, group: Any, region: Region) -> None:
@@ -487,9 +480,9 @@ def _is_kept(node: Any, old: Any, restored: Collection[Any]) -> bool:
     return node.shape is None or node.size * node.dtype.itemsize <= MOST_COPIED
 
 
-def _copy_attributes(old: Any, new: Any) -> None:
-    """All but references to objects, which mean nothing in another file."""
-    for name in old.attrs:
+def _copy_attributes(old: Any, new: Any, without: Collection[str] = ()) -> None:
+    """Copy all attributes but some, and but references to objects, which mean nothing in another file."""
+    for name in {*old.attrs} - {*without}:
         with contextlib.suppress(TypeError, ValueError, OSError):  # types that h5py has not
             value = old.attrs[name]
             if h5py.check_ref_dtype(getattr(value, "dtype", np.dtype("u1"))) is None and not _holds_references(value):

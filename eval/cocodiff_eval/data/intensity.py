@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cocodiff.config.errors import UserError
+from cocodiff.jobs.declared import describe, find_missing
 from cocodiff_eval.data.masks import Mask
 from cocodiff_eval.data.volume import Progress, Stack, unwatched
 
@@ -142,8 +143,9 @@ def intensity_range(
 
     Reads one slice at a time, each once; where voxels lie beyond the range, a second time. Slices that are masked
     wholly are not looked at.
-    progress: shows how far it is. Raises UserError if NaN or Inf lies outside the mask, with their count and the first
-    position (inside they are fine), for a range that float64 cannot hold, and for a given one that no voxel is in.
+    progress: shows how far it is. Raises UserError if voxels outside the mask are NaN, Inf or declared missing by their
+    file, with their count and the first position (inside they are fine), for a range that float64 cannot hold, and for
+    a given one that no voxel is in.
     """
     low, high, within = _extremes_and_fences(stack, mask, progress)
     if given is not None:
@@ -157,6 +159,9 @@ def intensity_range(
     if low < within[0] or high > within[1]:
         extremes = ends
         ends, beyond = _within(stack, mask, progress, within)
+    if stack.dtype.kind in "ui" and max(-low, high) > 2**53:
+        told = f"{stack.path}: integers from {low:.0f} to {high:.0f}, of which float64 holds all only up to 2^53"
+        raise UserError(f"{told}; subtract their least from all of them, or save them as float64")
     low, high = given or ends
     if not np.isfinite(high - low):
         raise UserError(f"{stack.path}: intensities from {low:g} to {high:g} are too far apart; rescale them")
@@ -174,22 +179,23 @@ def _extremes_and_fences(stack: Stack, mask: Mask, progress: Progress) -> tuple[
         if index in mask.full:
             continue
         image_YX, known_YX = stack.read(index), ~mask.read(index)
-        if stack.dtype.kind == "f":
-            bad_YX = ~np.isfinite(image_YX) & known_YX
-            found = int(np.count_nonzero(bad_YX))
-            if found and not first:
-                row, column = np.argwhere(bad_YX)[0].tolist()
-                first = stack.place(index, row, column)
-            bad += found
+        bad_YX = (find_missing(stack.metadata.declared, image_YX) | ~np.isfinite(image_YX)) & known_YX
+        found = int(np.count_nonzero(bad_YX))
+        if found and not first:
+            row, column = np.argwhere(bad_YX)[0].tolist()
+            first = stack.place(index, row, column)
+        bad += found
         outside = image_YX[known_YX]
         if outside.size and not bad:
             low, high = min(low, float(outside.min())), max(high, float(outside.max()))
             count += outside.size
             sample.append(outside[::every].astype(np.float64))
     if bad:
+        declared = ", ".join(describe(stack.metadata.declared))
+        kinds = ["NaN or Inf"] * (stack.dtype.kind == "f") + [f"missing ({declared})"] * bool(declared)
         raise UserError(
-            f"{stack.path}: {bad} NaN or Inf voxels outside the mask {mask.name!r}, the first at {first}; "
-            "mask them or replace them"
+            f"{stack.path}: {bad} {' or '.join(kinds)} voxels outside the mask {mask.name!r}, the first at {first}; "
+            f"mask them or replace them{', or delete the attribute if it is wrong' * bool(declared)}"
         )
     return low, high, fences(np.concatenate(sample), count)
 

@@ -57,7 +57,7 @@ def write_labels(result: NewVolume, volume: Stack, mask: Reader | None, provenan
             lost.append(f"{LABELS}/{name} of {volume.metadata.details['path']} is not in {result.path.name}: {error}")
     if mask is not None:
         *_, name = unique_names([*kept, str(provenance["mask"])])
-        details = _called(result.metadata.details, name)
+        details = _called(volume.as_map().metadata.details, name)
         about = replace(result.metadata, attributes={}, description="", details=details)
         made = replace(result, dtype=np.dtype("u1"), metadata=about, provenance=provenance)
         _write_label(result.path, name, replace(made, read=lambda index: mask(index).astype("u1")))

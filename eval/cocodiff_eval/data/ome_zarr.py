@@ -17,6 +17,7 @@ import numpy as np
 
 from cocodiff.config.errors import UserError
 from cocodiff.config.files import irregular, is_folder
+from cocodiff.jobs.declared import SCALES, Declared, describe, read_declared
 from cocodiff_eval.data.axes import axes_of, count_leading
 from cocodiff_eval.data.volume import (
     Metadata,
@@ -35,7 +36,7 @@ from cocodiff_eval.data.volume import (
 )
 
 MARKS = ("zarr.json", ".zgroup", ".zarray")
-_STORE = re.compile(r"^(?P<store>.+?\.zarr)(?::?/(?P<inner>.*))?$", re.IGNORECASE)
+_STORE = re.compile(r"^(?P<store>.+?\.zarr):*(?:/(?P<inner>.*))?$", re.IGNORECASE)
 
 
 def split_store(path: str) -> tuple[str, str] | None:
@@ -171,13 +172,25 @@ def _metadata(
     there = sum(1 for name in files if name != "zarr.json" and not name.startswith("."))
     details = {"path": path, "store": store, "inner": inner, "image": image, "lead": lead}
     details |= {"levels": _level_shapes(node, image), "level": image["datasets"][0]["path"] if image else ""}
+    declared = _declared(array, path, bool(image))
     moved = transform_of(image["datasets"][0], "translation") if image else None
     placed = [f"its translation {moved}"] if any(moved or ()) else []
-    remarks = kept_alone(voxels, alone, placed) + filled(voxels, there, array.shape, stored, array.fill_value)
+    remarks = kept_alone(voxels, alone + describe(declared, SCALES), placed) + filled(
+        voxels, there, array.shape, stored, array.fill_value
+    )
     beside = [name for name in _dimensions(array) if not image and (Path(store, array.path).parent / name).is_dir()]
     remarks += [f"{voxels}: results keep no coordinates ({', '.join(beside)})"] if beside else []
     names, text = "".join(axis["name"] for axis in axes), str(attributes.get("description", ""))
-    return Metadata("zarr", names, size, unit, text, _byteorder(array), plain(kept), details, remarks)
+    return Metadata("zarr", names, size, unit, text, _byteorder(array), plain(kept), details, remarks, declared)
+
+
+def _declared(array: Any, path: str, of_image: bool) -> Declared:
+    """Read what an array's attributes say of its values. xarray, which names dimensions in an attribute of Zarr v2, has
+    its fill value in the array's own; OME-Zarr has none."""
+    own, attributes = array.metadata.fill_value, array.attrs.asdict()
+    if "_ARRAY_DIMENSIONS" in attributes and array.metadata.zarr_format == 2 and not of_image and own is not None:
+        attributes = {"_FillValue": own, **attributes}
+    return read_declared(attributes, np.dtype(array.dtype), path)
 
 
 def _dimensions(array: Any) -> list[str]:

@@ -9,6 +9,7 @@ import numpy as np
 import zarr
 from zarr.codecs import BytesCodec
 
+from cocodiff.jobs.declared import SCALES
 from cocodiff_eval.data.ome_zarr import open_node, transform_of
 from cocodiff_eval.data.tiff_metadata import NOTES
 from cocodiff_eval.data.volume import NewVolume, Triple, plain, start_of
@@ -83,8 +84,10 @@ class ZarrStore:
         if source is not None:
             chunks = source.chunks[-2:]
             options = kept_codecs(source, dtype)
-            if level == 0:
-                options["attributes"] = plain(source.attrs.asdict())
+            kept = source.attrs if level == 0 else SCALES
+            without = self.new.metadata.details.get("without", ())
+            given = {name: one for name, one in source.attrs.items() if name in kept and name not in without}
+            options["attributes"] = plain(given)
         if self.version == 3 and source is not None:
             endian = "big" if self.new.metadata.byteorder == ">" else "little"
             options["dimension_names"] = source.metadata.dimension_names

@@ -25,6 +25,7 @@ import numpy as np
 
 from cocodiff.config.errors import UserError
 from cocodiff.config.files import irregular
+from cocodiff.jobs.declared import OF_VOXELS, Declared, find_missing
 
 WORKING_BYTES = 16  # of each voxel of a slice at work, at least: the slice normalised and filled, in float64
 KEPT_BYTES = 128 * 2**20  # of slices that were decoded together
@@ -48,6 +49,7 @@ class Metadata:
     attributes   the object's own, as plain data that JSON takes
     details      what writers of the same kind need besides
     remarks      lines of what the user has to know
+    declared     what the array's attributes say of its values
     """
 
     kind: str = ""
@@ -59,6 +61,7 @@ class Metadata:
     attributes: Mapping[str, Any] = field(default_factory=dict)
     details: Mapping[str, Any] = field(default_factory=dict)
     remarks: Sequence[str] = ()
+    declared: Declared = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,20 @@ class Stack:
             return np.asarray(self.reader(first.start + index))[rows, columns]
 
         return replace(self, shape=region.shape, reader=read, region=region, whole=self.shape)
+
+    def as_truth(self) -> Stack:
+        """Return this volume with NaN where its attributes declare a voxel missing, in floats then."""
+
+        def read(index: int) -> np.ndarray:
+            image_YX = self.reader(index)
+            return np.where(find_missing(self.metadata.declared, image_YX), np.nan, image_YX)
+
+        return replace(self, dtype=np.dtype(np.float64), reader=read) if self.metadata.declared else self
+
+    def as_map(self) -> Stack:
+        """Return this volume without what is declared of its voxels, for results that hold something else of them."""
+        details = {**self.metadata.details, "without": OF_VOXELS}
+        return replace(self, metadata=replace(self.metadata, details=details))
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -285,6 +302,11 @@ def check_file(file: str) -> None:
     try:
         kind = irregular(file)
     except (FileNotFoundError, NotADirectoryError):
+        parts = (Path(file.partition(":")[0]), *Path(file).parents)
+        if whole := next((str(one) for one in parts if one.is_file()), ""):
+            raise UserError(
+                f"{file}: {whole} is a file; datasets in a file are those of HDF5, as scan.h5:/data"
+            ) from None
         raise UserError(f"{file}: no such file; check the path (relative paths start at {Path.cwd()})") from None
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}; check the path") from error

@@ -188,23 +188,24 @@ def export(
     mask, stack, lost = task.mask, task.stack, list[str]()
     made = not mask.from_file
 
-    def write(name: str, dtype: np.dtype, read: Reader, about: Mapping[str, Any]) -> NewVolume:
+    def write(name: str, like: Stack, dtype: np.dtype, read: Reader, about: Mapping[str, Any]) -> NewVolume:
         about, slices = {**about, "mask": mask.name}, iter(progress(range(len(task.stack)), f"writing {name}"))
 
         def shown(index: int) -> np.ndarray:
             next(slices, None)
             return read(index)
 
-        return write_volume(task.format, folder, partial(task.files.result, name), stack, dtype, shown, about)
+        return write_volume(task.format, folder, partial(task.files.result, name), like, dtype, shown, about)
 
     for name, file in files.items():
-        written = write(name, file.dtype, file.read, provenance[file.preset])
+        like = stack.as_map() if name == spread_of(file.preset) else stack
+        written = write(name, like, file.dtype, file.read, provenance[file.preset])
         if task.format == "zarr" and name == file.preset:
             from cocodiff_eval.data.labels import write_labels  # Zarr's library, which takes a second
 
             lost += write_labels(written, stack, mask.read if made else None, {**of_mask, "mask": mask.name})
     if made and task.format != "zarr":
-        write(MASK, np.dtype(np.uint8), lambda index: mask.read(index) * np.uint8(255), of_mask)
+        write(MASK, stack.as_map(), np.dtype(np.uint8), lambda index: mask.read(index) * np.uint8(255), of_mask)
     return lost
 
 

@@ -1,0 +1,60 @@
+"""What the attributes of an array say of its values, as netCDF, CF and xarray have it: of HDF5 and Zarr files, and of
+arrays that a program gives."""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from cocodiff.config.errors import UserError
+
+MISSING = ("_FillValue", "missing_value", "valid_range", "valid_min", "valid_max")
+SCALES = {"scale_factor": [1], "add_offset": [0]}  # and the numbers that change nothing
+OF_VOXELS = (*MISSING, "add_offset", "_Unsigned")  # which a mask or a deviation of the voxels must not have
+Declared = Mapping[str, list[float]]  # numbers by the name of the attribute, as voxels are stored
+
+
+def read_declared(attributes: Mapping[str, Any], dtype: np.dtype, path: str) -> Declared:
+    """Return the numbers of the attributes that say something of the values, by name. "true" is 1; one that is no
+    number is NaN, and an attribute without a number is left out. Raises UserError for integers of a type that are to be
+    read with a sign, or without one, unlike it."""
+    found = {name: _numbers(attributes[name]) for name in (*SCALES, *OF_VOXELS) if name in attributes}
+    if [found.get("_Unsigned"), dtype.kind] in ([[1], "i"], [[0], "u"]):
+        raise UserError(f"{path}: values of type {dtype} and the attribute _Unsigned; save them as this says")
+    return {name: numbers for name, numbers in found.items() if any(one == one for one in numbers)}
+
+
+def _numbers(value: Any) -> list[float]:
+    found = [float("nan")] * np.size(value)
+    for place, one in enumerate(np.ravel(value).tolist()):
+        text = one.decode(errors="replace") if isinstance(one, bytes) else str(one)
+        with suppress(ValueError, TypeError, struct.error):
+            if text.endswith("="):  # as xarray writes floats in Zarr v3
+                one = struct.unpack("<d", base64.b64decode(text))[0]
+            one = {"true": 1, "false": 0}.get(text.lower(), one)
+            found[place] = one if isinstance(one, int) else float(one)
+    return found
+
+
+def find_missing(declared: Declared, voxels: np.ndarray) -> np.ndarray:
+    """Return where voxels are missing: equal to a fill value or beyond the valid range. Boolean, of the same shape."""
+    fill, value, whole, least, most = (declared.get(name, []) for name in MISSING)
+    missing = np.zeros(voxels.shape, bool)
+    for one in (*fill, *value):
+        missing |= voxels == one
+    for low in (*whole[:1], *least):
+        missing |= voxels < low
+    for high in (*whole[1:2], *most):
+        missing |= voxels > high
+    return missing
+
+
+def describe(declared: Declared, names: Collection[str] = MISSING) -> list[str]:
+    """Return those of some attributes that change anything, in words, such as "_FillValue 65535"."""
+    given = {name: declared[name] for name in names if name in declared and declared[name] != SCALES.get(name)}
+    return [f"{name} {', '.join(f'{one:.12g}' for one in numbers)}" for name, numbers in given.items()]
