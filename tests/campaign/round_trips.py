@@ -60,8 +60,8 @@ def make_given(seed: int, number: int, folder: Path) -> Given:
     return given
 
 
-def run_case(seed: int, number: int, folder: Path) -> tuple[Given, list[str]]:
-    """Make a case in an empty folder and try it. Returns it, and what was wrong, a line each."""
+def run_case(seed: int, number: int, folder: Path) -> tuple[Given, list[str], list[str]]:
+    """Make a case in an empty folder and try it. Returns it, what was wrong, a line each, and the lines of refusals."""
     (folder / "in").mkdir()
     given = make_given(seed, number, folder / "in")
     sides = SHAPE if (given.voxels is None or given.voxels.ndim == 3) else SHAPE[1:]
@@ -71,19 +71,22 @@ def run_case(seed: int, number: int, folder: Path) -> tuple[Given, list[str]]:
         mask = mask.max(axis=0) if mask.ndim == 3 else mask  # one for all slices
     np.save(folder / "in" / "holes.npy", mask)
     mask = np.broadcast_to(mask, SHAPE if len(sides) == 3 else (1, *sides)) != 0
-    wrong, tries = [], [("same", False), ("same", True)]
+    wrong, refused, tries = list[str](), list[str](), [("same", False), ("same", True)]
     tries += [(one, (number + n) % 2 == 0) for n, one in enumerate(FORMATS) if one != own_format(given)]
     for format, of_region in tries:
         out = folder / f"{format}{'-region' * of_region}"
         out.mkdir()
         try:
             found = try_format(given, format, of_region, mask, out)
+        except UserError as error:
+            refused.append(str(error))
+            found = judge_refusal(given, str(error), of_region, mask)
         except Exception as error:
             place = traceback.extract_tb(error.__traceback__)[-1]
             found = f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
         if found:
             wrong.append(f"{format}{', region' * of_region}: {found}")
-    return given, wrong
+    return given, wrong, refused
 
 
 def try_format(given: Given, format: str, of_region: bool, mask: np.ndarray, out: Path) -> str:
@@ -94,18 +97,15 @@ def try_format(given: Given, format: str, of_region: bool, mask: np.ndarray, out
     values = {"input": [str(given.path)], "mask": [str(given_folder(given) / "holes.npy")], "format": format}
     if of_region:
         values |= {"roi": REGION["roi"]} | ({"slices": REGION["slices"]} if len(mask) > 1 else {})
-    try:
-        with listened() as said:
-            (task,) = find_tasks({**defaults(), **values})
-            said += task.remarks()
-            restored = restore(task)
-            file = WorkingFile(out / "voxels.raw", task.stack.shape, restored.dtype, "tapa")
-            file.create()
-            for index, image_YX in enumerate(restored):
-                file.write(index, image_YX)
-            said += export(task, {"tapa": file}, out, {"tapa": {"version": "1"}}, {}, lambda numbers, what: numbers)
-    except UserError as error:
-        return judge_refusal(given, str(error), of_region, mask)
+    with listened() as said:
+        (task,) = find_tasks({**defaults(), **values})
+        said += task.remarks()
+        restored = restore(task)
+        file = WorkingFile(out / "voxels.raw", task.stack.shape, restored.dtype, "tapa")
+        file.create()
+        for index, image_YX in enumerate(restored):
+            file.write(index, image_YX)
+        said += export(task, {"tapa": file}, out, {"tapa": {"version": "1"}}, {}, lambda numbers, what: numbers)
     if given.voxels is None:
         return "restored, and it had to be refused"
     (path,) = [one for one in out.iterdir() if one.name != "voxels.raw"]
@@ -293,23 +293,28 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--keep")
     given = parser.parse_args()
-    began, tried = time.monotonic(), list[tuple[str, bool]]()
+    began, tried = time.monotonic(), list[tuple[str, bool, int]]()
     warnings.simplefilter("ignore")
     for number in range(given.first, given.first + given.cases):
         with tempfile.TemporaryDirectory() as name:
             folder = Path(given.keep).resolve() / str(number) if given.keep else Path(name)
             folder.mkdir(parents=True, exist_ok=True)
-            case, wrong = run_case(given.seed, number, folder)
-        tried.append((case.kind.partition(":")[0], bool(wrong)))
+            case, wrong, refused = run_case(given.seed, number, folder)
+        tried.append((case.kind.partition(":")[0], bool(wrong), len(refused)))
         if wrong or given.cases == 1:
             again = f"python tests/campaign/round_trips.py --seed {given.seed} --first {number} --cases 1 --keep case"
             print(f"{number} {case.kind}\n  {again}")
             print("\n".join(f"    {one}" for one in wrong) or "    right", flush=True)
-    for kind in dict.fromkeys(kind for kind, _ in tried):
-        of_kind = [wrong for one, wrong in tried if one == kind]
-        print(f"{kind:18}{len(of_kind):5} tried{sum(of_kind):5} wrong")
-    print(f"{len(tried)} tried, {sum(wrong for _, wrong in tried)} wrong, {time.monotonic() - began:.0f} s")
-    return any(wrong for _, wrong in tried)
+        if given.cases == 1:
+            print("\n".join(f"    refused: {one}" for one in dict.fromkeys(refused)))
+    print(f"{'':18}{'tried':>6}{'wrong':>7}{'refusals':>10}")
+    for kind in (*dict.fromkeys(kind for kind, *_ in tried), ""):
+        of_kind = [one for one in tried if one[0] == kind or not kind]
+        print(
+            f"{kind or 'all':18}{len(of_kind):6}{sum(one[1] for one in of_kind):7}{sum(one[2] for one in of_kind):10}"
+        )
+    print(f"{time.monotonic() - began:.0f} s")
+    return any(wrong for _, wrong, _ in tried)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def test_generated_metadata_are_kept_or_refused(tmp_path: Path, number: int) -> 
     "number", [*range(len(MAKERS)), *(pytest.param(one, marks=pytest.mark.full) for one in range(len(MAKERS), ALL))]
 )
 def test_a_round_trip_ends_right(tmp_path: Path, number: int) -> None:
-    given, wrong = run_case(0, number, tmp_path)
+    given, wrong, _ = run_case(0, number, tmp_path)
     again = f"python tests/campaign/round_trips.py --seed 0 --first {number} --cases 1 --keep case"
     assert not wrong, "\n".join([given.kind, again, *wrong])
 
