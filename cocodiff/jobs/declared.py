@@ -1,5 +1,5 @@
-"""What the attributes of an array say of its values, as netCDF, CF and xarray have it: of HDF5 and Zarr files, and of
-arrays that a program gives."""
+"""The attributes that say something of the values of an array, as netCDF, CF and xarray have them: of HDF5 and Zarr
+files, and of arrays that a program gives."""
 
 from __future__ import annotations
 

@@ -273,7 +273,7 @@ def linked(file: h5py.File) -> None:
     file["entry/angle"] = file["entry/plot/theta"]
     file["entry/plot/soft"] = h5py.SoftLink("/entry/instrument/detector/data")
     file["entry/plot/relative"] = h5py.SoftLink("hard")
-    file["again"], file["entry/root"] = file["entry/plot"], file["/"]
+    file["again"], file["entry/top"] = file["entry/plot"], file["/"]
     file["folder"] = h5py.SoftLink("/entry/plot")
     file["itself"] = h5py.ExternalLink("in.h5", "/folder/soft")
     file["away"], file["lost"] = h5py.ExternalLink("other.h5", "/data"), h5py.SoftLink("/nowhere")
@@ -283,7 +283,7 @@ def linked(file: h5py.File) -> None:
 
 
 NAMES = "entry/instrument/detector/data entry/plot/hard entry/plot/soft entry/plot/relative again/hard again/relative "
-NAMES += "folder/soft folder/hard itself entry/root/entry/plot/soft entry/root/again/hard"
+NAMES += "folder/soft folder/hard itself entry/top/entry/plot/soft entry/top/again/hard"
 
 
 def result_of(path: str, region: Region | None = None, follow_links: bool = False) -> h5py.File:
@@ -305,7 +305,7 @@ def test_every_name_of_the_dataset_shows_the_restored_voxels(make: Callable[...,
                 assert type(links[0]) is type(links[1])
         np.testing.assert_array_equal(new["part"], IMAGE[5:15] + 1000)
         assert new["again"] == new["folder"] == new["entry/plot"] and new["entry/angle"] == new["again/theta"]
-        assert new["again"].attrs["signal"] == "hard" and new["entry/root"] == new["/"]
+        assert new["again"].attrs["signal"] == "hard" and new["entry/top"] == new["/"]
         assert {*new} == {*old} - {"away"} and new.get("lost", getlink=True).path == "/nowhere"
     region = Region((0, 2, 3), (1, 18, 20))
     with result_of(f"in.h5:/{name}", region, name == "itself") as new:

@@ -159,8 +159,8 @@ def intensity_range(
     if low < within[0] or high > within[1]:
         extremes = ends
         ends, beyond = _within(stack, mask, progress, within)
-    if stack.dtype.kind in "ui" and max(-low, high) > 2**53:
-        told = f"{stack.path}: integers from {low:.0f} to {high:.0f}, of which float64 holds all only up to 2^53"
+    if stack.dtype.kind in "ui" and max(-low, high) >= 2**53:
+        told = f"{stack.path}: integers from {low:.0f} to {high:.0f}, of which float64 holds each only up to 2^53"
         raise UserError(f"{told}; subtract their least from all of them, or save them as float64")
     low, high = given or ends
     if not np.isfinite(high - low):
