@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import mrcfile
 import numpy as np
 import tifffile
 import zarr
@@ -340,6 +341,23 @@ def ngff(folder: Path, voxels: np.ndarray, chance: random.Random) -> Given:
     return given
 
 
+def mrc(folder: Path, voxels: np.ndarray, chance: random.Random) -> Given:
+    """Write bytes without sign as IMOD does, with its stamp and no flag; and where the volume lies."""
+    given, sides, order = Given(folder / "scan.mrc", voxels), sides_of(chance), chance.choice("<>")
+    if voxels.dtype == np.uint8:
+        voxels += np.uint8(chance.choice([0, 5]))
+    with mrcfile.new(given.path, voxels.view("i1") if voxels.itemsize == 1 else voxels) as file:
+        file.voxel_size = sides[::-1]
+        file.header.origin = (chance.uniform(-9, 9), 0, 7)
+        header = np.array(file.header).astype(mrcfile.dtypes.HEADER_DTYPE.newbyteorder(order))
+    header["machst"] = list(mrcfile.utils.machine_stamp_from_byte_order(order))
+    head = header.tobytes()
+    stamp = np.array([1146047817, 0], f"{order}i4").tobytes()
+    given.path.write_bytes(head[:152] + stamp + head[160:] + voxels.astype(voxels.dtype.newbyteorder(order)).tobytes())
+    given.meters = in_meters([float(np.float32(side)) for side in sides], ["Å"] * 3)
+    return given
+
+
 MAKERS: dict[str, Callable[..., Given]] = {
     "tiff": tiff,
     "samples": samples,
@@ -349,4 +367,5 @@ MAKERS: dict[str, Callable[..., Given]] = {
     "elsewhere": elsewhere,
     "external": external,
     "ngff": ngff,
+    "mrc": mrc,
 }
