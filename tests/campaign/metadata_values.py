@@ -59,12 +59,14 @@ def declare(voxels: np.ndarray, chance: random.Random, kinds: tuple[str, ...] = 
     dtype = np.dtype(chance.choice(["i1", "i2"] if kind == "unsigned" else ["u1", "u2", "i2", "i4", "f4", "f8", "i8"]))
     spread = voxels.astype("f8") / 250
     stored = np.rint(20 + 100 * spread if dtype.itemsize == 1 else 1000 + 2000 * spread).astype(dtype)
-    where = chance.choice(["outside", "outside", "inside", "nowhere", "both"])
+    where = chance.choice(
+        ["inside", "nowhere"] if kind == "middle" else ["outside"] * 2 + ["inside", "nowhere", "both"]
+    )
     place = np.zeros(voxels.shape, bool)
     if where in ("outside", "both"):
         place[:, :, :6] = True
     if where in ("inside", "both"):
-        place[:, 9:12, 10:13] = True
+        place[1:3, 9:12, 10:13] = True
     top: Any = np.iinfo(dtype).max if dtype.kind in "ui" else -9999.0
     bottom: Any = top if dtype.kind == "u" else np.iinfo(dtype).min if dtype.kind == "i" else 1e20
     number, attributes = dtype.type, dict[str, Any]()
