@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import h5py
+import mrcfile
 import numpy as np
 import tifffile
 import zarr
@@ -25,14 +27,55 @@ SHAPE = (3, 17, 20)
 
 
 @dataclass
-class Given:
-    """A file, and what is right of it. voxels: None where it must be refused; meters: sides of its voxels, None where
-    they are no lengths; plain: sides without a unit."""
+class Result:
+    """A result of a round trip: what a check that goes with an input looks at."""
 
     path: Path
-    voxels: np.ndarray | None
-    meters: Sides | None = None
-    plain: Sides | None = None
+    format: str  # a word of --format
+    own: bool  # in the input's format
+    start: tuple[int, int, int]  # the first voxel of the region in the input
+    shape: tuple[int, int, int]
+    restored: np.ndarray  # [N, Y, X], as they were given to the writer
+    said: str  # all lines that the user saw
+
+    @property
+    def region(self) -> tuple[slice, slice, slice]:
+        """The part of the input that the result holds."""
+        z, y, x = (slice(first, first + side) for first, side in zip(self.start, self.shape, strict=True))
+        return z, y, x
+
+    def told(self, pattern: str) -> bool:
+        """Return True if a line that the user saw has one of these words, and does not say that this very result keeps
+        what it names."""
+        lines = self.said.splitlines()
+        if self.own and any(self.start):
+            lines = [line for line in lines if ": results of its own format alone keep" not in line]
+        elif self.own:
+            lines = [line for line in lines if "results of its own format alone keep" not in line]
+        return re.search(pattern, "\n".join(lines), re.IGNORECASE) is not None
+
+
+def no_remarks(result: Result) -> str:
+    """Return "": nothing is to be checked beside the voxels."""
+    return ""
+
+
+@dataclass
+class Given:
+    """A file, and what is right of it."""
+
+    path: Path
+    voxels: np.ndarray | None  # as they are stored; None where the file must be refused
+    meters: Sides | None = None  # sides of a voxel; None where they are no lengths
+    plain: Sides | None = None  # sides without a unit
+    # For round trips:
+    kind: str = ""  # what is unusual of it
+    meant: np.ndarray | None = None  # voxels as the file means them, unscaled; None: as they are stored
+    missing: np.ndarray | None = None  # True where the file declares a voxel to be missing
+    refusals: str = ""  # a pattern of the lines by which it may be refused; "" where it must not be
+    decode: Callable[[Path, bool], np.ndarray] | None = None  # read the input, or (True) a result, as xarray does
+    check: Callable[[Result], str] = no_remarks  # return what is wrong with a result besides its voxels
+    more: dict[str, Any] = field(default_factory=dict)  # what the maker knows besides, to be printed
 
 
 def make_given(seed: int, number: int, folder: Path) -> Given:
@@ -298,6 +341,23 @@ def ngff(folder: Path, voxels: np.ndarray, chance: random.Random) -> Given:
     return given
 
 
+def mrc(folder: Path, voxels: np.ndarray, chance: random.Random) -> Given:
+    """Write bytes without sign as IMOD does, with its stamp and no flag; and where the volume lies."""
+    given, sides, order = Given(folder / "scan.mrc", voxels), sides_of(chance), chance.choice("<>")
+    if voxels.dtype == np.uint8:
+        voxels += np.uint8(chance.choice([0, 5]))
+    with mrcfile.new(given.path, voxels.view("i1") if voxels.itemsize == 1 else voxels) as file:
+        file.voxel_size = sides[::-1]
+        file.header.origin = (chance.uniform(-9, 9), 0, 7)
+        header = np.array(file.header).astype(mrcfile.dtypes.HEADER_DTYPE.newbyteorder(order))
+    header["machst"] = list(mrcfile.utils.machine_stamp_from_byte_order(order))
+    head = header.tobytes()
+    stamp = np.array([1146047817, 0], f"{order}i4").tobytes()
+    given.path.write_bytes(head[:152] + stamp + head[160:] + voxels.astype(voxels.dtype.newbyteorder(order)).tobytes())
+    given.meters = in_meters([float(np.float32(side)) for side in sides], ["Å"] * 3)
+    return given
+
+
 MAKERS: dict[str, Callable[..., Given]] = {
     "tiff": tiff,
     "samples": samples,
@@ -307,4 +367,5 @@ MAKERS: dict[str, Callable[..., Given]] = {
     "elsewhere": elsewhere,
     "external": external,
     "ngff": ngff,
+    "mrc": mrc,
 }

@@ -1,5 +1,6 @@
-"""Generated metadata go through every format: voxel sizes and voxels come back, or the file is refused in one line.
-A sample that has every kind of file; with --full all, also over two formats in a row."""
+"""Generated metadata go through every format: voxel sizes and voxels come back, or the file is refused in one line;
+and what a file says of its names, values, axes and place is in results as other libraries read them
+(`round_trips.py`). Samples that have every kind of file; with --full all."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from cocodiff_eval.data.formats import open_volume, write_volume
 from cocodiff_eval.data.volume import LENGTHS, Stack
 from inputs_checks import bits, voxels_of
 from metadata_cases import Given, make_given
+from round_trips import MAKERS, run_case
 
 from cocodiff.config.errors import UserError
 
@@ -39,6 +41,15 @@ def test_generated_metadata_are_kept_or_refused(tmp_path: Path, number: int) -> 
         first = written(volume, voxels, word, tmp_path)
         check(given, first)
         check(given, written(first, voxels, WORDS[(number + len(word)) % 4], tmp_path))
+
+
+@pytest.mark.parametrize(
+    "number", [*range(len(MAKERS)), *(pytest.param(one, marks=pytest.mark.full) for one in range(len(MAKERS), ALL))]
+)
+def test_a_round_trip_ends_right(tmp_path: Path, number: int) -> None:
+    given, wrong, _ = run_case(0, number, tmp_path)
+    again = f"python tests/campaign/round_trips.py --seed 0 --first {number} --cases 1 --keep case"
+    assert not wrong, "\n".join([given.kind, again, *wrong])
 
 
 def written(volume: Stack, voxels: np.ndarray, word: str, folder: Path) -> Stack:

@@ -223,3 +223,72 @@ def test_missing_chunks_of_zarr_are_counted(tmp_path: Path, version: Any) -> Non
     assert np.asarray(given.reader(2)).min() == np.asarray(given.reader(2)).max() == 3
     array[:] = VOLUME + 1
     assert not open_volume(str(tmp_path / "scan.zarr")).metadata.remarks
+
+
+TURNED = [(274, 3, 1, 4, False), (286, 5, 1, (7, 2), True), (287, 5, 1, (3, 1), True)]
+
+
+def tags_of(path: Path) -> list[dict[int, Any]]:
+    """Return orientation and positions, by the tag's code, of each page."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    found = []
+    for file in files:
+        with tifffile.TiffFile(file) as tiff:
+            found += [{tag.code: tag.value for tag in page.tags if tag.code in (274, 286, 287)} for page in tiff.pages]
+    return found
+
+
+@pytest.mark.parametrize("part", [Part(), Part("1:3", "2:20,4:24")])
+@pytest.mark.parametrize("form", ["plain", "imagej", "ome", "sequence"])
+def test_orientation_and_positions_of_a_tiff_are_kept_or_named(tmp_path: Path, form: str, part: Part) -> None:
+    options: dict[str, Any] = {"extratags": TURNED, "photometric": "minisblack", "metadata": {"axes": "ZYX"}}
+    if form == "sequence":
+        (tmp_path / "scan").mkdir()
+        for number, image_YX in enumerate(VOLUME):
+            tifffile.imwrite(tmp_path / "scan" / f"s{number}.tif", image_YX, extratags=TURNED, metadata=None)
+    else:
+        forms = {form: True} if form != "plain" else {}
+        tifffile.imwrite(tmp_path / "scan.tif", VOLUME, **forms, **options)
+    given = part.of(open_volume(str(tmp_path / ("scan" if form == "sequence" else "scan.tif"))))
+    told = "; ".join(given.metadata.remarks)
+    assert ": whole results of its own format alone keep its position on a page" in told
+    assert ": results of its own format alone keep its orientation 4" in told
+    first, *others = tags_of(Path(result(given, "sequence" if form == "sequence" else "tiff", tmp_path).path))
+    assert first == {274: 4} | ({286: (7, 2), 287: (3, 1)} if part == Part() else {})
+    assert {one[274] for one in others} <= {4}
+
+
+def test_slices_of_a_sequence_lie_alike(tmp_path: Path) -> None:
+    for number, orientation in enumerate((1, 4)):
+        tag = [(274, 3, 1, orientation, True)]
+        tifffile.imwrite(tmp_path / f"s{number}.tif", VOLUME[0], extratags=tag, metadata=None)
+    with pytest.raises(UserError, match=r"s1\.tif: has orientation 4, and .*s0\.tif another"):
+        open_volume(str(tmp_path / "s*.tif"))
+
+
+def test_what_lies_in_voxels_of_the_whole_image_moves_with_a_region_or_is_named(tmp_path: Path) -> None:
+    given = imagej(tmp_path, xorigin=10, yorigin=2.5, zorigin=0)
+    with tifffile.TiffFile(result(Part("1:3", "2:20,4:24").of(given), "tiff", tmp_path).path) as tiff:
+        assert [tiff.imagej_metadata[f"{axis}origin"] for axis in "xyz"] == [6, 0.5, -1]
+    plane = {"PositionX": [1.0, 2.0, 3.0], "PositionXUnit": ["mm"] * 3}
+    given = ome(tmp_path, Plane=plane)
+    with tifffile.TiffFile(given.path) as tiff:
+        xml = tiff.ome_metadata.replace("<Pixels ", '<StageLabel Name="a" X="1"/><Pixels ')
+        xml = xml.replace("</Image>", '<ROIRef ID="ROI:0"/></Image><ROI ID="ROI:0"/>')
+    tifffile.imwrite(given.path, VOLUME, description=xml.encode(), metadata=None)
+    given = open_volume(given.path)
+    assert given.metadata.remarks[0].endswith("format alone keep OME's Plane, OME's StageLabel, OME's ROI")
+    with tifffile.TiffFile(result(given, "tiff", tmp_path).path) as tiff:
+        assert all(word in tiff.ome_metadata for word in ('PositionX="3.0"', "StageLabel", "<ROI ", "ROIRef"))
+    with tifffile.TiffFile(result(Part("1:3").of(given), "tiff", tmp_path).path) as tiff:
+        assert not any(word in tiff.ome_metadata for word in ("PositionX", "StageLabel", "ROI"))
+
+
+def test_a_translation_of_zarr_is_named(tmp_path: Path) -> None:
+    ngff(tmp_path, "micrometer", "micrometer", "micrometer")
+    root = zarr.open_group(tmp_path / "scan.zarr", mode="a")
+    (image,) = root.attrs["multiscales"]
+    image["datasets"][0]["coordinateTransformations"].append({"type": "translation", "translation": [1.0, 2.0, 3.0]})
+    root.attrs["multiscales"] = [image]
+    (told,) = open_volume(str(tmp_path / "scan.zarr")).metadata.remarks
+    assert told.endswith(": results of its own format alone keep its translation [1.0, 2.0, 3.0]")

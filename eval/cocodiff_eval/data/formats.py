@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
@@ -19,21 +18,20 @@ from cocodiff.config.errors import UserError
 from cocodiff.config.files import flush, is_folder, is_there
 from cocodiff_eval.data import SAME, WRITTEN
 from cocodiff_eval.data.hdf5 import open_hdf5, write_hdf5
+from cocodiff_eval.data.mrc import open_mrc, write_mrc
 from cocodiff_eval.data.ome_zarr import is_store, open_zarr, split_store
 from cocodiff_eval.data.tiff import holds_slices, is_pattern, open_sequence, open_tiff, write_sequence, write_tiff
 from cocodiff_eval.data.volume import (
-    LENGTHS,
     Metadata,
     NewVolume,
     Reader,
     Stack,
-    as_volume_shape,
     check_file,
     check_memory,
-    one_unit,
     quiet_libraries,
     reading,
     same_channels,
+    stack_of_array,
     writing,
 )
 
@@ -66,17 +64,7 @@ def _read_png(file: str) -> np.ndarray:
 
 
 def open_png(file: str) -> Stack:
-    return _of_array(file, _read_png(file), Metadata("png"))
-
-
-def _of_array(file: str, voxels: np.ndarray, metadata: Metadata) -> Stack:
-    """voxels: [Y, X] or [N, Y, X], mapped to memory perhaps."""
-    shape = as_volume_shape(voxels.shape, file, voxels.dtype.itemsize)
-
-    def read(index: int) -> np.ndarray:
-        return np.asarray(voxels if voxels.ndim == 2 else voxels[index])
-
-    return Stack(file, Path(file).stem, shape, voxels.dtype.newbyteorder("="), voxels.ndim, read, metadata)
+    return stack_of_array(file, _read_png(file), Metadata("png"))
 
 
 def open_npy(file: str) -> Stack:
@@ -84,7 +72,7 @@ def open_npy(file: str) -> Stack:
     with reading(f"{file}: not a readable .npy file", "save it again with numpy.save"):
         voxels = np.load(file, mmap_mode="r", allow_pickle=False)
     byteorder = ">" if voxels.dtype.newbyteorder("S").isnative and voxels.dtype.itemsize > 1 else "<"
-    return _of_array(file, voxels, Metadata("npy", byteorder=byteorder))
+    return stack_of_array(file, voxels, Metadata("npy", byteorder=byteorder))
 
 
 def write_npy(new: NewVolume) -> None:
@@ -95,52 +83,6 @@ def write_npy(new: NewVolume) -> None:
             file.write(image_YX.astype(new.stored).tobytes())
 
 
-def _mrcfile() -> Any:
-    """The library. Raises UserError where it is not installed."""
-    try:
-        import mrcfile
-    except ImportError as error:
-        raise UserError("MRC files need the package mrcfile: pip install cocodiff[mrc]") from error
-    return mrcfile
-
-
-def open_mrc(file: str) -> Stack:
-    """Raises UserError for files that are no MRC2014, and for axes in another order than sections, rows, columns."""
-    library = _mrcfile()
-    with reading(f"{file}: not a readable MRC file", "save it again with mrcfile or IMOD"), quiet_libraries():
-        opened = library.mmap(file, "r")
-        voxels, header = opened.data, opened.header
-    if (int(header.mapc), int(header.mapr), int(header.maps)) not in ((1, 2, 3), (0, 0, 0)):
-        raise UserError(f"{file}: its axes are not in the order of sections, rows, columns: save it again so")
-    z, y, x = (float(opened.voxel_size[axis]) for axis in "zyx")  # 0 where it is not known
-    sides, unit, _ = one_unit((z or y, y, x) if x and y else None, ["angstrom"] * 3)
-    labels = "\n".join(label for label in opened.get_labels() if not label.startswith(MADE_BY))
-    details = {"ispg": int(header.ispg)}
-    return _of_array(file, voxels, Metadata("mrc", voxel_size=sides, unit=unit, description=labels, details=details))
-
-
-def write_mrc(new: NewVolume) -> None:
-    """Of the statistics in the header, which would need another pass, it says that they are not known."""
-    library, metadata = _mrcfile(), new.metadata
-    mode = -1
-    with contextlib.suppress(ValueError):
-        mode = library.utils.mode_from_dtype(new.dtype)
-    if mode < 0 or library.utils.dtype_from_mode(mode) != new.dtype:
-        raise UserError(f"{new.path}: MRC files hold no {new.dtype.name}: choose another --format")
-    with library.new_mmap(str(new.path), new.stored_shape, mode, overwrite=True) as file:
-        for index, image_YX in enumerate(new.slices()):
-            file.data[index if new.ndim == 3 else ...] = image_YX
-        file.header.ispg = metadata.details.get("ispg", int(new.ndim == 3)) if metadata.kind == "mrc" else new.ndim - 2
-        if metadata.voxel_size is not None and metadata.unit in LENGTHS:
-            z, y, x = (side * (LENGTHS[metadata.unit][1] / LENGTHS["angstrom"][1]) for side in metadata.voxel_size)
-            file.voxel_size = (x, y, z)
-        file.header.label[:], file.header.nlabl = b"", 0  # the library's has the time
-        for line in [*metadata.description.splitlines(), *([MADE_BY] if new.provenance else [])][:10]:
-            file.add_label(line.encode("ascii", "replace").decode()[:80])
-        file.reset_header_stats()
-
-
-MADE_BY = "restored by cocodiff"
 SUPPORTED = (
     "PNG (.png), TIFF (.tif, .tiff; a folder of them or a pattern as one stack), HDF5 (.h5, .hdf5, .hdf, .nxs, as "
     "file.h5:/dataset), OME-Zarr (.zarr), MRC (.mrc, .map, .rec, .st) and NumPy (.npy)"

@@ -24,11 +24,13 @@ import numpy as np
 from cocodiff.config.errors import UserError
 from cocodiff.config.files import irregular, is_there
 from cocodiff.jobs.declared import SCALES, describe, read_declared
+from cocodiff_eval.data.axes import count_leading
 from cocodiff_eval.data.tiff_metadata import NOTES
 from cocodiff_eval.data.volume import (
     LENGTHS,
     Metadata,
     NewVolume,
+    Region,
     Stack,
     as_volume_shape,
     by_slabs,
@@ -73,6 +75,7 @@ def open_hdf5(file: str, dataset: str | None, follow_links: bool) -> Stack:
         _check_storage(node, follow_links)
         shape, dtype = tuple(node.shape), node.dtype
         depth = node.chunks[0] if node.chunks and len(shape) == 3 else 1
+        count_leading(name_axes(node), shape, f"{file}:{dataset}")
         metadata = read_metadata(node, file, place, follow_links)
     volume_shape = as_volume_shape(shape, f"{file}:{dataset}", dtype.itemsize)
 
@@ -162,6 +165,19 @@ def read_metadata(dataset: Any, file: str, place: str, follow_links: bool) -> Me
     text, order = text if isinstance(text, str) else "", ">" if dataset.dtype.byteorder == ">" else "<"
     details = {"file": file, "object": place, "ndim": dataset.ndim, "follow_links": follow_links}
     return Metadata("hdf5", axes, size, unit, text, order, {**of_group, **attributes}, details, remarks, declared)
+
+
+def name_axes(dataset: Any) -> list[str]:
+    """Return the names of a dataset's axes by its scales or their labels, NeXus, or ilastik; empty where none fit."""
+    found, group = list[Any](), dataset.parent
+    with contextlib.suppress(Exception):  # scales that are not there
+        found.append([axis.label or Path(axis[0].name if len(axis) else "").name for axis in dataset.dims])
+    of_group = plain(_attribute(group, "signal")) == Path(dataset.name).name
+    given = plain(_attribute(group if of_group else dataset, "axes"))
+    found.append(re.split("[:, ]+", given.strip("[] ")) if isinstance(given, str) else given)
+    with contextlib.suppress(TypeError, ValueError, LookupError):
+        found.append([axis["key"] for axis in json.loads(_attribute(dataset, "axistags"))["axes"]])
+    return next((one for one in found if isinstance(one, list) and len(one) == dataset.ndim and any(one)), [])
 
 
 def _attribute(node: Any, name: str) -> Any:
@@ -320,6 +336,8 @@ def write_hdf5(new: NewVolume) -> None:
                 _copy_around(old, file, names, new)  # not of frames outside a region either
                 for name in own:
                     _copy_attributes(old[name], file[name], details.get("without", ()))
+                if new.region is not None and not frames:
+                    _cut_scales(old[place], file[place].parent, new.region)
         else:
             file["implements"] = "exchange"
             _describe(file[place], new)
@@ -431,6 +449,18 @@ def _key(node: Any) -> tuple[int, int]:
     """Return a key that is the same for all names of an object as long as its file is open."""
     about = h5py.h5o.get_info(node.id)
     return about.fileno, about.addr
+
+
+def _cut_scales(old: Any, group: Any, region: Region) -> None:
+    """Cut the scales of a dataset's axes to a region of it. group: of the result, with the whole ones in it."""
+    ends = [slice(*one) for one in zip(region.start, region.stop, strict=True)][-old.ndim :]
+    for name, side, part in zip(name_axes(old), old.shape, ends, strict=False):
+        scale = group.get(name)
+        if isinstance(scale, h5py.Dataset) and scale.shape == (side,):
+            values = scale[part]
+            del group[name]
+            group[name] = values
+            _copy_attributes(old.parent[name], group[name])
 
 
 def _own_sources(dataset: Any) -> Iterator[Any]:

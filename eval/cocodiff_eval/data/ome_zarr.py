@@ -8,7 +8,7 @@ import math
 import os
 import re
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import numpy as np
 from cocodiff.config.errors import UserError
 from cocodiff.config.files import irregular, is_folder
 from cocodiff.jobs.declared import SCALES, Declared, describe, read_declared
+from cocodiff_eval.data.axes import axes_of, count_leading
 from cocodiff_eval.data.volume import (
     Metadata,
     Stack,
@@ -100,7 +101,7 @@ def open_zarr(store: str, inner: str) -> Stack:
     shape, dtype = tuple(array.shape), np.dtype(array.dtype)
     if image:
         check_transforms(image, len(shape), path)
-    lead = leading(axes_of(image) or _dimensions(array), shape, path)
+    lead = count_leading(axes_of(image.get("axes")) or _dimensions(array), shape, path, "store")
     volume_shape = as_volume_shape(shape[lead:], path, dtype.itemsize)
     check_memory(path, array.chunks[lead:], dtype.itemsize, working=0)
     if dtype.kind not in "buifc":
@@ -152,7 +153,7 @@ def _check_regular(store: str, path: Path) -> None:
 def _metadata(
     path: str, store: str, inner: str, node: Any, array: Any, image: Mapping[str, Any], lead: int
 ) -> Metadata:
-    axes, count = axes_of(image), len(array.shape)
+    axes, count = axes_of(image.get("axes")), len(array.shape)
     sides, units = list[float](), list[str]()
     scale = transform_of(image["datasets"][0], "scale") if image else None
     if scale is not None and axes:
@@ -172,9 +173,13 @@ def _metadata(
     details = {"path": path, "store": store, "inner": inner, "image": image, "lead": lead}
     details |= {"levels": _level_shapes(node, image), "level": image["datasets"][0]["path"] if image else ""}
     declared = _declared(array, path, bool(image))
-    remarks = kept_alone(voxels, alone + describe(declared, SCALES)) + filled(
+    moved = transform_of(image["datasets"][0], "translation") if image else None
+    placed = [f"its translation {moved}"] if any(moved or ()) else []
+    remarks = kept_alone(voxels, alone + describe(declared, SCALES), placed) + filled(
         voxels, there, array.shape, stored, array.fill_value
     )
+    beside = [name for name in _dimensions(array) if not image and (Path(store, array.path).parent / name).is_dir()]
+    remarks += [f"{voxels}: results keep no coordinates ({', '.join(beside)})"] if beside else []
     names, text = "".join(axis["name"] for axis in axes), str(attributes.get("description", ""))
     return Metadata("zarr", names, size, unit, text, _byteorder(array), plain(kept), details, remarks, declared)
 
@@ -188,10 +193,10 @@ def _declared(array: Any, path: str, of_image: bool) -> Declared:
     return read_declared(attributes, np.dtype(array.dtype), path)
 
 
-def _dimensions(array: Any) -> list[dict[str, str]]:
-    """The names of the dimensions, as axes; Zarr v3 knows them without an image, and none where one has no name."""
-    names = getattr(array.metadata, "dimension_names", None) or ()
-    return [{"name": name} for name in names] if all(isinstance(name, str) for name in names) else []
+def _dimensions(array: Any) -> list[str]:
+    """Return the names of the dimensions, as Zarr v3 and xarray have them; none where one has no name."""
+    names = getattr(array.metadata, "dimension_names", None) or array.attrs.get("_ARRAY_DIMENSIONS")
+    return [*names] if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names) else []
 
 
 def _level_shapes(node: Any, image: Mapping[str, Any]) -> list[tuple[int, ...]]:
@@ -230,9 +235,6 @@ def _list_arrays(store: str) -> str:
     return listed(found, "array of 2 dimensions or more")
 
 
-NO_SPACE = ("t", "time", "c", "channel")  # names of axes whose type is not told
-
-
 def of_ngff(attributes: Mapping[str, Any]) -> Mapping[str, Any]:
     """NGFF's part of attributes: below `ome` from 0.5 on."""
     ome = attributes.get("ome")
@@ -252,15 +254,10 @@ def multiscale(attributes: Mapping[str, Any], path: str) -> dict[str, Any]:
     datasets, axes = first["datasets"], first.get("axes") or []
     if not isinstance(datasets, list) or not all(isinstance(one, Mapping) and "path" in one for one in datasets):
         raise _malformed(path, "datasets", datasets, "a list of objects with a path")
-    if not isinstance(axes, list) or not all(isinstance(one.get("name"), str) for one in axes_of(first)):
+    if not isinstance(axes, list) or not all(isinstance(one.get("name"), str) for one in axes_of(axes)):
         raise _malformed(path, "axes", axes, "a list of objects with a name")
     once = {_path_of(one): {**one, "path": _path_of(one)} for one in reversed(datasets)}
     return dict(plain({**first, "datasets": [*reversed(once.values())]}))
-
-
-def axes_of(image: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The axes of a multiscale image, each with its `name`; up to NGFF 0.3 they are names alone."""
-    return [dict(one) if isinstance(one, Mapping) else {"name": one} for one in image.get("axes") or ()]
 
 
 def check_transforms(image: Mapping[str, Any], count: int, path: str) -> None:
@@ -285,48 +282,12 @@ def transform_of(owner: Mapping[str, Any], kind: str) -> list[float] | None:
     return [math.prod(values) if kind == "scale" else math.fsum(values) for values in along] if found else None
 
 
-def leading(axes: Sequence[Mapping[str, Any]], shape: Sequence[int], path: str) -> int:
-    """How many axes stand before slices, rows and columns: time and channel, or where axes are not told all but three.
-    Raises UserError where one of them is longer than 1, and for slices, rows and columns in another order."""
-    if axes and len(axes) != len(shape):
-        raise UserError(
-            f"{path}: has {len(axes)} axes ({_listed(axes)}), and its array {len(shape)} dimensions "
-            f"{format_shape(tuple(shape))}; mend the axes in its metadata"
-        )
-    outside = [_is_outside(axis) for axis in axes]
-    lead = max(sum(outside), len(shape) - 3)
-    of_space = [str(axis["name"]).lower() for axis in axes if not _is_outside(axis)]
-    letters = [name for name in of_space if name in ("z", "y", "x")]
-    if not all(outside[: sum(outside)]) or letters != sorted(letters, reverse=True):
-        raise UserError(
-            f"{path}: its axes are {_listed(axes)}; slices, rows and columns must be the last, in the order z, y, x: "
-            "save it transposed"
-        )
-    if any(side != 1 for side in shape[:lead]):
-        named = f" ({_listed(axes)})" if axes else ""
-        raise UserError(
-            f"{path}: {len(shape)} dimensions {format_shape(tuple(shape))}{named}; of those before slices, rows and "
-            "columns (time, channel) only one each can be restored: save that as a store of its own"
-        )
-    return lead
-
-
 def _path_of(dataset: Mapping[str, Any]) -> str:
     return "/".join(part for part in str(dataset["path"]).replace("\\", "/").split("/") if part)
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= 1e300
-
-
-def _is_outside(axis: Mapping[str, Any]) -> bool:
-    """Whether an axis is none of space."""
-    kind = axis.get("type")
-    return kind != "space" if isinstance(kind, str) else str(axis["name"]).lower() in NO_SPACE
-
-
-def _listed(axes: Sequence[Mapping[str, Any]]) -> str:
-    return ", ".join(str(axis["name"]) for axis in axes)
 
 
 def _malformed(path: str, what: str, given: Any, wanted: str) -> UserError:

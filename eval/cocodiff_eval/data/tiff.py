@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import glob
 import math
 import os
 import re
@@ -13,13 +14,14 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cocodiff.config.errors import UserError
 from cocodiff.config.files import is_folder, is_there
-from cocodiff_eval.data.tiff_metadata import read_metadata, tiff_options, traits_of_scan
+from cocodiff_eval.data.axes import count_leading
+from cocodiff_eval.data.tiff_metadata import ORIENTATION, read_metadata, tiff_options, traits_of_scan
 from cocodiff_eval.data.volume import (
     Metadata,
     NewVolume,
@@ -75,13 +77,15 @@ def open_tiff(file: str) -> Stack:
         image_YX = same_channels(_TiffReader(file, first.shape).whole(), file)
         volume_shape = as_volume_shape(image_YX.shape, file, dtype.itemsize)
         return Stack(file, stem, volume_shape, dtype, 2, lambda index: image_YX, metadata)
-    shape = tuple(first.shape)
+    axes, shape = str(first.axes), tuple(first.shape)
     if len(series) > 1:  # pages appended one by one
         if len(shape) != 2:
             raise UserError(f"{file}: holds {len(series)} stacks; save each as a file of its own")
-        shape = (len(series), *shape)
+        axes, shape = f"I{axes}", (len(series), *shape)
     if len(shape) > 3:  # ImageJ and OME hyperstacks carry axes of length 1
+        axes = "".join(axis for axis, side in zip(axes, shape, strict=True) if side > 1)
         shape = tuple(side for side in shape if side > 1)
+    count_leading(axes, shape, file)
     volume_shape = as_volume_shape(shape, file, dtype.itemsize)
     if first.dataoffset is None and sum(len(one.pages) for one in series) != volume_shape[0]:
         check_memory(file, volume_shape, dtype.itemsize, working=0)  # one compressed volume is read as a whole
@@ -169,7 +173,19 @@ def write_tiff(new: NewVolume) -> None:
 
 
 TIFF_SUFFIXES = (".tif", ".tiff")
-_NUMBER = re.compile(r"^(?P<before>.*?)(?P<number>\d+)(?P<after>\D*)$", re.DOTALL)
+
+
+class Slice(NamedTuple):
+    """A file of a sequence. `number` has the digits of a decimal; `digits` is "" for a name without a number."""
+
+    number: int
+    file: Path
+    before: str
+    digits: str
+    after: str
+
+    def name(self, digits: str) -> str:
+        return f"{self.before}{digits}{self.after}{self.file.suffix}"
 
 
 def is_pattern(path: str) -> bool:
@@ -192,8 +208,9 @@ def open_sequence(path: str) -> Stack:
     Raises UserError that names the file: for a number that is missing or comes twice, for files of several names, and
     for a file that holds something else than one slice of the first one's shape and type.
     """
-    numbers, files = zip(*_listed(path), strict=True)
-    _check_numbers(path, numbers, files)
+    slices = _listed(path)
+    _check_numbers(path, slices)
+    files = [str(one.file) for one in slices]
     first = open_tiff(files[0])
     traits, remarks = [_check_like(file, files[0], first) for file in files], [*first.metadata.remarks]
     if odd := next((place for place, one in enumerate(traits) if one != traits[0]), 0):
@@ -205,15 +222,15 @@ def open_sequence(path: str) -> Stack:
 
     details = {**first.metadata.details, "files": files}
     metadata = replace(first.metadata, kind="sequence", details=details, remarks=remarks)
-    return Stack(path, _stem(path, files[0]), (len(files), *first.shape[1:]), first.dtype, 3, read, metadata)
+    return Stack(path, _stem(path, slices[0]), (len(files), *first.shape[1:]), first.dtype, 3, read, metadata)
 
 
 def _slices_in(folder: str) -> list[Path]:
     return [one for one in Path(folder).iterdir() if one.suffix.lower() in TIFF_SUFFIXES and one.name[0] != "."]
 
 
-def _listed(path: str) -> list[tuple[int, str]]:
-    """Numbers and files in order."""
+def _matching(path: str) -> list[Path]:
+    """Return the files of a folder or a pattern. Raise UserError for none, and for others than TIFF in a pattern."""
     if is_pattern(path):
         folder, parts = Path(), [*Path(path).parts]
         while len(parts) > 1 and is_there(folder / parts[0]):  # signs in the names of folders are their own
@@ -233,37 +250,77 @@ def _listed(path: str) -> list[tuple[int, str]]:
         files = _slices_in(path)
         if not files:
             raise UserError(f"{path}: is a directory; name the files in it, e.g. {Path(path) / '*.png'}")
-    families: dict[tuple[str, str], list[tuple[int, str]]] = defaultdict(list)
-    for file in files:
-        match = _NUMBER.match(file.name.removesuffix(file.suffix))
-        key = (match["before"], match["after"]) if match else (file.stem, "")
-        families[key].append((int(match["number"]) if match else 0, str(file)))
-    if len(families) > 1:
-        names = sorted(families, key=lambda name: len(families[name]))
-        odd, usual = families[names[0]][0][1], "*".join(names[-1])
-        pattern = Path(files[0]).parent / f"{usual}{files[0].suffix}"
-        raise UserError(
-            f"{path}: {Path(odd).name} has another name than {usual}{files[0].suffix}, so they are no one stack; give "
-            f"the files of one, as '{pattern}'"
-        )
-    return sorted(next(iter(families.values())))
+    return files
 
 
-def _check_numbers(path: str, numbers: Sequence[int], files: Sequence[str]) -> None:
-    steps = [after - before for before, after in pairwise(numbers)]
+def _listed(path: str) -> list[Slice]:
+    """Return the slices of one stack in order. Raise UserError where there are several, with a pattern for one."""
+    families: dict[tuple[str, ...], list[Path]] = defaultdict(list)
+    for file in _matching(path):
+        families[tuple(re.split(r"\d+", file.stem))].append(file)
+    stacks = sorted((stack for family in families.values() for stack in _divide(family)), key=len)
+    if len(stacks) > 1:
+        odd, usual, pattern = stacks[0][0].file.name, stacks[-1][0].name("*"), _pattern(stacks[-1])
+        remedy = f"give the files of one, as '{pattern}'" if pattern else "put those of one into a folder of their own"
+        raise UserError(f"{path}: {odd} has another name than {usual}, so they are no one stack; {remedy}")
+    return stacks[0]
+
+
+def _divide(files: Sequence[Path]) -> list[list[Slice]]:
+    """Divide files whose names differ in numbers alone into stacks, each in the order of the number that varies.
+
+    If several vary, and all give one order, the one of most even steps counts the slices. Else files that differ in
+    the most varied one alone are a stack.
+    """
+    for numeral in (r"(\d+\.\d+|\d+)", r"(\d+)"):  # decimals, if they are of one length
+        names = {file: [*re.split(numeral, file.stem), "", ""] for file in files}
+        columns = [*zip(*names.values(), strict=True)]
+        if all(len({len(one.partition(".")[2]) for one in column}) == 1 for column in columns[1::2]):
+            break
+    places = [place for place in range(1, len(columns), 2) if len({*columns[place]}) > 1] or [max(1, len(columns) - 4)]
+
+    def count(file: Path, place: int) -> int:
+        return int(names[file][place].replace(".", "") or 0)
+
+    ordered = sorted(files, key=lambda file: [count(file, place) for place in places])
+    steps = {place: {count(b, place) - count(a, place) for a, b in pairwise(ordered)} for place in places}
+    rising = [place for place in places if min(steps[place], default=1) > 0]
+    varied = max(places, key=lambda place: (len({*columns[place]}), place))
+    chosen = min(rising, key=lambda place: len(steps[place]), default=varied)
+    stacks: dict[tuple[str, ...], list[Slice]] = defaultdict(list)
+    for file in ordered:
+        before, after = "".join(names[file][:chosen]), "".join(names[file][chosen + 1 :])
+        one = Slice(count(file, chosen), file, before, names[file][chosen], after)
+        stacks[() if rising else (before, after)].append(one)
+    return [*stacks.values()]
+
+
+def _pattern(stack: Sequence[Slice]) -> str:
+    """Return a pattern of these files and no others; "" where there is none."""
+    one = stack[0]._replace(before=glob.escape(stack[0].before), after=glob.escape(stack[0].after))
+    if not one.digits:
+        return str(one.file)
+    for sign in ("*", "[0-9]*", "?" * len(one.digits)):
+        pattern = str(one.file.parent / one.name(sign))
+        if {*_matching(pattern)} == {each.file for each in stack}:
+            return pattern
+    return ""
+
+
+def _check_numbers(path: str, slices: Sequence[Slice]) -> None:
+    steps = [after.number - before.number for before, after in pairwise(slices)]
     least = min(steps, default=1)
     if least == 0:
-        twice = steps.index(0)
-        raise UserError(f"{path}: {files[twice]} and {files[twice + 1]} have the same number; remove or rename one")
-    for index, step in enumerate(steps):
+        one, other = slices[steps.index(0) :][:2]
+        raise UserError(f"{path}: {one.file} and {other.file} have the same number; remove or rename one")
+    for one, step in zip(slices, steps, strict=False):
         if step != least:
-            file = Path(files[index])
-            match = _NUMBER.match(file.stem)
-            assert match is not None
-            missing = str(numbers[index] + least).zfill(len(match["number"]))
+            point = len(one.digits.partition(".")[2])
+            digits = str(one.number + least).zfill(len(one.digits.replace(".", "")))
+            missing = f"{digits[:-point]}.{digits[-point:]}" if point else digits
             raise UserError(
-                f"{path}: {match['before']}{missing}{match['after']}{file.suffix} is missing after {file.name}: put it "
-                "there, or give the parts before and after it as sequences of their own"
+                f"{path}: {one.name(missing)} is missing after {one.file.name}: put it there, or give the parts before "
+                "and after it as sequences of their own"
             )
 
 
@@ -277,10 +334,13 @@ def _check_like(file: str, first_file: str, first: Stack) -> dict[str, Any]:
         page = tiff.pages.first
         shape, dtype, pages, white = page.shape, page.dtype, len(tiff.pages), page.photometric == 0
         traits = traits_of_scan(page)
+        turned = page.tags.valueof(ORIENTATION, 1)
     if pages != 1 or first.ndim != 2:
         raise UserError(f"{file}: holds {pages} slices, and a file of a sequence holds one; give it by itself")
     if white is not (first.metadata.details["photometric"] == 0):
         raise UserError(f"{file}: 0 is white in it or in {first_file}, not in both; save all slices in one way")
+    if turned != first.metadata.details["orientation"]:
+        raise UserError(f"{file}: has orientation {turned}, and {first_file} another; save all slices in one way")
     if shape[:2] != first.shape[1:] or dtype is None or dtype.newbyteorder("=") != first.dtype:
         raise UserError(
             f"{file}: holds {format_shape(shape)} voxels of {dtype}, and {first_file} {format_shape(first.shape[1:])} "
@@ -289,12 +349,10 @@ def _check_like(file: str, first_file: str, first: Stack) -> dict[str, Any]:
     return traits
 
 
-def _stem(path: str, first: str) -> str:
-    """The name that files of a pattern have in common, else that of their folder."""
+def _stem(path: str, first: Slice) -> str:
+    """Return the name that files of a pattern have in common, else that of their folder."""
     if is_pattern(path):
-        match = _NUMBER.match(Path(first).stem)
-        common = (match["before"] if match else Path(first).stem).strip("_-. ")
-        return common or Path(first).resolve().parent.name
+        return first.before.strip("_-. ") or first.file.resolve().parent.name
     return Path(path).resolve().name
 
 

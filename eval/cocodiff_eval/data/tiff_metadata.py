@@ -6,18 +6,21 @@ import json
 import re
 import uuid
 from collections.abc import Mapping
+from itertools import product
 from typing import Any
 from xml.etree import ElementTree
 
-from cocodiff_eval.data.volume import Metadata, NewVolume, Sides, kept_alone, one_unit, plain, unit_symbol
+from cocodiff_eval.data.volume import Metadata, NewVolume, Sides, kept_alone, one_unit, plain, start_of, unit_symbol
 
 # Tags of text that are kept: document, maker, model, page, date, artist, host, copyright.
 TEXTS = (269, 271, 272, 285, 306, 315, 316, 33432)
 SOFTWARE, DATE, X_RESOLUTION, Y_RESOLUTION, RESOLUTION_UNIT = 305, 306, 282, 283, 296
+ORIENTATION, POSITIONS = 274, (286, 287)  # of the image's first row and column; of its corner on a page
 MICROMETERS = {2: 25400.0, 3: 10000.0, 4: 1000.0, 5: 1.0}  # of a resolution unit
 OME_DTYPES = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "float32", "float64")
 IMAGEJ_DTYPES = ("uint8", "uint16", "float32")
 PLACED = ("ROI", "Overlays")  # of ImageJ, in voxels of the whole image
+OME_PLACED = ("Plane", "StageLabel", "ROI")  # elements that say where the whole image or something in it lies
 IMAGEJ_BINARY = (*PLACED, "LUTs", "Plot")  # which only ImageJ's own files have a place for
 # What tifffile says of ImageJ's and its own files by itself.
 _OF_SHAPE = {"ImageJ", "images", "slices", "frames", "channels", "hyperstack", "mode", "shape", "axes", "truncated"}
@@ -35,6 +38,8 @@ def read_metadata(tiff: Any) -> Metadata:
         "texts": {code: str(tags[code]) for code in TEXTS if isinstance(tags.get(code), str) and tags[code]},
         "software": str(tags.get(SOFTWARE, "")),
         "resolution": _resolution(tags),
+        "orientation": int(tags.get(ORIENTATION, 1)),
+        "positions": {code: tags[code] for code in POSITIONS if isinstance(tags.get(code), tuple)},
     }
     description, attributes = page.description, dict[str, Any]()
     size, unit, alone = _of_resolution(details["resolution"])
@@ -48,6 +53,7 @@ def read_metadata(tiff: Any) -> Metadata:
         try:
             (size, unit, alone), description = _of_ome(tiff.ome_metadata)
             details["xml"] = tiff.ome_metadata
+            alone += [f"OME's {name}" for name in OME_PLACED if re.search(rf"[<:]{name}\b", tiff.ome_metadata)]
         except (ElementTree.ParseError, ValueError):
             details["form"] = "plain"
     elif tiff.is_shaped:
@@ -58,7 +64,10 @@ def read_metadata(tiff: Any) -> Metadata:
             size, unit, alone = one_unit(attributes["voxel_size"], [attributes.get("unit", "")] * 3)
     if details["photometric"] == 0:
         alone.append("that 0 is white")
-    about, bits, remarks = plain(attributes), page.bitspersample, kept_alone(tiff.filename, alone)
+    if details["positions"]:
+        alone.append("its position on a page")
+    turned = [f"its orientation {details['orientation']}"] if details["orientation"] != 1 else []
+    about, bits, remarks = plain(attributes), page.bitspersample, kept_alone(tiff.filename, alone, turned)
     if isinstance(bits, int) and page.dtype and bits not in (1, 8 * page.dtype.itemsize):
         remarks.append(f"{tiff.filename}: {bits} bits a sample; results hold the same values as {page.dtype}")
     return Metadata("tiff", tiff.series[0].axes, size, unit, description, tiff.byteorder, about, details, remarks)
@@ -129,6 +138,10 @@ def tiff_options(file: NewVolume) -> tuple[dict[str, Any], dict[str, Any]]:
         "photometric": "miniswhite" if details.get("photometric") == 0 else "minisblack",
         "extratags": [(code, 2, 0, text.encode(), True) for code, text in details.get("texts", {}).items()],
     }
+    if details.get("orientation", 1) != 1:
+        options["extratags"] += [(ORIENTATION, 3, 1, details["orientation"], False)]
+    if file.region is None:
+        options["extratags"] += [(code, 5, 1, value, True) for code, value in details.get("positions", {}).items()]
     if details.get("software"):
         options["software"] = details["software"].encode()
     if details.get("resolution"):
@@ -161,6 +174,9 @@ def _imagej(file: NewVolume, notes: Mapping[str, Any]) -> dict[str, Any]:
     of_image = PLACED if file.region is not None else ()
     binary = {name: one for name, one in file.metadata.details["imagej"].items() if name not in of_image}
     said = {**file.metadata.attributes, **binary, "axes": "ZYX"[-file.ndim :]}
+    for axis, first in zip("zyx", start_of(file.region), strict=True):
+        if isinstance(origin := said.get(f"{axis}origin"), int | float):  # in voxels
+            said[f"{axis}origin"] = origin - first
     if isinstance(labels := said.get("Labels"), list) and file.region is not None and file.ndim == 3:
         said["Labels"] = labels[file.region.start[0] : file.region.stop[0]]
     if notes:
@@ -200,16 +216,15 @@ def _changed_ome(xml: str, file: NewVolume, notes: Mapping[str, Any]) -> bytes |
     for other in images[1:]:
         root.remove(other)
     root.attrib.pop("UUID", None)
-    sizes = {f"Size{axis}": 1 for axis in "ZCT"}
-    along = next((name for name in sizes if int(pixels.get(name, "1")) > 1), "SizeZ")
-    sizes |= {"SizeY": file.shape[1], "SizeX": file.shape[2], along: file.shape[0]}
-    same = all(pixels.get(name) == str(side) for name, side in sizes.items())
+    sizes = {"SizeT": 1, "SizeC": 1, **dict(zip(("SizeZ", "SizeY", "SizeX"), file.shape, strict=True))}
+    same = file.region is None and all(pixels.get(name) == str(side) for name, side in sizes.items())
     pixels.attrib.update({name: str(side) for name, side in sizes.items()})
     pixels.set("Type", {"float32": "float", "float64": "double"}.get(file.dtype.name, file.dtype.name))
     pixels.set("BigEndian", "true" if file.metadata.byteorder == ">" else "false")
-    for name in ("TiffData", "BinData", "MetadataOnly", *(() if same else ("Plane",))):
-        for element in pixels.findall(f"{space}{name}"):
-            pixels.remove(element)
+    parts = ("TiffData", "BinData", "MetadataOnly", *(() if same else (*OME_PLACED, "ROIRef")))
+    for owner, name in product((root, images[0], pixels), parts):
+        for element in owner.findall(f"{space}{name}"):
+            owner.remove(element)
     place = len(pixels.findall(f"{space}Channel"))
     pixels.insert(place, ElementTree.Element(f"{space}TiffData", IFD="0", PlaneCount=str(file.shape[0])))
     if notes:

@@ -217,9 +217,10 @@ def reading(what: str, remedy: str, others: Mapping[str, str] = MappingProxyType
         raise UserError(f"{what} ({one_line(error)}); {fitting}") from error
 
 
-def kept_alone(path: str, things: Sequence[str]) -> list[str]:
-    """A line about what other formats have no place for."""
-    return [f"{path}: whole results of its own format alone keep {', '.join(things)}"] if things else []
+def kept_alone(path: str, things: Sequence[str], moved: Sequence[str] = ()) -> list[str]:
+    """Return lines about what other formats have no place for. moved: what results of a region keep too."""
+    lines = (("whole results", things), ("results", moved))
+    return [f"{path}: {which} of its own format alone keep {', '.join(said)}" for which, said in lines if said]
 
 
 def filled(path: str, there: int, shape: Sequence[int], chunks: Sequence[int], value: Any) -> list[str]:
@@ -341,6 +342,16 @@ def as_volume_shape(shape: tuple[int, ...], path: str, itemsize: int) -> Triple:
         )
     check_memory(path, shape[-2:], itemsize)
     return (shape[0] if len(shape) == 3 else 1, shape[-2], shape[-1])
+
+
+def stack_of_array(file: str, voxels: np.ndarray, metadata: Metadata) -> Stack:
+    """Return an array as a volume. voxels: [Y, X] or [N, Y, X], mapped to memory perhaps."""
+    shape = as_volume_shape(voxels.shape, file, voxels.dtype.itemsize)
+
+    def read(index: int) -> np.ndarray:
+        return np.asarray(voxels if voxels.ndim == 2 else voxels[index])
+
+    return Stack(file, Path(file).stem, shape, voxels.dtype.newbyteorder("="), voxels.ndim, read, metadata)
 
 
 def format_shape(shape: tuple[int, ...]) -> str:

@@ -1,0 +1,56 @@
+"""The axes of a volume, where its file names them: slices, rows and columns come last, in this order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cocodiff.config.errors import UserError
+from cocodiff_eval.data.volume import format_shape
+
+# Names of axes that are no depth, where no type is told.
+NO_SPACE = {"t", "time", "times", "timepoint", "timepoints", "c", "channel", "channels", "wavelength", "energy"}
+
+
+def axes_of(given: Sequence[Any] | None) -> list[dict[str, Any]]:
+    """Return axes, each with its `name`, of names alone or of mappings as NGFF has them from 0.4 on."""
+    return [dict(one) if isinstance(one, Mapping) else {"name": one} for one in given or ()]
+
+
+def count_leading(given: Sequence[Any], shape: Sequence[int], path: str, what: str = "file") -> int:
+    """Return how many axes stand before slices, rows and columns: time and channel, or if none is named all but three.
+
+    Raise UserError if one of them is longer than 1, and for slices, rows and columns in another order. given: the
+    axes in the file, empty where it names none. what: a thing of the format, which the part to restore can be.
+    """
+    axes, sizes = axes_of(given), format_shape(tuple(shape))
+    names = ", ".join(str(axis["name"]) for axis in axes)
+    if axes and len(axes) != len(shape):
+        raise UserError(
+            f"{path}: has {len(axes)} axes ({names}), and its array {len(shape)} dimensions {sizes}; mend the axes in "
+            "its metadata"
+        )
+    outside = [_is_outside(axis) for axis in axes]
+    lead = max(sum(outside), len(shape) - 3)
+    letters = [name for name in (str(axis["name"]).lower() for axis in axes) if name in ("z", "y", "x")]
+    ordered = all(outside[: sum(outside)]) and letters == sorted(letters, reverse=True)
+    named = any(other and side != 1 for side, other in zip(shape, outside, strict=False))
+    if named or (ordered and any(side != 1 for side in shape[:lead])):
+        raise UserError(
+            f"{path}: {len(shape)} dimensions {sizes}{f' ({names})' if axes else ''}; of those before slices, rows and "
+            f"columns (time, channel) only one each can be restored: save that as a {what} of its own"
+            + ", or name the axis z if it is depth"
+            * named
+        )
+    if not ordered:
+        raise UserError(
+            f"{path}: its axes are {names}; slices, rows and columns must be the last, in the order z, y, x: save it "
+            "transposed"
+        )
+    return lead
+
+
+def _is_outside(axis: Mapping[str, Any]) -> bool:
+    """Return True for an axis that is none of space."""
+    kind = axis.get("type")
+    return kind != "space" if isinstance(kind, str) else str(axis["name"]).lower() in NO_SPACE
