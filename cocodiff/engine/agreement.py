@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from hashlib import blake2b
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from cocodiff.comm.transport import Transport
 from cocodiff.config.errors import UserError
 from cocodiff.config.grouping import by_key
+from cocodiff.engine.absent import AbsentParameter
 from cocodiff.kernels.device import digest
 from cocodiff.models.adapter import tensors_in
 
@@ -76,8 +77,12 @@ def weights_digest(model: nn.Module) -> str:
     adapters that each of them initialised at random for instance, would make one mixed image. It waits for the device.
 
     A large model is sampled: of every tensor SAMPLED numbers, evenly spread. Tensors that stand in for others
-    (quantised, sharded or offloaded ones) are left out."""
-    stored = [*model.named_parameters(), *model.named_buffers()]
+    (quantised, sharded or offloaded ones), and those that ranks share, are left out."""
+    stored = [
+        (name, x)
+        for name, x in chain(model.named_parameters(), model.named_buffers())
+        if not isinstance(x, AbsentParameter)
+    ]
     adapters = [(name, *(form(getattr(m, of, None)) for of in ADAPTER_SETTINGS)) for name, m in model.named_modules()]
     plain = {name: x.data for name, x in stored if type(x.data) is Tensor and not x.is_meta and x.numel()}
     each = SAMPLED if sum(x.numel() for x in plain.values()) > WHOLE_MODEL else WHOLE_MODEL

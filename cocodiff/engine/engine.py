@@ -192,8 +192,8 @@ class Engine:
         try:
             for take_off in chain(self._share_vae(), *starmap(self._put_on, enumerate(self._models))):
                 self._undo.callback(take_off)
-        except BaseException:
-            self._undo.close()
+        except BaseException as error:
+            self._take_off(error)
             raise
         self.counter = StepCounter()
         self._inside = True
@@ -201,18 +201,35 @@ class Engine:
 
     def __exit__(self, _kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._inside = False
-        for split in self._split.values() if error is None else ():  # after an error nobody sends the rest
-            split.end()
-        self._split.clear()
-        self._undo.close()
+        self._take_off(error)
         self._sized.clear()
         self._guided.end(drain=error is None)
-        if error is not None and not isinstance(error, PeerLost):  # that came from the others
-            mistake = isinstance(error, UserError)
-            self.transport.health.fail(str(error) if mistake else f"{type(error).__name__}: {error}", mistake)
+        self._tell_others(error)
         self._results = self._results_of_all_ranks() if error is None else None
         if self._owns_transport and error is None:
             self.transport.close()
+
+    def _take_off(self, error: BaseException | None) -> None:
+        """Take off the models what makes them parallel, and give them the weights back that ranks share, also after an
+        error. Should a rank not give its part, a note of the error says so."""
+        if self._split:
+            self._tell_others(error)  # who wait for this rank elsewhere, and have parts of the weights
+        with self._undo:
+            end = error
+            for split in self._split.values():
+                try:
+                    split.end(drain=end is None)
+                except (PeerLost, UserError) as lost:
+                    end = end or lost
+                    end.add_note(split.lost)
+            self._split.clear()
+            if end is not None and end is not error:
+                raise end
+
+    def _tell_others(self, error: BaseException | None) -> None:
+        if error is not None and not isinstance(error, PeerLost):  # that came from the others
+            mistake = isinstance(error, UserError)
+            self.transport.health.fail(str(error) if mistake else f"{type(error).__name__}: {error}", mistake)
 
     def _open(self) -> None:
         if self._inside:
@@ -360,8 +377,8 @@ class Engine:
             "step and branch": (self.counter.step, self.counter.branch),
         }
         if self.counter.calls == 1:
-            digests = [split.digest for split in self._split.values()] or map(weights_digest, self._models)
-            facts["digest of weights"] = ", ".join(digests)
+            shared = [split.digest for split in self._split.values()]
+            facts["digest of weights"] = ", ".join([*map(weights_digest, self._models), *shared])
         check_agreement(facts | arguments, ranks)
 
     def _begin_step(self, arguments: Arguments) -> None:
