@@ -253,12 +253,12 @@ def test_weights_that_ranks_do_not_share_are_compared_as_well():
         own = copy.deepcopy(model)
         with parallelize(own, transport=transport, weights="card") as engine, torch.no_grad():
             own(**inputs)
-            own.proj_out.weight.data.mul_(1 + transport.rank)
+            own.proj_out.weight.data.mul_(1 + min(1, transport.rank))
             engine.new_run()
             own(**inputs)
 
-    with pytest.raises(UserError, match="call the transformer with another digest of weights"):
-        run_ranks(2, work)
+    with pytest.raises(UserError, match=r"2 of 3 ranks \(1, 2\) call the transformer with another digest of weights"):
+        run_ranks(3, work)
 
 
 ERRORS: dict[str, tuple[type[BaseException], str]] = {

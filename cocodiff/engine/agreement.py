@@ -6,7 +6,7 @@ Each value is compared by its form in words and by a 64-bit digest of its tensor
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from hashlib import blake2b
 from itertools import chain, zip_longest
 from typing import Any, NamedTuple
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from cocodiff.comm.transport import Transport
 from cocodiff.config.errors import UserError
 from cocodiff.config.grouping import by_key
-from cocodiff.engine.absent import AbsentParameter
 from cocodiff.kernels.device import digest
 from cocodiff.models.adapter import tensors_in
 
@@ -72,24 +71,42 @@ def _bits(value: Any) -> int:
     return sum(int(digest(x)) * (2 * number + 1) for number, x in enumerate(tensors_in(value))) % 2**63
 
 
-def weights_digest(model: nn.Module) -> str:
-    """A model's parameters and buffers in one word, with the strength of its adapters: ranks whose weights differ, by
-    adapters that each of them initialised at random for instance, would make one mixed image. It waits for the device.
+def parts_of(pipe: Any) -> dict[str, Any]:
+    """Return what computes beside the transformers, by name: the classes, settings and weights of a pipeline's VAE and
+    scheduler. What its prompt encoders have computed comes with the transformer's arguments."""
+    found: dict[str, Any] = {}
+    for name in ("vae", "scheduler"):
+        part = getattr(pipe, name, None)
+        found[name] = type(part).__name__
+        settings = getattr(part, "config", None) or {}
+        found |= {f"{name}.{key}": value for key, value in dict(settings).items() if not key.startswith("_")}
+        if isinstance(part, nn.Module):
+            found[f"digest of {name}"] = weights_digest(part)
+    return found
 
-    A large model is sampled: of every tensor SAMPLED numbers, evenly spread. Tensors that stand in for others
-    (quantised, sharded or offloaded ones), and those that ranks share, are left out."""
-    stored = [
-        (name, x)
-        for name, x in chain(model.named_parameters(), model.named_buffers())
-        if not isinstance(x, AbsentParameter)
-    ]
+
+def weights_digest(model: nn.Module, apart: Container[int] = ()) -> str:
+    """Return a model's parameters and buffers in one word, with the strength of its adapters: ranks whose weights
+    differ, by adapters that each of them initialised at random for instance, would make one mixed image. apart: the ids
+    of parameters to leave out."""
+    stored = chain(model.named_parameters(), model.named_buffers())
     adapters = [(name, *(form(getattr(m, of, None)) for of in ADAPTER_SETTINGS)) for name, m in model.named_modules()]
-    plain = {name: x.data for name, x in stored if type(x.data) is Tensor and not x.is_meta and x.numel()}
+    return _in_a_word(tensors_digest((name, x) for name, x in stored if id(x) not in apart), adapters)
+
+
+def tensors_digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Return tensors, with their names, in one word. It waits for the device. Of many numbers some are sampled: of
+    every tensor SAMPLED, evenly spread. Tensors that stand in for others (quantised, sharded or offloaded ones) are
+    left out."""
+    plain = {name: x.data for name, x in tensors if type(x.data) is Tensor and not x.is_meta and x.numel()}
     each = SAMPLED if sum(x.numel() for x in plain.values()) > WHOLE_MODEL else WHOLE_MODEL
     sampled = by_key(((x.dtype, x.device), x.flatten()[:: -(-x.numel() // each)]) for x in plain.values())
     bits = [int(digest(torch.cat(numbers))) for numbers in sampled.values()]
-    told = f"{[(name, form(x)) for name, x in plain.items()]} {bits} {adapters}"
-    return blake2b(told.encode(), digest_size=8).digest()[::-1].hex()
+    return _in_a_word([(name, form(x)) for name, x in plain.items()], bits)
+
+
+def _in_a_word(*values: Any) -> str:
+    return blake2b(repr(values).encode(), digest_size=8).digest()[::-1].hex()
 
 
 def form(value: Any) -> str:

@@ -7,9 +7,11 @@ seen where torch computes it, sharding through forward hooks, and leaving the co
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, starmap
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -26,7 +28,7 @@ from cocodiff.config.config import Config, load_machine
 from cocodiff.config.errors import PeerLost, UserError
 from cocodiff.config.machine import Topology
 from cocodiff.config.registry import PLANNER, STEP_CACHES, load
-from cocodiff.engine.agreement import check_agreement, weights_digest
+from cocodiff.engine.agreement import check_agreement, parts_of, weights_digest
 from cocodiff.engine.assemble import AttentionWork
 from cocodiff.engine.guidance import PARTS
 from cocodiff.engine.guidance.ranks import GuidanceRule, GuidedRanks
@@ -66,7 +68,9 @@ def parallelize(
     Raises UserError for unknown settings, models without an adapter, attention that has no parallel form, and ranks
     that do not fit machine or model."""
     settings = config.with_(**overrides) if config is not None else Config.preset(preset, **overrides)
-    return Engine(target, settings, transport, plan)
+    engine = Engine(target, settings, transport, plan)
+    engine.warn_until_entered()
+    return engine
 
 
 def open_transport(
@@ -136,6 +140,7 @@ class Engine:
         self._inside = False
         self._results: Results | None = None  # of all ranks, when the last block ended
         self._undo = ExitStack()  # what leaving the block puts back
+        self._before = ExitStack()  # what entering it takes off
         self._sized: set[tuple[Any, ...]] = set()  # the calls for which there is memory
 
     def _new_compiler(self) -> Compiler | None:
@@ -182,10 +187,21 @@ class Engine:
 
     # Entering and leaving -------------------------------------------------------------------------------------------
 
+    def warn_until_entered(self) -> None:
+        """Have the models warn, once, where they are called before this engine is entered: each rank computes alone."""
+        for model in self._models if self.size > 1 else ():
+            self._before.callback(model.register_forward_pre_hook(partial(_warn_alone, self._before)).remove)
+
     def __enter__(self) -> Engine:
+        self._before.close()
         self._open()
         self._rule.begin()
         for model in self._models:
+            if _is_parallel(model):
+                name = type(model).__name__
+                raise UserError(
+                    f"this {name} is parallel already, in the `with` block of another engine: leave it first"
+                )
             self._check_model(model.named_modules())
             if self.compiler is not None:
                 self.compiler.check(model)
@@ -377,9 +393,11 @@ class Engine:
             "step and branch": (self.counter.step, self.counter.branch),
         }
         if self.counter.calls == 1:
-            shared = [split.digest for split in self._split.values()]
-            facts["digest of weights"] = ", ".join([*map(weights_digest, self._models), *shared])
-        check_agreement(facts | arguments, ranks)
+            digests = [self._split[m].digest(m) if m in self._split else weights_digest(m) for m in self._models]
+            facts |= {"digest of weights": ", ".join(digests)} | parts_of(self._pipe)
+        scheduler = getattr(self._pipe, "scheduler", None)
+        schedule = {f"scheduler.{name}": getattr(scheduler, name, None) for name in ("timesteps", "sigmas")}
+        check_agreement(facts | arguments | schedule, ranks)
 
     def _begin_step(self, arguments: Arguments) -> None:
         counter, number = self.counter, self._models.index(self.model)
@@ -431,3 +449,19 @@ class Engine:
         if not self._guided.own:
             ranks.strategy.codec.forget(layer_key)
         return out_BLHD
+
+
+def _is_parallel(model: nn.Module) -> bool:
+    """Return True inside the `with` block of an engine."""
+    return isinstance(getattr(vars(model).get("__getstate__"), "__self__", None), Engine)
+
+
+def _warn_alone(hooks: ExitStack, model: nn.Module, *_: Any) -> None:
+    if not _is_parallel(model):
+        hooks.close()
+        name = type(model).__name__
+        warnings.warn(
+            f"{name} is called outside of its `with` block, so each rank computes all of it: call it inside `with "
+            f"cocodiff.parallelize(...) as engine:`",
+            stacklevel=2,
+        )

@@ -105,7 +105,12 @@ def verify(
         warnings.simplefilter("ignore")
         given = dict(inputs or {})
         calls: Calls = [(model, [given] * 2)] if target is model else recorded_calls(target, models, given)
-        plain = _outputs(calls)
+        try:
+            plain = _outputs(calls)
+        except (TypeError, ValueError, RuntimeError) as error:
+            what = f"{type(model).__name__} ({next(model.parameters()).dtype}) with {', '.join(given)}"
+            said = " ".join(str(error).split())
+            raise UserError(f"{what}: {said}: give the arguments that it wants, in its dtype") from error
         with TorchFunctions(in_opposite_order):
             other = _outputs(calls)
         largest = max(float(x.abs().max()) for x in plain)
@@ -140,7 +145,7 @@ def recorded_calls(pipe: Any, models: Sequence[nn.Module], arguments: dict[str, 
     handles = [model.register_forward_pre_hook(keep, with_kwargs=True) for model in models]
     try:
         pipe(**arguments)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         raise UserError(
             f"{type(pipe).__name__} with {', '.join(arguments)}: {error}: call cocodiff.verify(pipe, inputs=...) with "
             f"what it wants"

@@ -24,7 +24,7 @@ from cocodiff.comm.transport import Group, LaneFuture, Part, Transport
 from cocodiff.config.errors import PeerLost, UserError
 from cocodiff.config.machine import Topology
 from cocodiff.engine.absent import AbsentParameter
-from cocodiff.engine.agreement import weights_digest
+from cocodiff.engine.agreement import tensors_digest, weights_digest
 from cocodiff.models.checks import called_often, replace_forward
 from cocodiff.topology.axes import Axes
 
@@ -34,20 +34,24 @@ PAUSE_S = 0.05  # between two looks at a wait that an error ends
 
 
 class SplitBlock:
-    """A block's parameters, of which this rank keeps a part. own: its bytes. whole: True while all are here. digest: of
-    all, see `weights_digest`."""
+    """A block's parameters, of which this rank keeps a part. own: its bytes. whole: True while all are here."""
 
-    def __init__(
-        self, name: str, module: nn.Module, parameters: Sequence[nn.Parameter], place: Place, fetch: Callable[[], None]
-    ) -> None:
+    def __init__(self, name: str, parameters: Sequence[nn.Parameter], place: Place, fetch: Callable[[], None]) -> None:
         """Leave the parameters whole. fetch: see `AbsentParameter`."""
-        self.name, self.whole = name, True
-        self._module, self._parameters, self._place, self._fetch = module, parameters, place, fetch
+        self.name, self.parameters, self.whole = name, parameters, True
+        self._place, self._fetch = place, fetch
         self._kinds = [type(parameter) for parameter in parameters]
+
+    @property
+    def digest(self) -> str:
+        """The parameters in one word, the same on ranks that share them and on others."""
+        if not self.whole:
+            return self._digest
+        return tensors_digest((str(number), parameter) for number, parameter in enumerate(self.parameters))
 
     def check(self) -> None:
         """Raise UserError for parameters that cannot be split."""
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             if type(parameter.data) is not Tensor or not parameter.is_contiguous():
                 kind = type(parameter.data).__name__
                 raise UserError(f"weights of {self.name}: a {kind} cannot be split: choose weights whole")
@@ -56,16 +60,16 @@ class SplitBlock:
         """Keep this rank's part of the parameters as they are now. They lose their memory: until `fill` the block
         cannot compute."""
         ranks, index, device = self._place
-        self.digest = weights_digest(self._module)
+        self._digest = self.digest
         self._cells: list[tuple[int, int, torch.dtype, torch.Size]] = []
         end = 0
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             self._cells.append((end, parameter.nbytes, parameter.dtype, parameter.shape))
             end += -(-parameter.nbytes // ALIGNED) * ALIGNED
         self.part = -(-end // (ranks * ALIGNED)) * ALIGNED
         self.own = torch.zeros(self.part, dtype=torch.uint8, device=device)
         first = index * self.part
-        for (start, size, *_), parameter in zip(self._cells, self._parameters, strict=True):
+        for (start, size, *_), parameter in zip(self._cells, self.parameters, strict=True):
             begin, end = max(start, first), min(start + size, first + self.part)
             if begin < end:  # of a file that is mapped no more is read
                 of_parameter = parameter.data.view(-1).view(torch.uint8)
@@ -79,7 +83,7 @@ class SplitBlock:
 
     def fill(self, tensors: Sequence[Tensor]) -> None:
         """Give the parameters these values, and the class that they had."""
-        for parameter, kind, tensor in zip(self._parameters, self._kinds, tensors, strict=True):
+        for parameter, kind, tensor in zip(self.parameters, self._kinds, tensors, strict=True):
             parameter.__class__ = kind
             vars(parameter).pop("fetch", None)
             parameter.data = tensor
@@ -88,7 +92,7 @@ class SplitBlock:
         """Make the parameters absent ones."""
         self.fill(self._nothing)
         self.whole = False
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             vars(parameter)["fetch"] = self._fetch
             parameter.__class__ = AbsentParameter
 
@@ -135,20 +139,23 @@ class SplitWeights:
         chosen = [blocks[number] for number in split_blocks(len(blocks), layers)]
         self._modules, self._blocks = list[nn.Module](), list[SplitBlock]()
         seen, place = set[int](), Place(len(self._ranks), self._index, transport.device)
-        for name, module in chosen if len(self._ranks) > 1 else ():
+        for name, module in chosen:
             own = [x for x in dict.fromkeys(module.parameters()) if id(x) not in seen and x.numel()]
             seen |= set(map(id, own))
             if own:
                 fetch = partial(self._fetch, len(self._blocks))
                 self._modules.append(module)
-                self._blocks.append(SplitBlock(name, module, own, place, fetch))
+                self._blocks.append(SplitBlock(name, own, place, fetch))
+        self._apart = frozenset(seen)
+        self._compared = self._blocks
+        if len(self._ranks) == 1:  # nobody shares them with it
+            self._modules, self._blocks = [], []
         self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
         self._split()
 
-    @property
-    def digest(self) -> str:
-        """The split weights in one word: see `weights_digest`."""
-        return " ".join(block.digest for block in self._blocks)
+    def digest(self, model: nn.Module) -> str:
+        """Return the weights of the model, which is this one's, in one word: see `weights_digest`."""
+        return " ".join([weights_digest(model, self._apart), *(block.digest for block in self._compared)])
 
     @torch.inference_mode(False)  # what is made here serves calls in that mode and out of it
     def _split(self) -> None:
