@@ -62,11 +62,13 @@ def test_an_engine_in_use_is_not_entered_again():
 def test_a_model_that_is_parallel_is_not_made_so_again(model):
     transport = LoopbackTransport(LoopbackWorld(1), 0)
     inner = parallelize(model, transport=transport)
-    with parallelize(model, transport=transport):
-        with pytest.raises(
-            UserError, match=f"this {type(model).__name__} is parallel already, in .* another engine: leave"
-        ):
-            inner.__enter__()
+    with (
+        parallelize(model, transport=transport),
+        pytest.raises(
+            UserError, match=f"this {type(model).__name__} is parallel already, by another engine: leave its"
+        ),
+    ):
+        inner.__enter__()
     with inner:
         pass
 

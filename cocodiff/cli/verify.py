@@ -61,11 +61,8 @@ def load(model: str) -> Any:
     folder = Path(model)
     is_pipeline = (folder / "model_index.json").is_file()
     stored = stored_dtype(folder / "transformer" if is_pipeline else folder)
-    how = {
-        "torch_dtype": {"bf16": torch.bfloat16, "fp16": torch.float16}.get(stored or "", torch.float32),
-        "use_safetensors": True,
-        "local_files_only": True,
-    }
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(stored or "", torch.float32)
+    how = {"torch_dtype": dtype, "use_safetensors": True, "local_files_only": True}
     if is_pipeline:
         index = read_json(folder / "model_index.json")
         absent = {name: None for name, part in index.items() if part == [None, None]}
@@ -80,8 +77,9 @@ def load(model: str) -> Any:
 
 
 def inputs_of(target: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call: those of the file, or a pipeline's usual ones."""
+    """Return the arguments of a call: those of the file, in the target's dtype, or a pipeline's usual ones."""
     import torch
+    from torch.utils._pytree import tree_map
 
     if (path := values["inputs"]) is not None:
         try:
@@ -90,7 +88,8 @@ def inputs_of(target: Any, values: dict[str, Any]) -> dict[str, Any]:
             raise UserError(f"--inputs {path}: no file of torch.save that holds tensors: {error}") from error
         if not isinstance(inputs, dict):
             raise UserError(f"--inputs {path} holds a {type(inputs).__name__}: save a dictionary")
-        return inputs
+        floats = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+        return tree_map(lambda x: x.to(target.dtype) if getattr(x, "dtype", None) in floats else x, inputs)
     if isinstance(target, torch.nn.Module):
         raise UserError(f"a {type(target).__name__} alone: say what it is called with, by --inputs FILE")
     sides = {"height": values["height"], "width": values["width"], "num_frames": values["frames"]}

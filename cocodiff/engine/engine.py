@@ -190,7 +190,7 @@ class Engine:
     def warn_until_entered(self) -> None:
         """Have the models warn, once, where they are called before this engine is entered: each rank computes alone."""
         for model in self._models if self.size > 1 else ():
-            self._before.callback(model.register_forward_pre_hook(partial(_warn_alone, self._before)).remove)
+            self._before.callback(model.register_forward_pre_hook(partial(_warn_outside, self._before)).remove)
 
     def __enter__(self) -> Engine:
         self._before.close()
@@ -198,10 +198,7 @@ class Engine:
         self._rule.begin()
         for model in self._models:
             if _is_parallel(model):
-                name = type(model).__name__
-                raise UserError(
-                    f"this {name} is parallel already, in the `with` block of another engine: leave it first"
-                )
+                raise UserError(f"this {type(model).__name__} is parallel already, by another engine: leave its `with`")
             self._check_model(model.named_modules())
             if self.compiler is not None:
                 self.compiler.check(model)
@@ -226,21 +223,13 @@ class Engine:
             self.transport.close()
 
     def _take_off(self, error: BaseException | None) -> None:
-        """Take off the models what makes them parallel, and give them the weights back that ranks share, also after an
-        error. Should a rank not give its part, a note of the error says so."""
+        """Take off the models what makes them parallel, and give them the weights back that ranks share."""
         if self._split:
             self._tell_others(error)  # who wait for this rank elsewhere, and have parts of the weights
         with self._undo:
-            end = error
+            self._undo.callback(self._split.clear)
             for split in self._split.values():
-                try:
-                    split.end(drain=end is None)
-                except (PeerLost, UserError) as lost:
-                    end = end or lost
-                    end.add_note(split.lost)
-            self._split.clear()
-            if end is not None and end is not error:
-                raise end
+                split.end(error)
 
     def _tell_others(self, error: BaseException | None) -> None:
         if error is not None and not isinstance(error, PeerLost):  # that came from the others
@@ -394,10 +383,9 @@ class Engine:
         }
         if self.counter.calls == 1:
             digests = [self._split[m].digest(m) if m in self._split else weights_digest(m) for m in self._models]
-            facts |= {"digest of weights": ", ".join(digests)} | parts_of(self._pipe)
-        scheduler = getattr(self._pipe, "scheduler", None)
-        schedule = {f"scheduler.{name}": getattr(scheduler, name, None) for name in ("timesteps", "sigmas")}
-        check_agreement(facts | arguments | schedule, ranks)
+            facts["digest of weights"] = ", ".join(digests)
+            arguments = arguments | parts_of(self._pipe)
+        check_agreement(facts | arguments, ranks)
 
     def _begin_step(self, arguments: Arguments) -> None:
         counter, number = self.counter, self._models.index(self.model)
@@ -456,12 +444,8 @@ def _is_parallel(model: nn.Module) -> bool:
     return isinstance(getattr(vars(model).get("__getstate__"), "__self__", None), Engine)
 
 
-def _warn_alone(hooks: ExitStack, model: nn.Module, *_: Any) -> None:
+def _warn_outside(hooks: ExitStack, model: nn.Module, *_: Any) -> None:
     if not _is_parallel(model):
         hooks.close()
-        name = type(model).__name__
-        warnings.warn(
-            f"{name} is called outside of its `with` block, so each rank computes all of it: call it inside `with "
-            f"cocodiff.parallelize(...) as engine:`",
-            stacklevel=2,
-        )
+        outside = f"{type(model).__name__} is called outside of its `with` block, so each rank computes all of it"
+        warnings.warn(f"{outside}: call it inside `with cocodiff.parallelize(...) as engine:`", stacklevel=2)

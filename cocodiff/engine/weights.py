@@ -24,7 +24,7 @@ from cocodiff.comm.transport import Group, LaneFuture, Part, Transport
 from cocodiff.config.errors import PeerLost, UserError
 from cocodiff.config.machine import Topology
 from cocodiff.engine.absent import AbsentParameter
-from cocodiff.engine.agreement import tensors_digest, weights_digest
+from cocodiff.engine.agreement import check_agreement, facts_of, weights_digest
 from cocodiff.models.checks import called_often, replace_forward
 from cocodiff.topology.axes import Axes
 
@@ -33,25 +33,26 @@ GIVING_BACK_S = 10.0  # how long a rank that leaves with an error waits for anot
 PAUSE_S = 0.05  # between two looks at a wait that an error ends
 
 
+Place = tuple[int, int, torch.device]  # of ranks that share a block: how many, which is this one, where it computes
+
+
 class SplitBlock:
     """A block's parameters, of which this rank keeps a part. own: its bytes. whole: True while all are here."""
 
     def __init__(self, name: str, parameters: Sequence[nn.Parameter], place: Place, fetch: Callable[[], None]) -> None:
         """Leave the parameters whole. fetch: see `AbsentParameter`."""
         self.name, self.parameters, self.whole = name, parameters, True
-        self._place, self._fetch = place, fetch
+        self._place, self._fetch, self._facts = place, fetch, ""
         self._kinds = [type(parameter) for parameter in parameters]
 
     @property
-    def digest(self) -> str:
-        """The parameters in one word, the same on ranks that share them and on others."""
-        if not self.whole:
-            return self._digest
-        return tensors_digest((str(number), parameter) for number, parameter in enumerate(self.parameters))
+    def facts(self) -> str:
+        """Forms and bits of the parameters, see `facts_of`; of absent ones those that they had."""
+        return facts_of(("", parameter) for parameter in self.parameters) if self.whole else self._facts
 
     def check(self) -> None:
         """Raise UserError for parameters that cannot be split."""
-        for parameter in self.parameters:
+        for parameter in self.parameters if self.whole else ():
             if type(parameter.data) is not Tensor or not parameter.is_contiguous():
                 kind = type(parameter.data).__name__
                 raise UserError(f"weights of {self.name}: a {kind} cannot be split: choose weights whole")
@@ -60,7 +61,7 @@ class SplitBlock:
         """Keep this rank's part of the parameters as they are now. They lose their memory: until `fill` the block
         cannot compute."""
         ranks, index, device = self._place
-        self._digest = self.digest
+        self._facts = self.facts
         self._cells: list[tuple[int, int, torch.dtype, torch.Size]] = []
         end = 0
         for parameter in self.parameters:
@@ -97,14 +98,6 @@ class SplitBlock:
             parameter.__class__ = AbsentParameter
 
 
-class Place(NamedTuple):
-    """The ranks that share a block: how many, the index of this one, and the device where it computes."""
-
-    ranks: int
-    own: int
-    device: torch.device
-
-
 class UnderWay(NamedTuple):
     """What arrives for a block, in the buffer of this number."""
 
@@ -114,7 +107,7 @@ class UnderWay(NamedTuple):
 
 class SplitWeights:
     """A model's blocks, some of them split among the ranks of this one's card or node, in the order in which the model
-    calls them. lost: once it has ended, why a parameter did not come back, in words."""
+    calls them."""
 
     def __init__(
         self,
@@ -127,9 +120,10 @@ class SplitWeights:
     ) -> None:
         """among: "card" or "node". layers: blocks that are split, evenly spread; None for all. for_good: they stay so
         when an engine is left. All ranks call it."""
-        self._name, self.lost = type(model).__name__, ""
+        self._name, self._lost = type(model).__name__, ""  # lost: why parameters did not come back, in words
         blocks = called_often(model)[1:]
         self._ranks = sharing(topology, among, transport.rank)
+        self._sharing = Part(transport, self._ranks)
         self._topology, self._transport, self._trace = topology, transport, Trace(transport.rank)
         self._group: Group = transport.group(self._ranks)
         # After an error messages may be under way in the first one that nobody sends or receives.
@@ -138,7 +132,7 @@ class SplitWeights:
         self._under_way: dict[int, UnderWay] = {}  # by the number of the block
         chosen = [blocks[number] for number in split_blocks(len(blocks), layers)]
         self._modules, self._blocks = list[nn.Module](), list[SplitBlock]()
-        seen, place = set[int](), Place(len(self._ranks), self._index, transport.device)
+        seen, place = set[int](), (len(self._ranks), self._index, transport.device)
         for name, module in chosen:
             own = [x for x in dict.fromkeys(module.parameters()) if id(x) not in seen and x.numel()]
             seen |= set(map(id, own))
@@ -146,25 +140,23 @@ class SplitWeights:
                 fetch = partial(self._fetch, len(self._blocks))
                 self._modules.append(module)
                 self._blocks.append(SplitBlock(name, own, place, fetch))
-        self._apart = frozenset(seen)
-        self._compared = self._blocks
-        if len(self._ranks) == 1:  # nobody shares them with it
+        self._apart, self._compared = frozenset(seen), self._blocks
+        if len(self._ranks) == 1:
             self._modules, self._blocks = [], []
         self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
         self._split()
 
     def digest(self, model: nn.Module) -> str:
         """Return the weights of the model, which is this one's, in one word: see `weights_digest`."""
-        return " ".join([weights_digest(model, self._apart), *(block.digest for block in self._compared)])
+        return weights_digest(model, self._apart, *(block.facts for block in self._compared))
 
     @torch.inference_mode(False)  # what is made here serves calls in that mode and out of it
     def _split(self) -> None:
         """Split the blocks that are whole: all, or those that somebody has read or changed. All ranks call it."""
         self._under_way.clear()
-        whole = [block for block in self._blocks if block.whole]
-        for block in whole:
+        for block in self._blocks:
             block.check()
-        for block in whole:
+        for block in [block for block in self._blocks if block.whole]:
             block.split()
         most = max((block.part for block in self._blocks), default=0) * len(self._ranks)
         if most > len(self._buffers[0]):
@@ -180,41 +172,34 @@ class SplitWeights:
             undo.callback(replace_forward(module, partial(self._compute, number)))
         return undo.close
 
-    def end(self, drain: bool) -> None:
+    def end(self, error: BaseException | None) -> None:
         """Make weights that are not split for good whole again. All ranks call it, also those that leave with an error.
-        drain: waits for what is under way, which after an error may never come. Raises PeerLost, or the UserError with
-        which a rank has left, where a rank does not send its part: `lost` says so, as do the parameters from then on.
+        Should a rank not send its part, a note of the error says so, as does every later use of the parameters.
         """
-        for one in self._under_way.values() if drain else ():
+        for one in self._under_way.values() if error is None else ():  # after an error it may never come
             one.arriving.wait()
         self._under_way.clear()
         if self._last_group is None:
             return
-        self.lost = f"the weights of this {self._name} were not all given back, which was interrupted: load it again"
-        for block in self._blocks:
-            try:
+        self._lost = f"the weights of this {self._name} were not all given back: load the model again"
+        try:
+            for block in self._blocks:
                 tensors = self._tensors_of_all(block, self._last_group, "given back")
-            except (PeerLost, UserError) as error:
-                ranks = ", ".join(str(self._transport.run_ranks[rank]) for rank in self._ranks)
-                self.lost = f"{error}; so ranks {ranks} did not all give back their parts of the weights of"
-                self.lost += f" this {self._name}: load the model again"
+                if not block.whole:
+                    block.fill(tensors)
+        except (PeerLost, UserError) as lost:
+            self._lost = f"{lost}; {self._lost} (ranks {', '.join(map(str, self._sharing.run_ranks))} shared them)"
+            (error or lost).add_note(self._lost)
+            if error is None:
                 raise
-            if not block.whole:
-                block.fill(tensors)
-        self.lost = ""
 
     def _fetch(self, number: int) -> None:
         """Make a block whole until the model's next call, since somebody reads or changes it. All ranks call it. Raises
         UserError where they do so for different blocks, and where a part was lost."""
-        if self.lost:
-            raise UserError(self.lost)
+        if self._lost:
+            raise UserError(self._lost)
         block = self._blocks[number]
-        names = set(self._transport.values_of_all(f"weights of {block.name}"))
-        if len(names) > 1:
-            raise UserError(
-                f"ranks read or change shared weights of different blocks ({', '.join(sorted(names))}): let every rank "
-                f"do the same, or choose weights whole"
-            )
+        check_agreement({"use of the shared weights": block.name}, self._sharing)
         block.fill(self._tensors_of_all(block, self._group, "weights"))
         block.whole, self._all_are_split = True, False
 
@@ -226,20 +211,18 @@ class SplitWeights:
         self._wait(group, self._transport.lane(lane).submit(self._gather, group, block.own, buffer).wait)
         return tensors
 
-    def _wait(self, group: Group, wait: Callable[[], object]) -> None:
+    def _wait(self, group: Group, wait: Callable[[], None]) -> None:
         """Wait for what is sent in a group. In the last one a rank that has failed sends its part all the same, for
         which it has GIVING_BACK_S."""
         deadline = inf if group is self._last_group else 0.0
         while True:
             try:
-                wait()
+                return wait()
             except (PeerLost, UserError):
                 deadline = min(deadline, time.monotonic() + GIVING_BACK_S)
                 if time.monotonic() >= deadline:
                     raise
                 time.sleep(PAUSE_S)
-            else:
-                return
 
     def _compute(self, number: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._all_are_split:

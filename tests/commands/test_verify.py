@@ -44,14 +44,10 @@ def test_a_model_is_loaded_in_the_dtype_in_which_it_is_stored(tmp_path, dtype):
     assert found.transformer.dtype == found.vae.dtype == dtype
 
 
-def test_a_call_in_another_dtype_is_one_line(tmp_path, capsys):
+def test_a_call_is_made_in_the_models_dtype(tmp_path):
     PLANNED["cogvideox"].model().bfloat16().save_pretrained(tmp_path / "model")
     torch.save(PLANNED["cogvideox"].call(), tmp_path / "call.pt")
     words = ["verify", "--model", str(tmp_path / "model"), "--inputs", str(tmp_path / "call.pt"), "--ranks", "2"]
-    assert main(words) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("cocodiff: CogVideoXTransformer3DModel (torch.bfloat16) with hidden_states, ")
-    torch.save(PLANNED["cogvideox"].call(torch.bfloat16), tmp_path / "call.pt")
     assert main(words) == 0
 
 
