@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -166,3 +167,57 @@ def test_other_weights_on_one_rank(large, monkeypatch):
 
     errors = refusals(paint, PIPELINES["flux"](), differing=2)
     assert len(set(errors)) == 1 and "1 of 3 ranks (2) call the transformer with another digest of weights" in errors[0]
+
+
+def scaled(pipe: Any) -> None:
+    pipe.vae.register_to_config(scaling_factor=3.0)
+
+
+def of_other_weights(pipe: Any) -> None:
+    pipe.vae.decoder.conv_out.weight.data *= 1.01
+
+
+def of_another_class(pipe: Any) -> None:
+    pipe.vae = PIPELINES["flux2"](heads=12).vae
+
+
+def shifted(pipe: Any) -> None:
+    pipe.scheduler = FlowMatchEulerDiscreteScheduler.from_config(pipe.scheduler.config, shift=2.0)
+
+
+def of_other_sigmas(pipe: Any) -> None:
+    kept = pipe.scheduler.set_timesteps
+
+    @wraps(kept)
+    def set_timesteps(*args: Any, **kwargs: Any) -> None:
+        kept(*args, **kwargs)
+        pipe.scheduler.sigmas[3:] += 0.1
+
+    pipe.scheduler.set_timesteps = set_timesteps
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            scaled,
+            r"another vae\.scaling_factor than the rest \(on rank 1 vae\.scaling_factor is 3\.0 instead of 0\.\d+\)",
+        ),
+        (of_other_weights, "another digest of vae than the rest"),
+        (of_another_class, r"another vae, .*on rank 1 vae is 'AutoencoderKLFlux2' instead of 'AutoencoderKL'"),
+        (shifted, r"another scheduler\.shift, .*scheduler\.shift is 2\.0 instead of 1\.0"),
+        (of_other_sigmas, r"another scheduler\.sigmas than the rest"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_is_computed_beside_the_transformer_is_compared(change, message):
+    """In the second run, after one in which ranks agree: rank 0 would decode what others have denoised."""
+
+    def call(pipe: Any, differs: bool) -> None:
+        painting({})(pipe, False)
+        if differs:
+            change(pipe)
+        painting({})(pipe, False)
+
+    for said in refusals(call, PIPELINES["flux"](heads=12), differing=1):
+        assert said.startswith("1 of 3 ranks (1) call the transformer with") and re.search(message, said), said

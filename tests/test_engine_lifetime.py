@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from planned_models import PLANNED
 from tiny_models import sd3_inputs, sd3_transformer
 from tiny_pipelines import TEXT_WIDTH, sd3_pipeline
 
@@ -53,6 +56,50 @@ def test_an_engine_in_use_is_not_entered_again():
         engine.__enter__()
     with engine, torch.no_grad():
         engine.model(**sd3_inputs(1, 4, 4, 3))
+
+
+@pytest.mark.parametrize("model", [sd3_transformer(4), PLANNED["wan"].model()], ids=["family", "plan"])
+def test_a_model_that_is_parallel_is_not_made_so_again(model):
+    transport = LoopbackTransport(LoopbackWorld(1), 0)
+    inner = parallelize(model, transport=transport)
+    with (
+        parallelize(model, transport=transport),
+        pytest.raises(
+            UserError, match=f"this {type(model).__name__} is parallel already, by another engine: leave its"
+        ),
+    ):
+        inner.__enter__()
+    with inner:
+        pass
+
+
+def test_a_model_that_is_called_outside_of_the_block_says_so_once():
+    """Each rank computes it whole then: the `with` may have been forgotten."""
+    inputs = sd3_inputs(1, 4, 4, 3)
+
+    def work(transport: Any) -> None:
+        model = sd3_transformer(4)
+        parallelize(model, transport=transport)
+        for block in (parallelize(model, transport=transport), nullcontext(), nullcontext()):
+            with block:
+                model(**inputs)
+        assert not model._forward_pre_hooks
+        engine = parallelize(model, transport=transport)
+        for block in (engine, nullcontext(), engine):
+            with block:
+                model(**inputs)
+
+    def said(ranks: int) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run_ranks(ranks, work)
+        return [str(one.message) for one in caught if "outside" in str(one.message)]
+
+    assert said(1) == []  # which has nobody to share it with
+    words = (
+        "SD3Transformer2DModel is called outside of its `with` block, so each rank computes all of it: call it inside"
+    )
+    assert len(lines := said(2)) == 2 and all(line.startswith(words) for line in lines)
 
 
 def test_an_engine_on_a_closed_transport_says_so():

@@ -169,6 +169,58 @@ def test_keys_that_heads_share_travel_once(ring):
     assert sent(2) == sent(6) * (1 if ring == 1 else 1 / 3)  # a rank for which no key is left gets them repeated
 
 
+CHROMA = {"in_channels": 4, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 8, "num_attention_heads": 6}
+CHROMA |= {"joint_attention_dim": 16, "axes_dims_rope": (2, 2, 4), "approximator_num_channels": 16}
+CHROMA |= {"approximator_hidden_dim": 16, "approximator_layers": 1}
+OF_CHROMA = {"hidden_states": Cut(1), "encoder_hidden_states": Cut(1), "img_ids": Cut(0), "txt_ids": Cut(0)}
+
+
+def chroma(tokens: int) -> Planned:
+    call = {"hidden_states": torch.randn(1, tokens, 4), "encoder_hidden_states": torch.randn(1, tokens, 16)}
+    call |= {"img_ids": torch.randint(0, 6, (tokens, 3)), "txt_ids": torch.zeros(tokens, 3)}
+    return Planned("ChromaTransformer2DModel", CHROMA, lambda _: call | {"timestep": torch.tensor([0.5])})
+
+
+def with_text(name: str, tokens: int) -> Planned:
+    """A case with a text of so many tokens, of which some are masked where the class has a mask."""
+    case = PLANNED[name]
+    more = {"encoder_hidden_states": torch.randn(2, tokens, 12, generator=torch.Generator().manual_seed(2))}
+    if "encoder_attention_mask" in case.call():
+        more["encoder_attention_mask"] = (torch.arange(tokens) < torch.tensor([[tokens], [8]])).long()
+    return case._replace(inputs=lambda g: case.inputs(g) | more)
+
+
+@pytest.mark.parametrize(
+    ("case", "plan"),
+    [
+        (with_text("cogvideox", 45), None),
+        (with_text("hunyuan", 45), None),
+        (chroma(30), {"": OF_CHROMA, "proj_out": Gather(1)}),
+    ],
+    ids=["cogvideox", "hunyuan", "chroma"],
+)
+def test_a_text_of_as_many_tokens_as_the_image(case, plan):
+    found = verify(case.model(), case.call(), plan=plan, ranks=[3])
+    exact = {trial.setting for trial in found.trials if trial.outcome == "exact"}
+    assert found.ok and {"flat", "tapa", "v_first", "split", "lossless", "split, chunks 2"} <= exact, str(found)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_masked_text_of_as_many_tokens_as_the_image(size):
+    torch.manual_seed(0)
+    model, call = Toy(), toy_inputs(True, 5)
+    with torch.no_grad():
+        expected = model(**call)
+    torch.testing.assert_close(on_two_ranks(model, call, size, plan=PLAN), expected)
+
+
+def test_a_text_that_every_rank_has_is_no_image_of_as_many_tokens():
+    """Thirteen of its tokens and thirteen of the image's are not taken for twice the image's."""
+    call = toy_inputs(False, 26) | {"text": torch.randn(2, 13, 24)}
+    with pytest.raises(UserError, match="attends to 52 keys on all ranks together, which are not tokens that the plan"):
+        on_two_ranks(Toy(), call, plan=PLAN | {"": {"hidden_states": Cut(1)}})
+
+
 def test_a_class_may_bring_its_plan():
     class Own(Toy):
         _cp_plan = PLAN

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+import tempfile
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import tifffile
 import torch
 from covering import covering
+from peft import LoraConfig
 from planned_models import PLANNED
 from tiny_models import FAMILIES
 from torch import Tensor, nn
@@ -18,6 +21,8 @@ from torch import Tensor, nn
 from cocodiff.cli.main import main
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.config.errors import PeerLost, UserError
+from cocodiff.engine import weights as shared
+from cocodiff.engine.absent import AbsentParameter
 from cocodiff.engine.agreement import tensors_in
 from cocodiff.engine.engine import parallelize
 from cocodiff.models.checks import called_often
@@ -37,8 +42,9 @@ pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 
 
 def held(model: nn.Module) -> list[int]:
-    """Bytes of every block's parameters."""
-    return [sum(x.nbytes for x in block.parameters()) for _, block in called_often(model)[1:]]
+    """Return the bytes of the parameters that are here, of every block."""
+    blocks = [block.parameters() for _, block in called_often(model)[1:]]
+    return [sum(x.nbytes for x in block if not isinstance(x, AbsentParameter)) for block in blocks]
 
 
 def outputs_of(transport: Any, model: nn.Module, inputs: dict[str, Any], settings: dict[str, Any]) -> tuple[Any, ...]:
@@ -107,8 +113,6 @@ def test_in_torchs_inference_mode():
 
 @pytest.mark.parametrize("what", ["adapters", pytest.param("compiled", marks=pytest.mark.full)])
 def test_with_adapters_and_with_compiled_blocks(what):
-    from peft import LoraConfig
-
     model = FAMILIES["sd3"][0](6).requires_grad_(False)
     if what == "adapters":
         model.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_v"], init_lora_weights=False))
@@ -171,36 +175,194 @@ def test_each_part_of_guidance_shares_its_own(more):
         assert not any(inside) and len(outputs) == 3 * STEPS and all(map(torch.equal, outputs, expected))
 
 
+def saved(model: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        again = type(model).from_pretrained(folder, low_cpu_mem_usage=False)
+    model.load_state_dict({name: x + 1 for name, x in again.state_dict().items()})
+
+
+def fused(model: Any) -> None:
+    model.fuse_lora()
+    model.unload_lora()
+
+
+DONE_INSIDE: dict[str, Any] = {
+    "saved and loaded": saved,
+    "to": lambda model: model.to(torch.bfloat16).to(torch.float64),
+    "to where it is": lambda model: model.to("cpu", torch.float32),
+    "cast by layers": lambda model: model.enable_layerwise_casting(torch.bfloat16, torch.float32),
+    "fused": fused,
+    "in place": lambda model: model.transformer_blocks[1].attn.to_q.weight.data.mul_(3),
+    "another parameter": lambda model: setattr(
+        model.transformer_blocks[0].attn.to_q, "weight", nn.Parameter(model.transformer_blocks[1].attn.to_q.weight * 2)
+    ),
+    "counted": lambda model: model.num_parameters() == NUMBERS or 1 / 0,
+}
+NUMBERS = sum(x.numel() for x in FAMILIES["sd3"][0](4, layers=3).parameters())
+
+
+@pytest.mark.parametrize(("size", "split_layers"), [(2, None), (3, 2)])  # of three, one shares with nobody
+@pytest.mark.parametrize("done", DONE_INSIDE)
+def test_what_is_done_to_weights_inside_the_block_is_done(done, size, split_layers):
+    """Between two images, the same on every rank: outputs and weights are those of a model with whole weights."""
+    model, inputs = FAMILIES["sd3"][0](4, layers=3).requires_grad_(False), FAMILIES["sd3"][1](1, 4, 4, 3)
+    if done == "fused":
+        lora = LoraConfig(r=4, target_modules=["to_q", "to_out.0"], init_lora_weights=False)
+        model.add_adapter(lora)
+
+    def work(transport: Any, **settings: Any) -> tuple[list[Tensor], dict[str, Tensor], list[int]]:
+        own = copy.deepcopy(model)
+        with parallelize(own, transport=transport, kernels="torch", **settings) as engine, torch.no_grad():
+            outputs = [own(**inputs, return_dict=False)[0].clone()]
+            DONE_INSIDE[done](own)
+            for _ in range(2):
+                engine.new_run()
+                call = {name: x.to(own.dtype) for name, x in inputs.items()}
+                outputs.append(own(**call, return_dict=False)[0].clone())
+            inside = held(own)
+        return outputs, own.state_dict(), inside
+
+    whole = run_ranks(size, work)
+    split = run_ranks(size, lambda t: work(t, weights="card", split_layers=split_layers))
+    for (expected, weights, _), (outputs, own, inside) in zip(whole, split, strict=True):
+        assert all(map(torch.equal, outputs, expected)) and own.keys() == weights.keys()
+        assert all(map(torch.equal, own.values(), weights.values()))
+        assert inside.count(0) in ((split_layers or 3), 0) or done == "another parameter"
+
+
+def test_ranks_that_read_different_blocks_are_told():
+    model = FAMILIES["sd3"][0](4, layers=3).requires_grad_(False)
+
+    def work(transport: Any) -> str:
+        own = copy.deepcopy(model)
+        with pytest.raises(UserError) as caught, parallelize(own, transport=transport, weights="card"):
+            own.transformer_blocks[transport.rank].attn.to_q.weight.sum()
+        assert all(map(torch.equal, own.state_dict().values(), model.state_dict().values()))
+        return str(caught.value)
+
+    for said in run_ranks(2, work):
+        assert "use of the shared weights is 'transformer_blocks.1' instead of 'transformer_blocks.0'" in said
+
+
+def test_one_rank_that_reads_alone_is_told():
+    """`if rank == 0: pipe.save_pretrained(...)`, while the others call the model."""
+    model, inputs = FAMILIES["sd3"][0](4, layers=3).requires_grad_(False), FAMILIES["sd3"][1](1, 4, 4, 3)
+
+    def work(transport: Any) -> str:
+        own = copy.deepcopy(model)
+        with pytest.raises(UserError) as caught, parallelize(own, transport=transport, weights="card"):
+            own.state_dict() if transport.rank == 0 else own(**inputs)
+        assert all(map(torch.equal, own.state_dict().values(), model.state_dict().values()))
+        return str(caught.value)
+
+    words = "rank 1 compares its settings, others their use of the shared weights: let every rank make the same calls"
+    assert run_ranks(2, work) == [words, words]
+
+
+def test_weights_that_ranks_do_not_share_are_compared_as_well():
+    """Changed inside the block, on one rank."""
+    model, inputs = FAMILIES["sd3"][0](4, layers=3).requires_grad_(False), FAMILIES["sd3"][1](1, 4, 4, 3)
+
+    def work(transport: Any) -> None:
+        own = copy.deepcopy(model)
+        with parallelize(own, transport=transport, weights="card") as engine, torch.no_grad():
+            own(**inputs)
+            own.proj_out.weight.data.mul_(1 + min(1, transport.rank))
+            engine.new_run()
+            own(**inputs)
+
+    with pytest.raises(UserError, match=r"2 of 3 ranks \(1, 2\) call the transformer with another digest of weights"):
+        run_ranks(3, work)
+
+
+ERRORS: dict[str, tuple[type[BaseException], str]] = {
+    "refused": (UserError, "all"),
+    "interrupted": (KeyboardInterrupt, "all"),
+    "one interrupted": (KeyboardInterrupt, "1"),
+    "one failed": (ZeroDivisionError, "1"),
+}
+
+
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_failure_while_weights_are_under_way_ends_all_ranks(size):
-    """And leaves the model's forwards as they were."""
+@pytest.mark.parametrize("where", ["inside a block", "between blocks", "after a read", "on entering"])
+@pytest.mark.parametrize("how", ERRORS)
+def test_every_error_gives_the_weights_back(how, where, size, monkeypatch):
+    """While others' parts are under way. All ranks end, and forwards are as they were."""
+    kind, who = ERRORS[how]
     model, inputs = FAMILIES["sd3"][0](6, layers=4).requires_grad_(False), FAMILIES["sd3"][1](1, 4, 5, 3)
     ends: dict[int, BaseException] = {}
 
     def work(transport: Any) -> None:
         own = copy.deepcopy(model)
         block = own.transformer_blocks[2]
-        if transport.rank == 1:
-            block.register_forward_pre_hook(lambda *_: 1 / 0)
+        fails = who in ("all", str(transport.rank))
+
+        def fail(*_: Any) -> None:
+            if fails:
+                raise kind("it was so")
+
+        settings = {"exchange": "flat", "weights": "node", "step_cache": "first_block", "step_cache_threshold": 0.0}
+        block.register_forward_pre_hook(fail) if where == "between blocks" else None
+        block.ff.register_forward_pre_hook(fail) if where == "inside a block" else None
         try:
-            with parallelize(own, transport=transport, exchange="flat", weights="node"), torch.no_grad():
+            engine = parallelize(own, transport=transport, **settings)
+            if where == "on entering":
+                monkeypatch.setattr(engine._caches[0], "attach", fail if fails else lambda: lambda: None)
+            with engine, torch.no_grad():
+                if where == "after a read":
+                    block.ff.net[2].weight.sum()
+                    fail()
                 own(**inputs, return_dict=False)
         except BaseException as error:
             ends[transport.rank] = error
-            assert "forward" not in vars(block)
+            assert "forward" not in vars(block) and not getattr(error, "__notes__", ())
+            assert all(type(x) is nn.Parameter and not x.__dict__ for x in own.parameters())
+            assert all(map(torch.equal, own.state_dict().values(), model.state_dict().values()))
             raise
 
-    with pytest.raises((ZeroDivisionError, PeerLost)):
+    with pytest.raises((kind, PeerLost)):
         run_ranks(size, work)
-    assert isinstance(ends.pop(1), ZeroDivisionError)
-    assert all(isinstance(end, PeerLost) and "ZeroDivisionError" in str(end) for end in ends.values())
-    assert len(ends) == size - 1
+    assert len(ends) == size and isinstance(ends[1], kind)
+    for rank, end in ends.items():
+        assert isinstance(end, kind) or (rank != 1 and isinstance(end, PeerLost) and kind.__name__ in str(end))
+
+
+@pytest.mark.parametrize("also", ["", "interrupted"])
+def test_a_rank_that_is_gone_takes_its_part_with_it(also, monkeypatch):
+    """Which the error says, and every later use of the parameters."""
+    monkeypatch.setattr(shared, "GIVING_BACK_S", 0.3)
+    model, inputs = FAMILIES["sd3"][0](4, layers=3).requires_grad_(False), FAMILIES["sd3"][1](1, 4, 4, 3)
+    words = "rank 1 failed: .*gone; the weights of this SD3Transformer2DModel were not all given back: load the model"
+
+    def work(transport: Any) -> None:
+        own = copy.deepcopy(model)
+        engine = parallelize(own, transport=transport, weights="card")
+        if transport.rank == 1:
+            engine.__enter__()
+            raise RuntimeError("gone")
+        with pytest.raises((PeerLost, KeyboardInterrupt)) as caught, engine:
+            if also:
+                raise KeyboardInterrupt
+            own(**inputs)
+        if not also:
+            assert any(re.search(words, note) for note in caught.value.__notes__)
+        again = parallelize(own, transport=transport, weights="card")
+        for use in (own.state_dict, lambda: own(**inputs), again.__enter__):
+            with pytest.raises(UserError, match="load the model again"):
+                use()
+
+    with pytest.raises(RuntimeError, match="gone"):
+        run_ranks(2, work)
 
 
 def test_what_cannot_be_split_is_refused():
+    """Before any block is split."""
     model = FAMILIES["sd3"][0](6).requires_grad_(False)
-    model.transformer_blocks[0].attn.to_q.weight.data = model.transformer_blocks[0].attn.to_q.weight.data.t()
-    with pytest.raises(UserError, match=r"weights of transformer_blocks\.0: .* choose weights whole"):
+    last = model.transformer_blocks[-1].attn.to_q.weight
+    last.data = last.data.t()
+    with pytest.raises(UserError, match=r"weights of transformer_blocks\.1: .* choose weights whole"):
         check(model, FAMILIES["sd3"][1](1, 4, 5, 3), 2, SETTINGS["tapa"], weights="card")
 
 

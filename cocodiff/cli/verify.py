@@ -9,6 +9,7 @@ from typing import Any
 from cocodiff.comm.launch import Launch
 from cocodiff.config.errors import UserError
 from cocodiff.config.files import read_json
+from cocodiff.jobs.model_checks import stored_dtype
 from cocodiff.jobs.options import LOG_LEVEL, Option, check_counts, parse
 from cocodiff.jobs.terminal import quiet_libraries, say
 
@@ -52,26 +53,33 @@ def start(words: Sequence[str], launch: Launch) -> int:
 
 
 def load(model: str) -> Any:
-    """A pipeline or a transformer from a folder, in its own dtype."""
+    """Load a pipeline, or a transformer, from a folder. Its dtype is that in which most of the transformer is stored,
+    and float32 where that is none of fp32, bf16 and fp16."""
     import diffusers
+    import torch
 
     folder = Path(model)
-    if (folder / "model_index.json").is_file():
+    is_pipeline = (folder / "model_index.json").is_file()
+    stored = stored_dtype(folder / "transformer" if is_pipeline else folder)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(stored or "", torch.float32)
+    how = {"torch_dtype": dtype, "use_safetensors": True, "local_files_only": True}
+    if is_pipeline:
         index = read_json(folder / "model_index.json")
         absent = {name: None for name, part in index.items() if part == [None, None]}
-        return diffusers.DiffusionPipeline.from_pretrained(model, use_safetensors=True, local_files_only=True, **absent)
+        return diffusers.DiffusionPipeline.from_pretrained(model, **how, **absent)
     if not (folder / "config.json").is_file():
         raise UserError(f"--model {model}: neither model_index.json nor config.json is there: name a model's folder")
     name = read_json(folder / "config.json").get("_class_name", "")
     kind: Any = getattr(diffusers, str(name), None)
     if not hasattr(kind, "from_pretrained"):
         raise UserError(f"--model {model}: its config.json names the class {name!r}, which diffusers has not")
-    return kind.from_pretrained(model, use_safetensors=True, local_files_only=True).eval()
+    return kind.from_pretrained(model, **how).eval()
 
 
 def inputs_of(target: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call: those of the file, or a pipeline's usual ones."""
+    """Return the arguments of a call: those of the file, in the target's dtype, or a pipeline's usual ones."""
     import torch
+    from torch.utils._pytree import tree_map
 
     if (path := values["inputs"]) is not None:
         try:
@@ -80,7 +88,8 @@ def inputs_of(target: Any, values: dict[str, Any]) -> dict[str, Any]:
             raise UserError(f"--inputs {path}: no file of torch.save that holds tensors: {error}") from error
         if not isinstance(inputs, dict):
             raise UserError(f"--inputs {path} holds a {type(inputs).__name__}: save a dictionary")
-        return inputs
+        floats = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+        return tree_map(lambda x: x.to(target.dtype) if getattr(x, "dtype", None) in floats else x, inputs)
     if isinstance(target, torch.nn.Module):
         raise UserError(f"a {type(target).__name__} alone: say what it is called with, by --inputs FILE")
     sides = {"height": values["height"], "width": values["width"], "num_frames": values["frames"]}

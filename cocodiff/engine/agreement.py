@@ -6,9 +6,9 @@ Each value is compared by its form in words and by a 64-bit digest of its tensor
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from hashlib import blake2b
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -47,7 +47,7 @@ def check_agreement(values: dict[str, Any], transport: Transport, at: str) -> No
 
 def disagreement(of_ranks: Sequence[Sequence[Compared]]) -> str | None:
     """The line that says who differs, in what rank 0's names tell; None where nobody does."""
-    columns = zip_longest(*of_ranks, fillvalue=Compared(("", "", 0), ""))
+    columns = [*zip_longest(*of_ranks, fillvalue=Compared(("", "", 0), ""))]
     differing = [column for column in columns if len({one.told for one in column}) > 1]
     if not differing:
         return None
@@ -56,6 +56,9 @@ def disagreement(of_ranks: Sequence[Sequence[Compared]]) -> str | None:
     count = Counter(one.told for one in first)
     usual = max(first, key=lambda one: count[one.told])  # rank 0's where as many have another
     others = [rank for rank, one in enumerate(first) if one.told != usual.told]
+    own, usual_call = columns[0][others[0]].told[0], columns[0][first.index(usual)].told[0]
+    if own != usual_call:
+        return f"rank {others[0]} compares its {own}, others their {usual_call}: let every rank make the same calls"
     ranks = ", ".join(map(str, others[:NAMED_RANKS])) + (", ..." if len(others) > NAMED_RANKS else "")
     other, most = first[others[0]].words, usual.words
     how = f"{other} instead of {most}" if other != most else f"{most} with other values"
@@ -71,20 +74,37 @@ def _bits(value: Any) -> int:
     return sum(int(digest(x)) * (2 * number + 1) for number, x in enumerate(tensors_in(value))) % 2**63
 
 
-def weights_digest(model: nn.Module) -> str:
-    """A model's parameters and buffers in one word, with the strength of its adapters: ranks whose weights differ, by
-    adapters that each of them initialised at random for instance, would make one mixed image. It waits for the device.
+def parts_of(pipe: Any) -> dict[str, Any]:
+    """Return what computes beside the transformers, by name: the classes, settings and weights of a pipeline's VAE and
+    scheduler. What its prompt encoders have computed comes with the transformer's arguments."""
+    found: dict[str, Any] = {}
+    for name in ("vae", "scheduler"):
+        part = getattr(pipe, name, None)
+        found |= {name: type(part).__name__, f"digest of {name}": isinstance(part, nn.Module) and weights_digest(part)}
+        settings = dict(getattr(part, "config", None) or {})
+        found |= {f"{name}.{key}": value for key, value in settings.items() if not key.startswith("_")}
+        found |= {f"{name}.{key}": getattr(part, key, None) for key in ("timesteps", "sigmas")}
+    return found
 
-    A large model is sampled: of every tensor SAMPLED numbers, evenly spread. Tensors that stand in for others
-    (quantised, sharded or offloaded ones) are left out."""
-    stored = [*model.named_parameters(), *model.named_buffers()]
+
+def weights_digest(model: nn.Module, apart: Container[int] = (), *more: str) -> str:
+    """Return a model's parameters and buffers in one word, with the strength of its adapters: ranks whose weights
+    differ, by adapters that each of them initialised at random for instance, would make one mixed image. apart: the ids
+    of parameters for which `more` stands. It waits for the device."""
+    stored = chain(model.named_parameters(), model.named_buffers())
     adapters = [(name, *(form(getattr(m, of, None)) for of in ADAPTER_SETTINGS)) for name, m in model.named_modules()]
-    plain = {name: x.data for name, x in stored if type(x.data) is Tensor and not x.is_meta and x.numel()}
-    each = SAMPLED if sum(x.numel() for x in plain.values()) > WHOLE_MODEL else WHOLE_MODEL
-    sampled = by_key(((x.dtype, x.device), x.flatten()[:: -(-x.numel() // each)]) for x in plain.values())
-    bits = [int(digest(torch.cat(numbers))) for numbers in sampled.values()]
-    told = f"{[(name, form(x)) for name, x in plain.items()]} {bits} {adapters}"
+    told = f"{facts_of((name, x) for name, x in stored if id(x) not in apart)} {adapters} {more}"
     return blake2b(told.encode(), digest_size=8).digest()[::-1].hex()
+
+
+def facts_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Return names, forms and bits of tensors, of many numbers samples: of every tensor SAMPLED, evenly spread. Tensors
+    that stand in for others (quantised, sharded or offloaded ones) are left out."""
+    plain = [(name, x.data) for name, x in tensors if type(x.data) is Tensor and not x.is_meta and x.numel()]
+    each = SAMPLED if sum(x.numel() for _, x in plain) > WHOLE_MODEL else WHOLE_MODEL
+    sampled = by_key(((x.dtype, x.device), x.flatten()[:: -(-x.numel() // each)]) for _, x in plain)
+    bits = [int(digest(torch.cat(numbers))) for numbers in sampled.values()]
+    return f"{[(name, form(x)) for name, x in plain]} {bits}"
 
 
 def form(value: Any) -> str:

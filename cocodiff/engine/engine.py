@@ -7,9 +7,11 @@ seen where torch computes it, sharding through forward hooks, and leaving the co
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, starmap
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -26,7 +28,7 @@ from cocodiff.config.config import Config, load_machine
 from cocodiff.config.errors import PeerLost, UserError
 from cocodiff.config.machine import Topology
 from cocodiff.config.registry import PLANNER, STEP_CACHES, load
-from cocodiff.engine.agreement import check_agreement, weights_digest
+from cocodiff.engine.agreement import check_agreement, parts_of, weights_digest
 from cocodiff.engine.assemble import AttentionWork
 from cocodiff.engine.guidance import PARTS
 from cocodiff.engine.guidance.ranks import GuidanceRule, GuidedRanks
@@ -66,7 +68,9 @@ def parallelize(
     Raises UserError for unknown settings, models without an adapter, attention that has no parallel form, and ranks
     that do not fit machine or model."""
     settings = config.with_(**overrides) if config is not None else Config.preset(preset, **overrides)
-    return Engine(target, settings, transport, plan)
+    engine = Engine(target, settings, transport, plan)
+    engine.warn_until_entered()
+    return engine
 
 
 def open_transport(
@@ -136,6 +140,7 @@ class Engine:
         self._inside = False
         self._results: Results | None = None  # of all ranks, when the last block ended
         self._undo = ExitStack()  # what leaving the block puts back
+        self._before = ExitStack()  # what entering it takes off
         self._sized: set[tuple[Any, ...]] = set()  # the calls for which there is memory
 
     def _new_compiler(self) -> Compiler | None:
@@ -182,18 +187,26 @@ class Engine:
 
     # Entering and leaving -------------------------------------------------------------------------------------------
 
+    def warn_until_entered(self) -> None:
+        """Have the models warn, once, where they are called before this engine is entered: each rank computes alone."""
+        for model in self._models if self.size > 1 else ():
+            self._before.callback(model.register_forward_pre_hook(partial(_warn_outside, self._before)).remove)
+
     def __enter__(self) -> Engine:
+        self._before.close()
         self._open()
         self._rule.begin()
         for model in self._models:
+            if _is_parallel(model):
+                raise UserError(f"this {type(model).__name__} is parallel already, by another engine: leave its `with`")
             self._check_model(model.named_modules())
             if self.compiler is not None:
                 self.compiler.check(model)
         try:
             for take_off in chain(self._share_vae(), *starmap(self._put_on, enumerate(self._models))):
                 self._undo.callback(take_off)
-        except BaseException:
-            self._undo.close()
+        except BaseException as error:
+            self._take_off(error)
             raise
         self.counter = StepCounter()
         self._inside = True
@@ -201,18 +214,27 @@ class Engine:
 
     def __exit__(self, _kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._inside = False
-        for split in self._split.values() if error is None else ():  # after an error nobody sends the rest
-            split.end()
-        self._split.clear()
-        self._undo.close()
+        self._take_off(error)
         self._sized.clear()
         self._guided.end(drain=error is None)
-        if error is not None and not isinstance(error, PeerLost):  # that came from the others
-            mistake = isinstance(error, UserError)
-            self.transport.health.fail(str(error) if mistake else f"{type(error).__name__}: {error}", mistake)
+        self._tell_others(error)
         self._results = self._results_of_all_ranks("leaving the parallelize block") if error is None else None
         if self._owns_transport and error is None:
             self.transport.close()
+
+    def _take_off(self, error: BaseException | None) -> None:
+        """Take off the models what makes them parallel, and give them the weights back that ranks share."""
+        if self._split:
+            self._tell_others(error)  # who wait for this rank elsewhere, and have parts of the weights
+        with self._undo:
+            self._undo.callback(self._split.clear)
+            for split in self._split.values():
+                split.end(error)
+
+    def _tell_others(self, error: BaseException | None) -> None:
+        if error is not None and not isinstance(error, PeerLost):  # that came from the others
+            mistake = isinstance(error, UserError)
+            self.transport.health.fail(str(error) if mistake else f"{type(error).__name__}: {error}", mistake)
 
     def _open(self) -> None:
         if self._inside:
@@ -360,8 +382,9 @@ class Engine:
             "step and branch": (self.counter.step, self.counter.branch),
         }
         if self.counter.calls == 1:
-            digests = [split.digest for split in self._split.values()] or map(weights_digest, self._models)
+            digests = [self._split[m].digest(m) if m in self._split else weights_digest(m) for m in self._models]
             facts["digest of weights"] = ", ".join(digests)
+            arguments = arguments | parts_of(self._pipe)
         check_agreement(facts | arguments, ranks, f"the transformer's {self.counter.here}")
 
     def _begin_step(self, arguments: Arguments) -> None:
@@ -414,3 +437,15 @@ class Engine:
         if not self._guided.own:
             ranks.strategy.codec.forget(layer_key)
         return out_BLHD
+
+
+def _is_parallel(model: nn.Module) -> bool:
+    """Return True inside the `with` block of an engine."""
+    return isinstance(getattr(vars(model).get("__getstate__"), "__self__", None), Engine)
+
+
+def _warn_outside(hooks: ExitStack, model: nn.Module, *_: Any) -> None:
+    if not _is_parallel(model):
+        hooks.close()
+        outside = f"{type(model).__name__} is called outside of its `with` block, so each rank computes all of it"
+        warnings.warn(f"{outside}: call it inside `with cocodiff.parallelize(...) as engine:`", stacklevel=2)

@@ -8,9 +8,11 @@ where they are for as long as the engine is entered, and every rank posts the sa
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from math import inf
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -19,52 +21,81 @@ from torch import Tensor, nn
 
 from cocodiff.comm.trace import Trace
 from cocodiff.comm.transport import Group, LaneFuture, Part, Transport
-from cocodiff.config.errors import UserError
+from cocodiff.config.errors import PeerLost, UserError
 from cocodiff.config.machine import Topology
-from cocodiff.engine.agreement import weights_digest
+from cocodiff.engine.absent import AbsentParameter
+from cocodiff.engine.agreement import check_agreement, facts_of, weights_digest
 from cocodiff.models.checks import called_often, replace_forward
 from cocodiff.topology.axes import Axes
 
 ALIGNED = 64  # bytes: where each parameter begins, as kernels like it
+GIVING_BACK_S = 10.0  # how long a rank that leaves with an error waits for another one's part of a block
+PAUSE_S = 0.05  # between two looks at a wait that an error ends
+
+
+Place = tuple[int, int, torch.device]  # of ranks that share a block: how many, which is this one, where it computes
 
 
 class SplitBlock:
-    """A block's parameters, of which this rank keeps a part. own: its bytes."""
+    """A block's parameters, of which this rank keeps a part. own: its bytes. whole: True while all are here."""
 
-    def __init__(
-        self, name: str, parameters: Sequence[nn.Parameter], ranks: int, index: int, device: torch.device
-    ) -> None:
-        """device: where the block is to compute. The parameters lose their memory: until `fill` it cannot."""
-        self._parameters = parameters
-        self._cells: list[tuple[int, int, torch.dtype, torch.Size]] = []
-        end = 0
-        for parameter in parameters:
+    def __init__(self, name: str, parameters: Sequence[nn.Parameter], place: Place, fetch: Callable[[], None]) -> None:
+        """Leave the parameters whole. fetch: see `AbsentParameter`."""
+        self.name, self.parameters, self.whole = name, parameters, True
+        self._place, self._fetch, self._facts = place, fetch, ""
+        self._kinds = [type(parameter) for parameter in parameters]
+
+    @property
+    def facts(self) -> str:
+        """Forms and bits of the parameters, see `facts_of`; of absent ones those that they had."""
+        return facts_of(("", parameter) for parameter in self.parameters) if self.whole else self._facts
+
+    def check(self) -> None:
+        """Raise UserError for parameters that cannot be split."""
+        for parameter in self.parameters if self.whole else ():
             if type(parameter.data) is not Tensor or not parameter.is_contiguous():
                 kind = type(parameter.data).__name__
-                raise UserError(f"weights of {name}: a {kind} cannot be split: choose weights whole")
+                raise UserError(f"weights of {self.name}: a {kind} cannot be split: choose weights whole")
+
+    def split(self) -> None:
+        """Keep this rank's part of the parameters as they are now. They lose their memory: until `fill` the block
+        cannot compute."""
+        ranks, index, device = self._place
+        self._facts = self.facts
+        self._cells: list[tuple[int, int, torch.dtype, torch.Size]] = []
+        end = 0
+        for parameter in self.parameters:
             self._cells.append((end, parameter.nbytes, parameter.dtype, parameter.shape))
             end += -(-parameter.nbytes // ALIGNED) * ALIGNED
         self.part = -(-end // (ranks * ALIGNED)) * ALIGNED
         self.own = torch.zeros(self.part, dtype=torch.uint8, device=device)
         first = index * self.part
-        for (start, size, *_), parameter in zip(self._cells, parameters, strict=True):
+        for (start, size, *_), parameter in zip(self._cells, self.parameters, strict=True):
             begin, end = max(start, first), min(start + size, first + self.part)
             if begin < end:  # of a file that is mapped no more is read
                 of_parameter = parameter.data.view(-1).view(torch.uint8)
                 self.own[begin - first : end - first].copy_(of_parameter[begin - start : end - start])
-        self._nothing = [self.own.new_empty(0, dtype=parameter.dtype) for parameter in parameters]
+        self._nothing = [self.own.new_empty(1, dtype=dtype).expand(shape) for *_, dtype, shape in self._cells]
         self.clear()
 
     def tensors_in(self, buffer: Tensor) -> list[Tensor]:
-        """The parameters as they lie in a buffer of bytes."""
+        """Return the parameters as they lie in a buffer of bytes."""
         return [buffer[start : start + size].view(dtype).view(shape) for start, size, dtype, shape in self._cells]
 
     def fill(self, tensors: Sequence[Tensor]) -> None:
-        for parameter, tensor in zip(self._parameters, tensors, strict=True):
+        """Give the parameters these values, and the class that they had."""
+        for parameter, kind, tensor in zip(self.parameters, self._kinds, tensors, strict=True):
+            parameter.__class__ = kind
+            vars(parameter).pop("fetch", None)
             parameter.data = tensor
 
     def clear(self) -> None:
+        """Make the parameters absent ones."""
         self.fill(self._nothing)
+        self.whole = False
+        for parameter in self.parameters:
+            vars(parameter)["fetch"] = self._fetch
+            parameter.__class__ = AbsentParameter
 
 
 class UnderWay(NamedTuple):
@@ -76,9 +107,8 @@ class UnderWay(NamedTuple):
 
 class SplitWeights:
     """A model's blocks, some of them split among the ranks of this one's card or node, in the order in which the model
-    calls them. digest: of the model's weights, as they were."""
+    calls them."""
 
-    @torch.inference_mode(False)  # what is made here serves calls in that mode and out of it
     def __init__(
         self,
         model: nn.Module,
@@ -90,47 +120,113 @@ class SplitWeights:
     ) -> None:
         """among: "card" or "node". layers: blocks that are split, evenly spread; None for all. for_good: they stay so
         when an engine is left. All ranks call it."""
-        self._for_good = for_good
-        self.digest, blocks = weights_digest(model), called_often(model)[1:]
+        self._name, self._lost = type(model).__name__, ""  # lost: why parameters did not come back, in words
+        blocks = called_often(model)[1:]
         self._ranks = sharing(topology, among, transport.rank)
+        self._sharing = Part(transport, self._ranks)
         self._topology, self._transport, self._trace = topology, transport, Trace(transport.rank)
         self._group: Group = transport.group(self._ranks)
+        # After an error messages may be under way in the first one that nobody sends or receives.
+        self._last_group = None if for_good else transport.group(self._ranks)
         self._index = self._ranks.index(transport.rank)
         self._under_way: dict[int, UnderWay] = {}  # by the number of the block
         chosen = [blocks[number] for number in split_blocks(len(blocks), layers)]
         self._modules, self._blocks = list[nn.Module](), list[SplitBlock]()
-        seen, device = set[int](), transport.device
-        for name, module in chosen if len(self._ranks) > 1 else ():
+        seen, place = set[int](), (len(self._ranks), self._index, transport.device)
+        for name, module in chosen:
             own = [x for x in dict.fromkeys(module.parameters()) if id(x) not in seen and x.numel()]
             seen |= set(map(id, own))
             if own:
+                fetch = partial(self._fetch, len(self._blocks))
                 self._modules.append(module)
-                self._blocks.append(SplitBlock(name, own, len(self._ranks), self._index, device))
+                self._blocks.append(SplitBlock(name, own, place, fetch))
+        self._apart, self._compared = frozenset(seen), self._blocks
+        if len(self._ranks) == 1:
+            self._modules, self._blocks = [], []
+        self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
+        self._split()
+
+    def digest(self, model: nn.Module) -> str:
+        """Return the weights of the model, which is this one's, in one word: see `weights_digest`."""
+        return weights_digest(model, self._apart, *(block.facts for block in self._compared))
+
+    @torch.inference_mode(False)  # what is made here serves calls in that mode and out of it
+    def _split(self) -> None:
+        """Split the blocks that are whole: all, or those that somebody has read or changed. All ranks call it."""
+        self._under_way.clear()
+        for block in self._blocks:
+            block.check()
+        for block in [block for block in self._blocks if block.whole]:
+            block.split()
         most = max((block.part for block in self._blocks), default=0) * len(self._ranks)
-        self._buffers = [torch.empty(most, dtype=torch.uint8, device=device) for _ in range(2)]
+        if most > len(self._buffers[0]):
+            self._buffers = [torch.empty(most, dtype=torch.uint8, device=self._transport.device) for _ in range(2)]
         self._tensors = [[block.tensors_in(buffer) for buffer in self._buffers] for block in self._blocks]
+        self._all_are_split = True
 
     def attach(self, trace: Trace) -> Callable[[], object]:
-        """Has every block's weights there while it computes. Returns what takes that off; the weights stay split."""
+        """Have every block's weights there while it computes. Return what takes that off; the weights stay split."""
         self._trace = trace
         undo = ExitStack()
         for number, module in enumerate(self._modules):
             undo.callback(replace_forward(module, partial(self._compute, number)))
         return undo.close
 
-    def end(self) -> None:
-        """Waits for what is under way. Weights that are not split for good are whole again. All ranks call it."""
-        for one in self._under_way.values():
+    def end(self, error: BaseException | None) -> None:
+        """Make weights that are not split for good whole again. All ranks call it, also those that leave with an error.
+        Should a rank not send its part, a note of the error says so, as does every later use of the parameters.
+        """
+        for one in self._under_way.values() if error is None else ():  # after an error it may never come
             one.arriving.wait()
         self._under_way.clear()
-        for block in () if self._for_good else self._blocks:
-            with torch.inference_mode(False):
-                buffer = block.own.new_empty(len(self._ranks) * block.part)
-                tensors = block.tensors_in(buffer)
-            self._transport.lane("weights").submit(self._gather, block.own, buffer).wait()
-            block.fill(tensors)
+        if self._last_group is None:
+            return
+        self._lost = f"the weights of this {self._name} were not all given back: load the model again"
+        try:
+            for block in self._blocks:
+                tensors = self._tensors_of_all(block, self._last_group, "given back")
+                if not block.whole:
+                    block.fill(tensors)
+        except (PeerLost, UserError) as lost:
+            self._lost = f"{lost}; {self._lost} (ranks {', '.join(map(str, self._sharing.run_ranks))} shared them)"
+            (error or lost).add_note(self._lost)
+            if error is None:
+                raise
+
+    def _fetch(self, number: int) -> None:
+        """Make a block whole until the model's next call, since somebody reads or changes it. All ranks call it. Raises
+        UserError where they do so for different blocks, and where a part was lost."""
+        if self._lost:
+            raise UserError(self._lost)
+        block = self._blocks[number]
+        check_agreement({"use of the shared weights": block.name}, self._sharing)
+        block.fill(self._tensors_of_all(block, self._group, "weights"))
+        block.whole, self._all_are_split = True, False
+
+    def _tensors_of_all(self, block: SplitBlock, group: Group, lane: str) -> list[Tensor]:
+        """Return a block's parameters in memory of their own."""
+        with torch.inference_mode(False):
+            buffer = block.own.new_empty(len(self._ranks) * block.part)
+            tensors = block.tensors_in(buffer)
+        self._wait(group, self._transport.lane(lane).submit(self._gather, group, block.own, buffer).wait)
+        return tensors
+
+    def _wait(self, group: Group, wait: Callable[[], None]) -> None:
+        """Wait for what is sent in a group. In the last one a rank that has failed sends its part all the same, for
+        which it has GIVING_BACK_S."""
+        deadline = inf if group is self._last_group else 0.0
+        while True:
+            try:
+                return wait()
+            except (PeerLost, UserError):
+                deadline = min(deadline, time.monotonic() + GIVING_BACK_S)
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(PAUSE_S)
 
     def _compute(self, number: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._all_are_split:
+            self._split()
         buffer, following = self._here(number), (number + 1) % len(self._blocks)
         if following not in self._under_way:
             self._start(following, 1 - buffer)
@@ -157,16 +253,17 @@ class SplitWeights:
                 del self._under_way[other]
         block = self._blocks[number]
         whole = self._buffers[buffer][: len(self._ranks) * block.part]
-        arriving = self._transport.lane("weights").submit(self._gather, block.own, whole)
+        arriving = self._transport.lane("weights").submit(self._gather, self._group, block.own, whole)
         self._under_way[number] = UnderWay(buffer, arriving)
 
-    def _gather(self, own: Tensor, whole: Tensor) -> None:
-        """Every rank's part on every rank."""
+    def _gather(self, group: Group, own: Tensor, whole: Tensor) -> None:
+        """Bring every rank's part to every rank."""
         parts = whole.view(len(self._ranks), -1)
         parts[self._index].copy_(own)
         others = [number for number in range(len(self._ranks)) if number != self._index]
         with self._trace.span("gather weights", "weights", late_bytes=len(others) * own.nbytes):
-            self._group.send_recv([(own, peer) for peer in others], [(parts[peer], peer) for peer in others]).wait()
+            pending = group.send_recv([(own, peer) for peer in others], [(parts[peer], peer) for peer in others])
+            self._wait(group, pending.wait)
         for peer in others:
             link = self._topology.link_class(self._transport.rank, self._ranks[peer])
             self._trace.count(link, own.nbytes, purpose="weights")

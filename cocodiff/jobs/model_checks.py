@@ -288,12 +288,17 @@ def stored_values(folder: Path) -> Counter[str]:
     return values
 
 
+def stored_dtype(folder: Path) -> str | None:
+    """Return the dtype of most values in a folder's safetensors, as fp32, bf16 or fp16; None for others."""
+    values = stored_values(folder)
+    return DTYPES.get(max(values, key=lambda kind: values[kind], default=""))
+
+
 def conversion(model: str, folder: Path, dtype: str) -> str:
     """A line that says what it costs on a CPU that `dtype` is not the stored one; "" where it is."""
-    values = stored_values(folder)
-    stored = DTYPES.get(max(values, key=lambda kind: values[kind], default=""))
+    stored = stored_dtype(folder)
     if stored in (None, dtype):
         return ""
-    size = values.total() * (4 if dtype == "fp32" else 2) / 2**30
+    size = stored_values(folder).total() * (4 if dtype == "fp32" else 2) / 2**30
     cost = f"every rank converts its own copy to {dtype} ({size:.2f} GiB)"
     return f"model {model} is stored in {stored}: {cost}; --dtype {stored} shares the file's pages instead"

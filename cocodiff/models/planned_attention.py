@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import combinations
+from dataclasses import replace
+from itertools import chain, combinations, combinations_with_replacement
 from typing import Any, NamedTuple
 
 import torch
@@ -31,14 +32,17 @@ from cocodiff.topology.layout import Segments
 
 LayerName = str  # an attention layer, or the n-th attention that it computes in a call
 BESIDE_QKV = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")  # arguments of torch's attention
+JOINING = (torch.cat, torch.concat, torch.concatenate)
 COUNTED = ("attention", "whole")  # what messages of attention are counted for
 
 
 class Marks:
-    """Tensors that hold a shard's tokens: those that were cut, and all that is computed of one."""
+    """Tensors that hold a shard's tokens: those that were cut, and all that is computed of one. joined: of how many of
+    them one was made that has so many rows."""
 
     def __init__(self) -> None:
         self._marked: Any = WeakIdKeyDictionary()
+        self.joined: dict[int, int] = {}
 
     def add(self, x: Tensor) -> None:
         self._marked[x] = True
@@ -58,6 +62,13 @@ class Marks:
         if self.any_of(args) or self.any_of(kwargs.values()):
             for x in tensors_in(args[0] if function is Tensor.__setitem__ else output):
                 self.add(x)
+            if function in JOINING:
+                self._note_joined(*args, output=output, **kwargs)
+
+    def _note_joined(self, tensors: Sequence[Tensor], dim: int = 0, *, output: Tensor) -> None:
+        """Note of how many parts the rows of a tensor are, where all of these are marked: none that every rank has."""
+        if all(x in self for x in tensors) and dim not in (-1, output.ndim - 1):
+            self.joined[output.shape[dim]] = len(tensors)
 
 
 class TorchFunctions(TorchFunctionMode):
@@ -136,15 +147,16 @@ class PlannedAttention:
         # Keys that no rank cut are the same bits on all: what they were computed of may have escaped the marks.
         bits = "" if own_keys else repr((key.double().sum().item(), value.double().sum().item()))
         rows = query.shape[-2], key.shape[-2]
-        of_ranks = self._host.sequence.transport.values_of_all([name, query in marks, own_keys, bits, *rows])
+        facts = [name, query in marks, own_keys, bits, *rows, marks.joined.get(rows[1], 1)]
+        of_ranks = self._host.sequence.transport.values_of_all(facts)
         if len({tuple(facts[:4]) for facts in of_ranks}) > 1:
             raise UserError(
                 f"{name} attends to other keys on some ranks, though the plan does not cut them: correct it"
             )
         if not own_keys:
             return Followed("here", rows)
-        queries, keys = ([facts[n] for facts in of_ranks] for n in (4, 5))
-        segments = segments_of(self._host.sequence, keys)
+        queries, keys, joined = ([facts[n] for facts in of_ranks] for n in (4, 5, 6))
+        segments = segments_of(self._host.sequence, keys, min(joined))
         if not segments:
             told = ", ".join(f"{one.tokens} {one.name}" for one in self._host.sequence.segments)
             raise UserError(
@@ -183,7 +195,7 @@ class PlannedAttention:
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Keys and values of all ranks, and their masks where these are a shard's."""
         sequence, mask = self._host.sequence, call.get("attn_mask")
-        shares = _sums(sequence.shares(one.name) for one in found.segments)
+        shares = _sums(one.shares(sequence.topology) for one in found.segments)
         k_BHSD, v_BHSD = (sequence.gather_rows(x, shares, 2, *COUNTED) for x in (k_BHLD, v_BHLD))
         if mask is not None and mask.shape[-1] == found.rows[1] != sum(shares):
             mask = sequence.gather_rows(mask, shares, mask.ndim - 1, *COUNTED)
@@ -197,7 +209,7 @@ class PlannedAttention:
             return {}, None
         keys_BL, queries_BL = _of_keys_and_queries(name, mask, batch, found.rows)
         sequence = self._host.sequence
-        of_segments = [sequence.shares(one.name) for one in found.segments]
+        of_segments = [one.shares(sequence.topology) for one in found.segments]
         # Layers often share one mask. It is kept, so that no other one can have its memory meanwhile.
         told = mask.data_ptr(), mask.shape, mask.stride(), mask._version, found.segments
         if self._mask is None or self._mask[0] != told:
@@ -225,12 +237,15 @@ def _out_of_groups(x_BLHD: Tensor, groups: int) -> Tensor:
     return x_BLHD.view(groups, B // groups, L, H, D).permute(1, 3, 0, 2, 4).reshape(B // groups, H * groups, L, D)
 
 
-def segments_of(sequence: Any, rows: Sequence[int]) -> Segments:
-    """The segments of which every rank has so many rows; none where there are no such."""
-    for number in range(1, len(sequence.segments) + 1):
-        for some in combinations(sequence.segments, number):
-            if _sums(sequence.shares(one.name) for one in some) == list(rows):
-                return some
+def segments_of(sequence: Any, rows: Sequence[int], joined: int = 1) -> Segments:
+    """Return the segments of which every rank has so many rows; none where there are no such. joined: how many they are
+    where the same number of tokens may be there several times: a text's that are as many as an image's."""
+    all_of = sequence.segments
+    one_each = (some for number in range(1, len(all_of) + 1) for some in combinations(all_of, number))
+    several = combinations_with_replacement(all_of, joined) if joined > 1 else ()
+    for some in chain(one_each, several):
+        if _sums(one.shares(sequence.topology) for one in some) == list(rows):
+            return tuple(replace(one, name=f"{one.name} {n}") if one in some[:n] else one for n, one in enumerate(some))
     return ()
 
 

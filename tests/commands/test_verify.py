@@ -9,6 +9,7 @@ from tiny_pipelines import TEXT_WIDTH, sd3_pipeline, wan_pipeline
 
 import cocodiff
 from cocodiff.cli.main import main
+from cocodiff.cli.verify import load
 from cocodiff.config.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
@@ -29,6 +30,25 @@ def test_a_transformer_with_the_arguments_of_a_call(wan, capsys):
     assert shown[0].startswith("WanTransformer3DModel: 2 calls, against one process; rounding explains ")
     assert shown[1].split() == ["ranks", "setting", "outcome", "error", "same", "bits", "why"]
     assert len(shown) == 12 and shown[-1] == "WanTransformer3DModel: exact"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_model_is_loaded_in_the_dtype_in_which_it_is_stored(tmp_path, dtype):
+    """Not in float32, which is another model than users run, of twice the size."""
+    PLANNED["cogvideox"].model().to(dtype).save_pretrained(tmp_path / "alone")
+    assert load(str(tmp_path / "alone")).dtype == dtype
+    pipe = sd3_pipeline()
+    pipe.transformer.to(dtype)
+    pipe.save_pretrained(tmp_path / "pipeline")
+    found = load(str(tmp_path / "pipeline"))
+    assert found.transformer.dtype == found.vae.dtype == dtype
+
+
+def test_a_call_is_made_in_the_models_dtype(tmp_path):
+    PLANNED["cogvideox"].model().bfloat16().save_pretrained(tmp_path / "model")
+    torch.save(PLANNED["cogvideox"].call(), tmp_path / "call.pt")
+    words = ["verify", "--model", str(tmp_path / "model"), "--inputs", str(tmp_path / "call.pt"), "--ranks", "2"]
+    assert main(words) == 0
 
 
 def test_a_class_without_a_plan(tmp_path, capsys):

@@ -19,6 +19,7 @@ from cocodiff.comm.health import CALL
 from cocodiff.comm.trace import Trace
 from cocodiff.comm.transport import LaneFuture, Part, Transport
 from cocodiff.config.machine import Topology
+from cocodiff.engine.absent import WITHOUT_VALUES, functions_named
 from cocodiff.engine.guidance import PARTS, SequenceOf, Sharing
 from cocodiff.models.adapter import tensors_in
 from cocodiff.topology.axes import Axes
@@ -208,19 +209,10 @@ class Awaited(Tensor):
         return func(*args, **kwargs)
 
 
-def _functions(*names: str) -> set[Any]:
-    """The methods of these names, and the functions of torch."""
-    return {getattr(of, name) for name in names for of in (Tensor, torch) if hasattr(of, name)}
-
-
-PROPERTIES = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_cuda", "is_xpu", "is_cpu", "nbytes")
-WITHOUT_VALUES = frozenset(
-    {getattr(Tensor, name).__get__ for name in PROPERTIES}
-    | _functions("size", "dim", "stride", "numel", "element_size", "is_floating_point", "is_complex", "is_contiguous")
-    | {Tensor.__len__}
-)
 VIEWS = frozenset(
-    _functions("chunk", "split", "narrow", "select", "unbind", "view", "transpose", "permute", "squeeze", "unsqueeze")
+    functions_named(
+        "chunk", "split", "narrow", "select", "unbind", "view", "transpose", "permute", "squeeze", "unsqueeze"
+    )
     | {Tensor.__getitem__}
 )
 
