@@ -199,7 +199,7 @@ class SplitWeights:
         if self._lost:
             raise UserError(self._lost)
         block = self._blocks[number]
-        check_agreement({"use of the shared weights": block.name}, self._sharing)
+        check_agreement({"use of the shared weights": block.name}, self._sharing, "shared weights")
         block.fill(self._tensors_of_all(block, self._group, "weights"))
         block.whole, self._all_are_split = True, False
 

@@ -202,10 +202,8 @@ def find_tasks(values: dict[str, Any], unmasked: str | None = None) -> list[Any]
             if any(mask.name == task.mask.name for task in tasks if task.stack is stack):
                 raise UserError(f"--mask {word}: two masks are called {mask.name}: rename file {number + 1}")
             scale = intensity_range(stack, mask, progress, given)
-            known = truth or (None if mask.from_file else stack)
-            known = known and known.as_truth()
-            if truth is not None:
-                known = compared(known, stack, mask, scale, progress)
+            known = None if mask.from_file else stack.as_truth()
+            known = known if truth is None else compared(truth.as_truth(), stack, mask, scale, progress)
             volume, mask = volume_of(values, stack, mask)
             files, steps = FileNames(stack.name, mask.name), values.get("steps", 0)
             tasks.append(Task(stack, mask, scale, known, files, volume=volume, steps=steps))
