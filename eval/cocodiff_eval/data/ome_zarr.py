@@ -172,9 +172,8 @@ def _metadata(
     details = {"path": path, "store": store, "inner": inner, "image": image, "lead": lead}
     details |= {"levels": _level_shapes(node, image), "level": image["datasets"][0]["path"] if image else ""}
     declared = _declared(array, path, bool(image))
-    remarks = kept_alone(voxels, alone + describe(declared, SCALES)) + filled(
-        voxels, there, array.shape, stored, array.fill_value
-    )
+    alone += describe(declared, SCALES)
+    remarks = kept_alone(voxels, alone) + filled(voxels, there, array.shape, stored, array.fill_value)
     names, text = "".join(axis["name"] for axis in axes), str(attributes.get("description", ""))
     return Metadata("zarr", names, size, unit, text, _byteorder(array), plain(kept), details, remarks, declared)
 
