@@ -104,7 +104,7 @@ def _save(array: Any, path: Path) -> None:
 
     from cocodiff.jobs.declared import describe, find_missing, read_declared
 
-    attributes, missing = getattr(array, "attrs", None), 0
+    about, missing = getattr(array, "attrs", None), 0
     what, as_mask = f"restore: {path.stem} is a {type(array).__name__}", path.stem == "mask"
     try:
         if not isinstance(getattr(array, "dtype", None), np.dtype):
@@ -117,8 +117,7 @@ def _save(array: Any, path: Path) -> None:
         raise UserError(f"{what}: give {wanted} as [Z, Y, X], or [Y, X] of a slice, and none that a MaskedArray hides")
     if any(side != side for side in array.shape):  # NaN
         raise UserError(f"{what} of unknown length: give {path.stem}.compute(), or call compute_chunk_sizes() before")
-    given = attributes if isinstance(attributes, Mapping) and not as_mask else {}
-    declared = read_declared(given, array.dtype, what)
+    declared = read_declared(about if isinstance(about, Mapping) and not as_mask else {}, array.dtype, what)
     dtype, shape = np.dtype(np.uint8) if as_mask else array.dtype, tuple(map(int, array.shape))
     saved = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
     for piece in _pieces(array):

@@ -20,9 +20,9 @@ Declared = Mapping[str, list[float]]  # numbers by the name of the attribute, as
 
 
 def read_declared(attributes: Mapping[str, Any], dtype: np.dtype, path: str) -> Declared:
-    """Return the numbers of the attributes that say something of the values, by name. "true" is 1; one that is no
-    number is NaN, and an attribute without a number is left out. Raises UserError for integers of a type that are to be
-    read with a sign, or without one, unlike it."""
+    """Return the numbers of the attributes that say something of the values, by name: of each those before
+    the first that is no number, and none of an attribute that has only NaN. "true" is 1. Raises UserError for integers
+    of a type that are to be read with a sign, or without one, unlike it."""
     found = {name: _numbers(attributes[name]) for name in (*SCALES, *OF_VOXELS) if name in attributes}
     if [found.get("_Unsigned"), dtype.kind] in ([[1], "i"], [[0], "u"]):
         raise UserError(f"{path}: values of type {dtype} and the attribute _Unsigned; save them as this says")
@@ -30,14 +30,14 @@ def read_declared(attributes: Mapping[str, Any], dtype: np.dtype, path: str) -> 
 
 
 def _numbers(value: Any) -> list[float]:
-    found = [float("nan")] * np.size(value)
-    for place, one in enumerate(np.ravel(value).tolist()):
-        text = one.decode(errors="replace") if isinstance(one, bytes) else str(one)
-        with suppress(ValueError, TypeError, struct.error):
+    found = list[float]()
+    with suppress(ValueError, TypeError, struct.error):
+        for one in np.ravel(value).tolist():
+            text = one.decode() if isinstance(one, bytes) else str(one)
             if text.endswith("="):  # as xarray writes floats in Zarr v3
                 one = struct.unpack("<d", base64.b64decode(text))[0]
             one = {"true": 1, "false": 0}.get(text.lower(), one)
-            found[place] = one if isinstance(one, int) else float(one)
+            found.append(one if isinstance(one, int) else float(one))
     return found
 
 

@@ -286,7 +286,8 @@ def nodata(folder: Path, voxels: np.ndarray, chance: random.Random) -> Given:
     declared = declare(voxels, chance, ("_FillValue",))
     while declared.stored.dtype.itemsize > 4:
         declared = declare(voxels, chance, ("_FillValue",))
-    value = f"{declared.attributes['_FillValue']:.9g}"
+    fill = declared.attributes["_FillValue"]
+    value = f"{fill:.9g}" if fill.dtype.kind == "f" else str(fill)
     tags = [(42113, 2, 0, value.encode(), False)]
     tifffile.imwrite(folder / "scan.tif", declared.stored, extratags=tags, photometric="minisblack", metadata=None)
     return declared.given(folder / "scan.tif", kind=f"GDAL_NODATA {declared.kind}")

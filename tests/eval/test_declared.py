@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 import struct
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,7 +89,14 @@ def test_missing_voxels_are_no_intensities(tmp_path: Path, kind: str, name: str)
     "about",
     [
         {"_FillValue": 65535, "missing_value": [-9999.0, 70000], "valid_range": [7, 3000]},
-        {"_FillValue": "none", "missing_value": encoded(np.nan), "valid_min": np.nan, "_Unsigned": "true"},
+        {
+            "_FillValue": "none",
+            "valid_max": [],
+            "scale_factor": "",
+            "missing_value": encoded(np.nan),
+            "valid_min": np.nan,
+            "_Unsigned": "true",
+        },
         {"units": "7", "fill_value": 7, "actual_range": [1000, 2000]},
     ],
 )
@@ -236,3 +244,39 @@ def test_arrays_of_a_program(tmp_path: Path) -> None:
     for name in ("volume", "mask"):  # as of Dask, after a selection by values
         with pytest.raises(UserError, match=rf"{name} is a \w+ of unknown length: give {name}\.compute\(\)"):
             _save(unknown, tmp_path / f"{name}.npy")
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("file:///data/scan.tif", "is an address; name a file of this machine by its path"),
+        ("s3://bucket/*.tif", "is an address"),
+        ("https://host/scan.zarr", "is an address"),
+        ("~/scan.tif", r"no shell has replaced the ~; name it as /.*/scan\.tif"),
+        ("~/*.tif", "no shell has replaced the ~"),
+        ("scan.zarr.zip", r"is an archive; unpack it \(unzip scan\.zarr\.zip -d FOLDER\)"),
+        ("zipped.zarr", "is an archive"),
+        ("arrays.npz", "is an archive"),
+        ("scan.zarr.zip:/0", r"scan\.zarr\.zip is a file; only HDF5 has datasets in it, as scan\.h5:/data"),
+        ("scan.h5/vol", r"scan\.h5 is a file; only HDF5 has"),
+        ("scan.tif:/vol", r"scan\.tif is a file"),
+    ],
+)
+def test_paths_of_other_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, said: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    np.savez("arrays.npz", voxels())
+    for name in ("scan.zarr.zip", "zipped.zarr"):
+        Path(name).write_bytes(Path("arrays.npz").read_bytes())
+    for name in ("scan.h5", "scan.tif"):
+        Path(name).touch()
+    with pytest.raises(UserError, match=f"^{re.escape(path)}: .*{said}"):
+        open_stack(path)
+
+
+def test_colons_and_slashes_of_other_tools(tmp_path: Path) -> None:
+    path = write(tmp_path, "h5", voxels(), {}).removesuffix(":/vol")
+    store = write(tmp_path, "zarr2", voxels(), {}).removesuffix(":/vol")
+    for one in (f"{path}::/vol", f"{path}:vol", f"{store}::/vol", f"{store}/vol"):
+        np.testing.assert_array_equal(open_stack(one).read(2), voxels()[2])
+    with pytest.raises(UserError, match=r"scan\.h5: name the dataset as .*scan\.h5:/path; it holds /vol"):
+        open_stack(f"{path}/")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -356,3 +358,58 @@ def test_names_of_frames(make: Callable[..., str]) -> None:
     with result_of(make(fill) + ":/scan", Region((1, 0, 0), (4, 20, 20))) as new:
         assert {*new} == {"scan", "last", "again"} and {*new["again"]} == {f"a_{number}.tif" for number in (1, 2, 3)}
         np.testing.assert_array_equal(new["last"], IMAGE[None] + 1003)
+
+
+def paths_of(group: h5py.Group, depth: int = 3) -> dict[str, h5py.Group | h5py.Dataset]:
+    """Every path of so many names, through links of any kind."""
+    found = {}
+    for name in group:
+        if (node := group.get(name)) is None:  # a link to nothing
+            continue
+        found[name] = node
+        if depth > 1 and isinstance(node, h5py.Group):
+            found |= {f"{name}/{inner}": one for inner, one in paths_of(node, depth - 1).items()}
+    return found
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_generated_links(make: Callable[..., str], seed: int) -> None:
+    """Groups and datasets of any names, links of any kind to any of them: h5py finds the same in input and result."""
+    chance = random.Random(seed)
+
+    def fill(file: h5py.File) -> None:
+        groups, nodes = ["/"], list[str]()
+        for number in range(12):
+            within, name = chance.choice(groups).rstrip("/"), f"{chance.choice('abc')}{number}"
+            path, kind = f"{within}/{name}", chance.choice(["group", "data", "hard", "soft", "external", "attribute"])
+            if kind == "group":
+                groups.append(file.create_group(path).name)
+            elif kind == "data" or not nodes:
+                file[path] = IMAGE + number
+                nodes.append(path)
+            elif kind == "hard":
+                file[path] = file[chance.choice([*nodes, *groups])]
+            elif kind == "attribute":
+                file[within or "/"].attrs[name] = number
+            else:
+                link = {"soft": h5py.SoftLink, "external": lambda other: h5py.ExternalLink("in.h5", other)}[kind]
+                file[path] = link(chance.choice([*nodes, *groups, "/nowhere"]))
+
+    path = make(fill)
+    with h5py.File(path) as old:
+        found = paths_of(old)
+        chosen = chance.choice([name for name, node in found.items() if isinstance(node, h5py.Dataset)])
+        with result_of(f"{path}:/{chosen}", follow_links=chance.random() < 0.5) as new:
+            made = paths_of(new)
+            assert {*made} == {*found}
+            for name, node in found.items():
+                assert dict(made[name].attrs) == dict(node.attrs)
+                if isinstance(node, h5py.Dataset):
+                    np.testing.assert_array_equal(made[name], node[:] + 1000 * (node == old[chosen]))
+            above = [old, *(old["/".join(chosen.split("/")[:count])] for count in range(1, chosen.count("/") + 1))]
+            if any(one == other for one, other in combinations(above, 2)):  # named through a circle
+                return
+            pairs = [*combinations(found, 2)]
+            assert [
+                pair for pair in pairs if (made[pair[0]] == made[pair[1]]) != (found[pair[0]] == found[pair[1]])
+            ] == []

@@ -482,7 +482,7 @@ def _is_kept(node: Any, old: Any, restored: Collection[Any]) -> bool:
 
 def _copy_attributes(old: Any, new: Any, without: Collection[str] = ()) -> None:
     """Copy all attributes but some, and but references to objects, which mean nothing in another file."""
-    for name in {*old.attrs} - {*without}:
+    for name in [name for name in old.attrs if name not in without]:
         with contextlib.suppress(TypeError, ValueError, OSError):  # types that h5py has not
             value = old.attrs[name]
             if h5py.check_ref_dtype(getattr(value, "dtype", np.dtype("u1"))) is None and not _holds_references(value):

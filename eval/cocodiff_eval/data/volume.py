@@ -304,9 +304,7 @@ def check_file(file: str) -> None:
     except (FileNotFoundError, NotADirectoryError):
         parts = (Path(file.partition(":")[0]), *Path(file).parents)
         if whole := next((str(one) for one in parts if one.is_file()), ""):
-            raise UserError(
-                f"{file}: {whole} is a file; datasets in a file are those of HDF5, as scan.h5:/data"
-            ) from None
+            raise UserError(f"{file}: {whole} is a file; only HDF5 has datasets in it, as scan.h5:/data") from None
         raise UserError(f"{file}: no such file; check the path (relative paths start at {Path.cwd()})") from None
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}; check the path") from error
