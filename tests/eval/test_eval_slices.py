@@ -79,7 +79,8 @@ def test_stacks_of_any_shape(tmp_path: Path, n: int, rows: int, columns: int, bi
 @pytest.mark.parametrize("shape", [(20, 33), (3, 20, 33)])
 def test_kinds_of_tiff(tmp_path: Path, options: dict, shape: tuple[int, ...]) -> None:
     expected = voxels(shape, "uint16")
-    tifffile.imwrite(tmp_path / "in.tif", expected, photometric="minisblack", **options)
+    axes = {"axes": "ZYX"[-len(shape) :]}  # without which tifffile takes ImageJ's slices for channels
+    tifffile.imwrite(tmp_path / "in.tif", expected, photometric="minisblack", metadata=axes, **options)
     assert_holds(open_stack(str(tmp_path / "in.tif")), expected)
 
 

@@ -418,8 +418,8 @@ def test_what_mrc_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (tmp_path / "none.mrc").write_bytes(b"no MRC file")
     with pytest.raises(UserError, match=r"none\.mrc: not a readable MRC file"):
         open_volume(str(tmp_path / "none.mrc"))
-    with pytest.raises(UserError, match=r"MRC files hold no uint8: choose another --format"):
-        restored(open_volume(write_npy(tmp_path, voxels(dtype="uint8"), "<")), "mrc", tmp_path)
+    with pytest.raises(UserError, match=r"MRC files hold no uint32: choose another --format"):
+        restored(open_volume(write_npy(tmp_path, voxels(dtype="uint32"), "<")), "mrc", tmp_path)
     with mrcfile.new(tmp_path / "turned.mrc", voxels(dtype="int16")) as file:
         file.header.mapc, file.header.maps = 3, 1
     with pytest.raises(UserError, match="not in the order of sections, rows, columns"):

@@ -73,12 +73,13 @@ def test_bytes_have_the_sign_that_their_header_tells(
     assert np.array_equal(as_imod(result), volume) and mrcfile.validate(result)
 
 
-def test_four_bits_and_new_signed_bytes(tmp_path: Path) -> None:
+def test_four_bits_and_bytes_of_other_formats(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"scan\.mrc: each byte holds two values of 4 bits; save it as 16 bit"):
         open_volume(str(write(tmp_path / "scan.mrc", voxels(dtype="uint8"), imod=(STAMP, 16))))
-    volume = voxels(dtype="int8")
-    result = restored(open_volume(write_hdf5(tmp_path, volume, "<")), "mrc", tmp_path).path
-    assert np.array_equal(as_imod(result), volume)
+    for dtype in ("int8", "uint8"):  # a mask that was made is of uint8
+        volume = voxels(dtype=dtype)
+        result = restored(open_volume(write_hdf5(tmp_path, volume, "<")), "mrc", tmp_path).path
+        assert np.array_equal(as_imod(result), volume) and np.array_equal(mrcfile.read(result), volume)
 
 
 @pytest.mark.parametrize("order", "<>")

@@ -79,7 +79,7 @@ def write_mrc(new: NewVolume) -> None:
     bytes have a sign, so it is told. Bytes without sign, which MRC2014 has not, become uint16.
     """
     metadata, of_mrc = new.metadata, new.metadata.kind == "mrc"
-    if of_mrc and new.dtype == np.uint8:
+    if new.dtype == np.uint8:
         new = replace(new, dtype=np.dtype(np.uint16))
     if new.dtype.name not in MODES:
         raise UserError(f"{new.path}: MRC files hold no {new.dtype.name}: choose another --format")
