@@ -172,7 +172,7 @@ def check_dimensions(
         with h5py.File(result.path) as h5:  # xarray takes scales by their length where none is attached
             attached = [[Path(one.name).name for one in axis.values()] for axis in h5[group][variable].dims]
         if attached != [[name] for name in names]:
-            return "" if result.told("scale|dimension|coordinate") else f"the axes have the scales {attached}"
+            return "" if result.told("coordinate|dimension|scales ") else f"the axes have the scales {attached}"
         try:
             with xarray.open_dataset(result.path, engine="h5netcdf", group=group, decode_cf=False) as found:
                 if found[variable].dims != names:
@@ -181,7 +181,7 @@ def check_dimensions(
                     if name in coordinates and not np.array_equal(found[name].values, coordinates[name][part]):
                         return f"coordinates of {name} are others"
         except (ValueError, KeyError) as error:
-            return "" if result.told("scale|dimension|coordinate") else f"xarray cannot read it: {str(error)[:90]}"
+            return "" if result.told("coordinate|dimension|scales ") else f"xarray cannot read it: {str(error)[:90]}"
         return ""
 
     return check
@@ -286,7 +286,8 @@ def nodata(folder: Path, voxels: np.ndarray, chance: random.Random) -> Given:
     declared = declare(voxels, chance, ("_FillValue",))
     while declared.stored.dtype.itemsize > 4:
         declared = declare(voxels, chance, ("_FillValue",))
-    value = f"{declared.attributes['_FillValue']:.9g}"
+    fill = declared.attributes["_FillValue"]
+    value = f"{fill:.9g}" if fill.dtype.kind == "f" else str(fill)
     tags = [(42113, 2, 0, value.encode(), False)]
     tifffile.imwrite(folder / "scan.tif", declared.stored, extratags=tags, photometric="minisblack", metadata=None)
     return declared.given(folder / "scan.tif", kind=f"GDAL_NODATA {declared.kind}")
