@@ -222,7 +222,7 @@ def test_rank_0_is_not_blamed_where_it_may_have_waited_for_another(capsys: pytes
     ids=lambda value: value.kind if isinstance(value, End) else "",
 )
 def test_the_line_of_a_loss_is_read_as_it_was_meant(capsys: pytest.CaptureFixture[str], end: End, reason: str) -> None:
-    assert _report({0: _end_of(PeerLost(1, "died")), 1: end}, 2, "0 of 4 slices are kept: go on with --resume") == 1
+    assert _report({0: End("done"), 1: end}, 2, "0 of 4 slices are kept: go on with --resume") == 1
     lost = read_loss(capsys.readouterr().err + "cocodiff: a later line\n")
     assert lost is not None and (lost.rank, lost.reason) == (1, reason)
 
