@@ -80,8 +80,9 @@ def restore(
     are as good as the command's 50 (docs/inpainting.md). ranks: of this host, each of which restores slices of its own
     as far as there are enough. progress: shows a bar. options: further ones of `cocodiff inpaint`, as seed=1.
 
-    Raises UserError for what cannot be restored, in a line; PeerLost where a rank dies; RuntimeError where a job fails
-    otherwise. Nothing is left in any case, a KeyboardInterrupt included.
+    Raises UserError for what cannot be restored, in a line; PeerLost where a rank is killed, fails, is stopped or falls
+    silent; RuntimeError where a job fails otherwise. Nothing is left in any case, a KeyboardInterrupt included; where
+    this process is killed, its job ends and removes the folder.
     """
     unknown = sorted({*options} & {*DECIDED.split()})
     if unknown:
