@@ -74,7 +74,7 @@ check_venv() {
     [ -z "${DRY_RUN:-}" ] || return 0
     [ -x "$VENV/bin/cocodiff" ] || fail "no cocodiff in $VENV: make the environment as docs/aurora.md says, or set VENV"
     # The machine's own MPI must be the one that mpi4py finds.
-    if [ "$LAUNCHER" = pals ] && "$VENV/bin/python" -m pip show -q impi-rt 2>/dev/null; then
+    if [ "$LAUNCHER" = pals ] && "$VENV/bin/pip" show -q impi-rt 2>/dev/null; then
         fail "impi-rt of PyPI is in $VENV, mpi4py would take it for this machine's MPI: $VENV/bin/pip uninstall impi-rt"
     fi
 }
@@ -133,6 +133,8 @@ lies_in() {
 # developer reference and MPICH's Hydra page; Slurm's srun(1) and PyTorch's page on torchrun.
 start_ranks() {
     local ranks=$((NODES * RANKS_PER_NODE)) more=() bind=()
+    # python -m would import what lies in the working folder, such as a random.py.
+    local torchrun='import sys; sys.path.pop(0); from torch.distributed.run import main; main()'
     read -r -a more <<<"${MPIEXEC_FLAGS:-}"
     if [ -n "${CPU_BIND:-}" ]; then bind=("--cpu-bind=verbose,list:$CPU_BIND"); fi
     case $LAUNCHER in
@@ -146,8 +148,9 @@ start_ranks() {
             ;;
         srun)
             run srun --nodes="$NODES" --ntasks="$NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 ${more[@]+"${more[@]}"} \
-                "$VENV/bin/python" -m torch.distributed.run --nnodes="$NODES" --nproc-per-node="$RANKS_PER_NODE" \
-                --rdzv-backend=c10d --rdzv-endpoint="$MEETING" --rdzv-id="${SLURM_JOB_ID:-job}" -m cocodiff "$@"
+                "$VENV/bin/python" -c "$torchrun" --nnodes="$NODES" --nproc-per-node="$RANKS_PER_NODE" \
+                --rdzv-backend=c10d --rdzv-endpoint="$MEETING" --rdzv-id="${SLURM_JOB_ID:-job}" \
+                --no-python "$VENV/bin/cocodiff" "$@"
             ;;
         emulate) run "$VENV/bin/cocodiff" emulate --machine "$MACHINE" --nodes "$NODES" --scale "$SCALE" -- cocodiff "$@" ;;
         *) fail "LAUNCHER=$LAUNCHER: choose pals, hydra, srun or emulate" ;;

@@ -101,9 +101,9 @@ def test_other_clusters(tmp_path):
     pbs = dry_run(LAUNCH / "generic.pbs", VENV="/venv")[-1]
     assert pbs.startswith("mpiexec -genvall -n 24 -ppn 12 -f PBS_NODEFILE /venv/bin/cocodiff inpaint ")
     slurm = dry_run(LAUNCH / "slurm.sbatch", VENV="/venv")[-1]
-    assert slurm.startswith("srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1 /venv/bin/python -m ")
-    assert "torch.distributed.run --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d" in slurm
-    assert " -m cocodiff inpaint " in slurm
+    assert slurm.startswith("srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1 /venv/bin/python -c ")
+    assert " --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d" in slurm
+    assert " --no-python /venv/bin/cocodiff inpaint " in slurm
 
 
 def fake(path: Path, body: str) -> None:
@@ -130,7 +130,7 @@ def job(tmp_path: Path, weights: str = "model", **fakes: str) -> subprocess.Comp
         + fakes.get("mpiexec", "true"),
     )
     fake(tmp_path / "venv/bin/cocodiff", "true")
-    fake(tmp_path / "venv/bin/python", fakes.get("python", "exit 1"))
+    fake(tmp_path / "venv/bin/pip", fakes.get("pip", "exit 1"))
     environment = clean_environment(
         PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}",
         VENV=str(tmp_path / "venv"),
@@ -186,7 +186,7 @@ true"""
     fake(tmp_path / "bin/module", "true")
     fake(tmp_path / "bin/mpiexec", ends)
     fake(tmp_path / "venv/bin/cocodiff", f'echo "$*" >>"{record}"')
-    fake(tmp_path / "venv/bin/python", "exit 1")
+    fake(tmp_path / "venv/bin/pip", "exit 1")
     words = {"MODELS": "sd3.5", "SIZES": "768", "VENV": str(tmp_path / "venv"), "NODES": "1", "OUT": "out"}
     environment = clean_environment(
         PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}", PBS_O_WORKDIR=str(tmp_path), **words
@@ -255,7 +255,7 @@ def test_a_fault_that_doctor_finds_ends_the_job(tmp_path):
 
 
 def test_an_environment_with_an_mpi_of_its_own_is_refused(tmp_path):
-    done = job(tmp_path, python="true")  # pip show finds impi-rt
+    done = job(tmp_path, pip="true")  # pip show finds impi-rt
     assert done.returncode == 1 and "impi-rt of PyPI" in done.stderr and not (tmp_path / "record").exists()
 
 

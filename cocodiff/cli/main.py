@@ -12,7 +12,7 @@ from cocodiff import __version__
 from cocodiff.comm.launch import Launch, detect
 from cocodiff.comm.presence import Presence
 from cocodiff.config.errors import OwnRankError, UserError, check_choice
-from cocodiff.jobs.terminal import stop_writing
+from cocodiff.jobs.terminal import open_streams, stop_writing
 
 MODULES = {  # of subcommands that are no module of this package by their own name
     **{name: f"cocodiff_eval.cli.{name}" for name in ("inpaint", "generate", "train", "sweep")},
@@ -37,7 +37,8 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a subcommand and returns its exit code; 141 where nobody reads the output any more, as after SIGPIPE."""
+    """Run a subcommand and return its exit code; 141 where nobody reads the output any more, as after SIGPIPE."""
+    open_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal that has not all letters of a file's name shows others
             stream.reconfigure(errors="backslashreplace")

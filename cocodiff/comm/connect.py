@@ -402,7 +402,7 @@ def _finish_mpi(health: Health, limit_s: float) -> None:
     try:
         health.check()
     except Exception:
-        sys.stdout.flush()
+        print(end="", flush=True)  # to stdout, which may be closed
         health.leave()
         os._exit(1)
     # Ranks that failed after this one had left never come, and MPI_Finalize lets no Python thread run meanwhile.

@@ -105,6 +105,12 @@ def emulated() -> dict[str, Any]:
         raise UserError(f"{found}: cocodiff emulate alone sets it: unset it") from error
 
 
+def python_words(code: str) -> list[str]:
+    """Return the command that runs a line of Python. `python -m` would import files of the working folder, such as a
+    random.py, in place of the library's."""
+    return [sys.executable, "-c", f"import sys; sys.path[0] or sys.path.pop(0); {code}"]
+
+
 def find_mpiexec() -> str | None:
     """The mpiexec of the MPI that mpi4py loads: this environment's own, else the system's."""
     own = Path(sys.prefix) / "bin" / "mpiexec"

@@ -12,11 +12,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, product
 from pathlib import Path
@@ -24,12 +25,13 @@ from typing import TYPE_CHECKING, Any
 
 from cocodiff.comm.launch import without_launcher
 from cocodiff.config.errors import PeerLost, UserError
+from cocodiff.jobs.children import STOP_S, dependent_words
 from cocodiff.jobs.journal import PARTIAL, Journals
+from cocodiff.jobs.ranks import read_loss
 
 if TYPE_CHECKING:
     import numpy as np
 
-LAST_S = 10.0  # what a job that is asked to stop may take
 SAID = 2000  # characters of what a job that failed has said
 DECIDED = "input mask out preset format quiet keep_samples overwrite resume config dry_run"
 
@@ -78,15 +80,16 @@ def restore(
     are as good as the command's 50 (docs/inpainting.md). ranks: of this host, each of which restores slices of its own
     as far as there are enough. progress: shows a bar. options: further ones of `cocodiff inpaint`, as seed=1.
 
-    Raises UserError for what cannot be restored, in a line; PeerLost where a rank dies; RuntimeError where a job fails
-    otherwise. Nothing is left in any case, a KeyboardInterrupt included.
+    Raises UserError for what cannot be restored, in a line; PeerLost where a rank is killed, fails, is stopped or falls
+    silent; RuntimeError where a job fails otherwise. Nothing is left in any case, a KeyboardInterrupt included; where
+    this process is killed, its job ends and removes the folder.
     """
     unknown = sorted({*options} & {*DECIDED.split()})
     if unknown:
         raise UserError(f"restore: {', '.join(unknown)} cannot be given: the function decides it")
     if not isinstance(preset, str) or "," in preset:
         raise UserError(f"restore: preset is {preset!r}: give the name of one")
-    with tempfile.TemporaryDirectory(prefix="cocodiff-restore-") as name:
+    with tempfile.TemporaryDirectory(prefix="cocodiff-restore-") as name, _started(Path(name)) as job:
         folder = Path(name)
         _save(volume, folder / "volume.npy")
         _save(mask, folder / "mask.npy")
@@ -94,7 +97,7 @@ def restore(
         given = {"samples": samples, "axes": axes, "model": model, "steps": steps, "ranks": ranks, "preset": preset}
         words = ["inpaint", "--input", str(folder / "volume.npy"), "--mask", str(folder / "mask.npy")]
         words += ["--out", str(out), "--quiet", "--keep_samples", *_words({"exact": False} | given | options)]
-        _run(words, out, progress)
+        _run(job, words, out, progress)
         return _read(out, preset)
 
 
@@ -151,32 +154,40 @@ def _words(options: dict[str, Any]) -> list[str]:
     return words
 
 
-def _run(words: Sequence[str], out: Path, progress: bool) -> None:
-    """The job to its end."""
-    with (out.parent / "said").open("w+") as said:
-        command, environment = [sys.executable, "-m", "cocodiff", *words], without_launcher(os.environ)
-        job = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=environment)
+@contextmanager
+def _started(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """The process of a job, which waits for its options on stdin; what it says is in the file `said` of the folder. It
+    is started before the folder holds a volume, as it removes the folder where this process is killed."""
+    command, environment = dependent_words("main(json.load(sys.stdin))", str(folder)), without_launcher(os.environ)
+    with (folder / "said").open("w") as said:
+        job = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=said, stderr=said, env=environment, text=True)
+    try:
+        yield job
+    except BaseException:
+        job.terminate()
         try:
-            _watch(job, out, progress)
-        except BaseException:
-            job.terminate()
-            try:
-                job.wait(LAST_S)
-            except subprocess.TimeoutExpired:
-                job.kill()
-                job.wait()
-            raise
-        said.seek(0)
-        text = said.read()
+            job.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            job.kill()
+            job.wait()
+        raise
+
+
+def _run(job: subprocess.Popen[str], words: Sequence[str], out: Path, progress: bool) -> None:
+    """Run a job to its end. Raise as `restore`."""
+    assert job.stdin is not None
+    with suppress(BrokenPipeError), job.stdin:  # it may have been killed, which its exit code tells
+        job.stdin.write(json.dumps(words))
+    _watch(job, out, progress)
     if job.returncode:
-        raise _error(job.returncode, text, out.parent)
+        raise _error(job.returncode, (out.parent / "said").read_text(errors="replace"), out.parent)
 
 
-def _watch(job: subprocess.Popen[bytes], out: Path, progress: bool) -> None:
+def _watch(job: subprocess.Popen[str], out: Path, progress: bool) -> None:
     from tqdm.auto import tqdm
 
     journals = Journals(out / PARTIAL)
-    with tqdm(desc="restoring", unit="slice", disable=not progress, total=None) as bar:
+    with tqdm(desc="restoring", unit="slice", disable=not progress or sys.stderr is None) as bar:
         while True:
             with suppress(subprocess.TimeoutExpired):
                 job.wait(0.5)
@@ -188,17 +199,17 @@ def _watch(job: subprocess.Popen[bytes], out: Path, progress: bool) -> None:
 
 
 def _error(code: int, text: str, folder: Path) -> Exception:
-    """What a job has ended of, by what it has said last: of a mistake without its files and options."""
-    lines = [line.removeprefix("cocodiff: ") for line in text.splitlines() if line.startswith("cocodiff: ")]
-    last = lines[-1] if lines else text[-SAID:]
-    if code == 2:
-        last = re.sub(rf"{re.escape(str(folder))}/(volume|mask)\.npy", r"\1", last)
-        last = re.sub(r"(argument )?--(?=\w)", "", last.removesuffix("; see cocodiff inpaint --help"))
-        return UserError(f"restore: {last}")
-    lost = re.match(r"rank (\d+) (was killed by \w+|was stopped[^;]*|died[^;]*|fell silent[^;]*|is gone[^;]*)", last)
+    """Return the error for a job's exit code and output: of a mistake the line without its files and options."""
+    said = [line.removeprefix("cocodiff: ") for line in text.splitlines() if line.startswith("cocodiff: ")]
+    failed = RuntimeError(f"the restoration failed: {text[-SAID:]}")
+    if code == 2 and said:  # a later line may tell what is kept
+        line = re.sub(rf"{re.escape(str(folder))}/(volume|mask)\.npy", r"\1", said[0])
+        line = re.sub(r"(argument )?--(?=\w)", "", line.removesuffix("; see cocodiff inpaint --help"))
+        return UserError(f"restore: {line}")
+    lost = PeerLost(0, f"was killed by {signal.Signals(-code).name}") if code < 0 else read_loss(text)
     if lost is not None:
-        return PeerLost(int(lost[1]), lost[2])
-    return RuntimeError(f"the restoration failed: {text[-SAID:]}")
+        lost.__cause__ = failed  # a traceback may stand there
+    return lost or failed
 
 
 def _read(out: Path, preset: str) -> Restored:

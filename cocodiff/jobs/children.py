@@ -6,6 +6,7 @@ import ctypes
 import os
 import re
 import resource
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -13,10 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from cocodiff.comm.launch import python_words
 from cocodiff.config.errors import UserError
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # asked of the parent, they end all children
 
+STOP_S = 10.0  # for a job to end once it has been asked to
 PROC = Path("/proc")
 # Bytes of a CPU rank's own beside weights and activations, once a step has run. About half are pages of imports that
 # ranks share after a fork until Python counts references in them; the rest are connections' and lanes' buffers, kernels
@@ -67,12 +70,38 @@ def fork(job: Callable[[], int], on_terminate: Any) -> int:
         os._exit(code)
 
 
-def die_with_parent(parent: int) -> None:
-    """Linux: the kernel kills this process when its parent goes; also after it has become another program."""
+def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel (Linux) send this process a signal when its parent ends, also once it runs another program."""
     PR_SET_PDEATHSIG = 1
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
-        os._exit(1)  # it went before we asked
+        os.kill(os.getpid(), number)  # it went before we asked
+
+
+def dependent_words(call: str, folder: str = "") -> list[str]:
+    """Return the command that runs our command line in a process that ends with this one (`run_dependent`).
+
+    call: Python that calls `main`, and may use json and sys. folder: is removed where this process has ended first.
+    """
+    names = "import json; from cocodiff.cli.main import main; from cocodiff.jobs.children import run_dependent"
+    return python_words(f"{names}; sys.exit(run_dependent(lambda: {call}, {os.getpid()}, {folder!r}))")
+
+
+def run_dependent(call: Callable[[], int], parent: int, folder: str) -> int:
+    """Return the exit code of a call, which is interrupted when `parent`, the process that started this one, ends."""
+
+    def interrupt(*_: Any) -> None:
+        signal.alarm(int(STOP_S))  # kills this process: a library may have swallowed the interrupt
+        raise KeyboardInterrupt
+
+    try:
+        signal.signal(signal.SIGTERM, interrupt)
+        die_with_parent(parent, signal.SIGTERM)
+        return call()
+    finally:
+        signal.alarm(0)
+        if os.getppid() != parent and folder:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def signal_all(children: Iterable[int], number: signal.Signals) -> None:

@@ -5,12 +5,12 @@ diffusers fills gaps of a folder with random or absent values, and builds some s
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from inspect import signature, unwrap
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ LARGEST_SIZE, MOST_LAYERS, MOST_TIMESTEPS = 2**20, 1000, 10**6
 TRIAL_STEPS = 4
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 DTYPES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}  # safetensors' names and ours
+SCHEDULING = ("scale_noise", "scale_model_input", "init_noise_sigma")  # that pipelines ask of their schedulers
+MAKE_SIGMAS = {"linspace", "get_default_z_image_sigmas"}  # functions by which pipelines make sigmas for them
 PIXEL_BYTES = 4 * 3 * 4  # an image in float32, in three channels, while it is decoded and written: at least four times
 
 
@@ -116,6 +118,53 @@ def check_folder(folder: Path, index: Mapping[str, Any], parts: Sequence[str]) -
         raise UserError(f"{path}: num_train_timesteps is {timesteps!r}: a number from 1 to {MOST_TIMESTEPS} is needed")
 
 
+def check_scheduler(scheduler: Any, pipeline: Any, restores: bool, keeps: bool, model: str) -> None:
+    """Raise UserError for a scheduler with which a pipeline of this class fails, or makes wrong images.
+
+    restores: for restoring, where each step has to be one call of the transformer. keeps: for keeping known latents at
+    each step (`known_regions.py`), where `step` has to take the usual arguments.
+    """
+    config, name, problem = scheduler.config, pipeline.__name__, ""
+    typical = re.findall(r"\w+Scheduler", str(signature(pipeline.__init__).parameters["scheduler"].annotation))
+    called = {word for made in (pipeline.__call__, pipeline.prepare_latents) for word in unwrap(made).__code__.co_names}
+    absent = [word for word in SCHEDULING if word in called and not hasattr(scheduler, word)]
+    flow = config.get("use_flow_sigmas") and config.get("prediction_type") == "flow_prediction"
+    gives_sigmas = called & MAKE_SIGMAS and not (flow and "use_flow_sigmas" in called)
+    if "beta_start" in config and not flow and any(one.startswith("FlowMatch") for one in typical):
+        problem = f"adds noise otherwise than flow matching does, for which {name} is made"
+    elif absent:
+        problem = f"has no {absent[0]}, which {name} calls"
+    elif gives_sigmas and "sigmas" not in signature(scheduler.set_timesteps).parameters:
+        problem = f"takes no sigmas, which {name} gives it"
+    elif restores and scheduler.order > 1:
+        problem = f"calls the transformer {scheduler.order} times a step, which inpaint does not know"
+    elif keeps and [*signature(scheduler.step).parameters][:3] != ["model_output", "timestep", "sample"]:
+        problem = "steps otherwise than most, and inpaint keeps what is known after each step"
+    if problem:
+        other = next((one for one in typical if one != type(scheduler).__name__), "another one")
+        raise UserError(f"model {model}: its {type(scheduler).__name__} {problem}: save the pipeline with {other}")
+    _check_timesteps(scheduler, model)
+
+
+def _check_timesteps(scheduler: Any, model: str) -> None:
+    """Raise UserError where the settings of a scheduler make timesteps that are no numbers of its range."""
+    import torch
+
+    see = "see scheduler/scheduler_config.json"
+    shift = {"mu": 1.0} if scheduler.config.get("use_dynamic_shifting") else {}
+    try:
+        scheduler.set_timesteps(TRIAL_STEPS, **shift)
+        times = torch.as_tensor(scheduler.timesteps)
+        fit = bool(torch.isfinite(times).all()) and float(times.max()) <= 1.01 * scheduler.config.num_train_timesteps
+        fit = fit and float(times.min()) >= 0 and float(times.max()) > 0
+    except Exception as error:
+        text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise UserError(f"model {model}: its scheduler makes no timesteps of its settings ({text}); {see}") from error
+    if not fit:
+        made = ", ".join(f"{time:g}" for time in times.tolist()[:TRIAL_STEPS])
+        raise UserError(f"model {model}: its scheduler makes timesteps {made} of its settings; {see}")
+
+
 # Of what was loaded ---------------------------------------------------------------------------------------------------
 
 
@@ -132,7 +181,6 @@ def check_loaded(pipe: Any, model: str) -> None:
         if part in EXPERTS and (Path(model) / part).is_dir():
             _check_all_used(module, part, model)
     _check_latents(pipe, model)
-    _check_scheduler(pipe, model)
 
 
 def _check_all_used(module: Any, part: str, model: str) -> None:
@@ -172,26 +220,6 @@ def _check_latents(pipe: Any, model: str) -> None:
         number = isinstance(value, (int, float)) and math.isfinite(value)
         if not number or (value == 0 and not name.startswith(("shift_factor", "latents_mean"))):
             raise UserError(f"model {model}: {name} of its vae is {value!r}: a number is needed")
-
-
-def _check_scheduler(pipe: Any, model: str) -> None:
-    """A few timesteps of a copy of the scheduler: what its settings make must be numbers."""
-    import torch
-
-    scheduler = copy.deepcopy(pipe.scheduler)
-    see = "see scheduler/scheduler_config.json"
-    shift = {"mu": 1.0} if scheduler.config.get("use_dynamic_shifting") else {}
-    try:
-        scheduler.set_timesteps(TRIAL_STEPS, **shift)
-        times = torch.as_tensor(scheduler.timesteps)
-        fit = bool(torch.isfinite(times).all()) and float(times.max()) <= 1.01 * scheduler.config.num_train_timesteps
-        fit = fit and float(times.min()) >= 0 and float(times.max()) > 0
-    except Exception as error:
-        text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise UserError(f"model {model}: its scheduler makes no timesteps of its settings ({text}); {see}") from error
-    if not fit:
-        made = ", ".join(f"{time:g}" for time in times.tolist()[:TRIAL_STEPS])
-        raise UserError(f"model {model}: its scheduler makes timesteps {made} of its settings; {see}")
 
 
 def check_tokenizer(tokenizer: Any, part: str, model: str) -> None:

@@ -20,6 +20,7 @@ from cocodiff.demo_model import WEIGHTS
 from cocodiff.jobs.model_checks import (
     check_folder,
     check_loaded,
+    check_scheduler,
     check_tokenizer,
     check_weights,
     conversion,
@@ -303,12 +304,19 @@ def _load_on_ranks(
 
 
 def _load_denoiser(request: Request, dtype: Any) -> Any:
-    """The pipeline without its text encoders. Raises UserError where its parts do not fit together."""
+    """Return the pipeline without its text encoders. Raise UserError where its parts do not fit together."""
+    import diffusers
+
+    model, kind = request.model, request.index["scheduler"][1]
+    with _loading(model):
+        where = {"subfolder": "scheduler", "local_files_only": Path(model).is_dir()}
+        scheduler = getattr(diffusers, kind).from_pretrained(model, **where)
+    check_scheduler(scheduler, _pipeline_class(request), request.task == INPAINT, request.keeps_known, model)
     parts: dict[str, Any] = dict.fromkeys((*TEXT_PARTS, *UNUSED_PARTS))
     if request.image is not None and _is_named(request.index, IMAGE_ENCODER):
         parts[IMAGE_ENCODER] = _load_encoder(request, IMAGE_ENCODER, dtype)
     pipe = _from_pretrained(request, dtype, parts)
-    check_loaded(pipe, request.model)
+    check_loaded(pipe, model)
     return pipe
 
 

@@ -10,6 +10,7 @@ import fcntl
 import gc
 import json
 import os
+import re
 import secrets
 import signal
 import socket
@@ -33,6 +34,7 @@ from cocodiff.jobs.terminal import keep_libraries_off_stderr, limit_threads, not
 
 LAST_WORDS_S = 1.0  # launchers kill a job at its first bad exit; survivors must have named the rank by then
 GRACE_S = 3.0  # what survivors get to notice a bad end and to clean up
+NOTICED = "other ranks noticed and stopped"
 OWN_SIGNALS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)  # of a fault in a library
 Work = Callable[[Any], None]  # called with the rank's transport
 NoteLoss = Callable[[BaseException], None]  # told of a lost peer at once, from the watch's thread
@@ -338,8 +340,14 @@ def _report(ends: dict[int, End], ranks: int, left: str) -> int:
     message = end.message if named_there else f"rank {cause} {end.kind}: {end.message}"
     # The lost rank itself may have heard of it as well.
     named = min(ranks - 1, sum(other.kind == "lost" for other in bad.values()))
-    print(f"cocodiff: {message}; {named} of {ranks - 1} other ranks noticed and stopped, {left}", file=sys.stderr)
+    print(f"cocodiff: {message}; {named} of {ranks - 1} {NOTICED}, {left}", file=sys.stderr)
     return 1
+
+
+def read_loss(text: str) -> PeerLost | None:
+    """Return the rank that `_report` says a job has ended of, from the job's output; None where it names none."""
+    found = re.search(rf"^cocodiff: rank (\d+) (.+?); \d+ of \d+ {NOTICED}", text, re.MULTILINE | re.DOTALL)
+    return PeerLost(int(found[1]), found[2]) if found is not None else None
 
 
 # Of every command that runs on ranks ----------------------------------------------------------------------------------

@@ -161,6 +161,15 @@ def note(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
+def open_streams() -> None:
+    """Open the standard streams that this process was started without, to nowhere: files would take their numbers."""
+    for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
+        if getattr(sys, name) is None:
+            stream = os.fdopen(os.open(os.devnull, os.O_RDWR), mode)  # takes the lowest number that is free
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
+
+
 def stop_writing(stream: TextIO) -> None:
     """Sends what is written to a stream from now on to nowhere, what its buffer holds included."""
     nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -23,7 +23,7 @@ from typing import Any
 from cocodiff_eval.harness.session import EVERY_RANK_IMPORTS
 
 from cocodiff.cli.main import COMMANDS, run_command
-from cocodiff.comm.launch import EMULATED, Launch, detect, find_mpiexec, without_launcher
+from cocodiff.comm.launch import EMULATED, Launch, detect, find_mpiexec, python_words, without_launcher
 from cocodiff.config.config import check_choice, load_machine
 from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Topology
@@ -219,7 +219,7 @@ def _rank(network: Network, rank: int, command: list[str], own: bool, environmen
 
 def run_under_mpi(network: Network, command: list[str], own: bool, environment: dict[str, str]) -> int:
     """Ranks of one MPI job: `cocodiff_studies.namespaces` takes each to its tile."""
-    program = [sys.executable, "-m", "cocodiff", *command[1:]] if own else command
+    program = [*python_words("from cocodiff.cli.main import main; sys.exit(main())"), *command[1:]] if own else command
     variables = without_launcher(os.environ) | environment
     variables |= {
         "FI_PROVIDER": "tcp",
@@ -231,7 +231,8 @@ def run_under_mpi(network: Network, command: list[str], own: bool, environment: 
     }
     launcher = find_mpiexec()
     assert launcher is not None, "checked before"
-    words = [launcher, "-n", str(network.topology.size), sys.executable, "-m", "cocodiff_studies.namespaces", *program]
+    enter = python_words("from cocodiff_studies.namespaces import main; main(sys.argv[1:])")
+    words = [launcher, "-n", str(network.topology.size), *enter, *program]
 
     def run() -> int:
         end_too = partial(die_with_parent, os.getpid())

@@ -16,7 +16,6 @@ import re
 import shlex
 import statistics
 import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +30,7 @@ from cocodiff.comm.launch import Launch
 from cocodiff.config.config import find_shipped, read_yaml, shipped_names
 from cocodiff.config.errors import UserError
 from cocodiff.config.files import replace_text
+from cocodiff.jobs.children import dependent_words
 from cocodiff.jobs.folder import storage_faults
 from cocodiff.jobs.options import LOG_LEVEL, Option, parse
 from cocodiff.jobs.terminal import say
@@ -177,7 +177,7 @@ class Command(NamedTuple):
             return
         started, folder = time.monotonic(), self.folder
         folder.mkdir(parents=True, exist_ok=True)
-        words = [sys.executable, "-m", "cocodiff", *self.words, "--out", str(folder / "out"), "--overwrite"]
+        words = [*dependent_words("main()"), *self.words, "--out", str(folder / "out"), "--overwrite"]
         with (folder / LOG).open("w") as log:
             code = subprocess.run(words, stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=HOME).returncode
         if code:

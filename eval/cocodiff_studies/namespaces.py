@@ -13,7 +13,6 @@ import contextlib
 import ctypes
 import os
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -100,7 +99,3 @@ def main(words: Sequence[str]) -> None:
     _system("setns", descriptor, CLONE_NEWNET)
     os.close(descriptor)
     os.execvp(words[0], list(words))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

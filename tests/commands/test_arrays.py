@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,13 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import zarr
+from launching import end_group
 
 import cocodiff
 from cocodiff import PeerLost, UserError
 from cocodiff.jobs import arrays
+from cocodiff.jobs.children import dependent_words
 
 pytestmark = pytest.mark.processes
 
@@ -255,15 +259,131 @@ def ranks_of(job: subprocess.Popen[Any]) -> list[int]:
     return found
 
 
-def test_a_rank_that_dies_is_named(volume: np.ndarray, mask: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
-    def killing(job: subprocess.Popen[Any], *_: Any) -> None:
-        os.kill(ranks_of(job)[1], signal.SIGKILL)
+FAILING = """
+from cocodiff.jobs import ranks
+run = ranks._run_rank
+def run_failing(config, settings, work, launch, *more):
+    def work_failing(transport):
+        if launch.rank == 1:
+            raise OSError("the disk is on fire")
+        work(transport)
+    return run(config, settings, work_failing, launch, *more)
+ranks._run_rank = run_failing
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "ready", "ranks", "said"),
+    [
+        (signal.SIGKILL, "", 2, "rank 1 was killed by SIGKILL"),
+        (signal.SIGKILL, "", 1, "rank 0 was killed by SIGKILL"),
+        pytest.param(signal.SIGSTOP, "", 2, "rank [01] was stopped for more than 4 s", marks=pytest.mark.full),
+        pytest.param(signal.SIGSTOP, "ready after", 2, "rank 1 has been silent for 4 s", marks=pytest.mark.full),
+        (None, "", 2, "rank 1 failed: OSError: the disk is on fire"),
+    ],
+    ids=["killed", "killed alone", "stopped", "silent", "failed"],
+)
+def test_a_rank_that_is_lost_is_named(
+    volume: np.ndarray,
+    mask: np.ndarray,
+    number: signal.Signals | None,
+    ready: str,
+    ranks: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    def strike(job: subprocess.Popen[Any], out: Path, *_: Any) -> None:
+        while ready not in (out.parent / "said").read_text():
+            time.sleep(0.05)
+        if number is not None:
+            for pid in [job.pid] if ranks == 1 else ranks_of(job)[0 if "stopped" in said else 1 :]:
+                os.kill(pid, number)
         job.wait()
 
-    monkeypatch.setattr(arrays, "_watch", killing)
-    with pytest.raises(PeerLost, match="rank 1 was killed by SIGKILL") as lost:
-        cocodiff.restore(volume, mask, ranks=2, **QUICK | {"steps": 500})
-    assert lost.value.rank == 1
+    if number is None:
+        (tmp_path / "failing.py").write_text(FAILING)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        words = "(__import__('failing'), main(json.load(sys.stdin)))[1]"
+        monkeypatch.setattr(arrays, "dependent_words", lambda _, folder: dependent_words(words, folder))
+    monkeypatch.setattr(arrays, "_watch", strike)
+    with pytest.raises(PeerLost) as lost:
+        cocodiff.restore(volume, mask, ranks=ranks, timeout_s=4, **QUICK | {"steps": 500})
+    assert re.fullmatch(said, str(lost.value)) and (lost.value.rank == ranks - 1 or "stopped" in said)
+    if number is None:
+        assert "in work_failing" in str(lost.value.__cause__)  # the rank's traceback
+
+
+def test_a_mistake_late_in_a_job_is_what_is_told() -> None:
+    said = "cocodiff: the model makes NaN\ncocodiff: 2 of 4 slices are kept: go on with --resume\n"
+    assert str(arrays._error(2, said, Path("f"))) == "restore: the model makes NaN"
+
+
+def test_files_of_the_working_folder_are_not_run(
+    volume: np.ndarray, mask: np.ndarray, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("random", "signal", "copy", "json", "zarr", "cocodiff"):
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name}.py of the working folder was run')")
+    monkeypatch.chdir(tmp_path)
+    assert (cocodiff.restore(volume[:1], mask, samples=1, **QUICK).mean[:, ~mask] == volume[:1, ~mask]).all()
+
+
+CALLER = """
+import os, sys, time, numpy as np, cocodiff
+class Slow:
+    dtype, ndim, shape = np.dtype("u2"), 3, (16, 64, 64)
+    def __getitem__(self, key):
+        if sys.argv[1] == "saving":
+            print("begun", flush=True)
+            time.sleep(100)
+        return np.random.default_rng(0).integers(0, 60000, self.shape, dtype="u2")[key]
+mask = np.zeros((64, 64), bool)
+mask[20:40, 20:40] = True
+cocodiff.restore(Slow(), mask, samples=2, steps=5000, progress=False, device="cpu", ranks=int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "during", "ranks"),
+    [
+        (signal.SIGTERM, "saving", 1),
+        pytest.param(signal.SIGTERM, "running", 1, marks=pytest.mark.full),
+        (signal.SIGKILL, "running", 2),
+        pytest.param(signal.SIGHUP, "running", 2, marks=pytest.mark.full),
+    ],
+)
+def test_nothing_outlives_the_caller(number: signal.Signals, during: str, ranks: int, temporary: Path) -> None:
+    """Neither a process nor what it works with, wherever the caller is struck."""
+    caller = subprocess.Popen(
+        [sys.executable, "-c", CALLER, during, str(ranks)],
+        env=os.environ | {"TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+    )
+    assert caller.stdout is not None
+    try:
+        if during == "saving":
+            caller.stdout.readline()
+        else:
+            while not any("ready after" in path.read_text() for path in temporary.glob("*/said")):
+                assert caller.poll() is None
+                time.sleep(0.1)
+        started = [one for one in psutil.process_iter() if os.getsid(one.pid) == caller.pid]
+        assert len(started) >= 2 and [*temporary.glob("cocodiff-*")]
+        caller.send_signal(number)
+        assert caller.wait(10) == -number
+        psutil.wait_procs(started, 12)
+        assert [one for one in started if one.is_running()] == [] and [*temporary.glob("cocodiff-*")] == []
+    finally:
+        end_group(caller.pid)
+
+
+def test_a_caller_without_standard_streams(tmp_path: Path) -> None:
+    caller = CALLER.replace("5000, progress=False", "1").replace("cocodiff.restore", "found = cocodiff.restore")
+    (tmp_path / "caller.py").write_text(f"{caller}\nnp.save('mean.npy', found.mean)")
+    words = f"exec '{sys.executable}' caller.py '' 1 <&- >&- 2>&-"
+    assert subprocess.run(["bash", "-c", words], cwd=tmp_path, timeout=240).returncode == 0
+    assert np.load(tmp_path / "mean.npy").shape == (16, 64, 64)
 
 
 @pytest.mark.full

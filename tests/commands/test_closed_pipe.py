@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
+import pytest
 import tifffile
 
 from cocodiff.cli.main import main
@@ -55,6 +56,37 @@ def test_a_run_goes_on_to_its_results(tmp_path: Path) -> None:
         code = main(["inpaint", "--input", str(tmp_path / "scan.tif"), "--steps", "1", "--no-exact", "--out", str(out)])
     assert code == 0
     assert (out / "report.html").exists() and (out / "images" / "scan_block_tapa.tif").exists()
+
+
+CLOSED = (">&-", "2>&-", "<&- >&- 2>&-")
+
+
+@pytest.mark.parametrize("closed", CLOSED)
+@pytest.mark.parametrize(("words", "code"), [("--version", 0), ("plan", 2), ("inpaint --help", 0), ("nothing", 2)])
+def test_commands_end_with_their_code_where_streams_are_closed(
+    tmp_path: Path, words: str, code: int, closed: str
+) -> None:
+    assert run_closed(words, closed, tmp_path) == code
+    said = (tmp_path / "stdout").read_text() + (tmp_path / "stderr").read_text()
+    assert "Error" not in said and ("2>&-" not in closed or code == 0 or not said)
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize("closed", [*(pytest.param(one, marks=pytest.mark.full) for one in CLOSED[:2]), CLOSED[2]])
+def test_a_run_without_streams_writes_its_results(tmp_path: Path, closed: str, ranks: int) -> None:
+    slice_YX = np.random.default_rng(0).integers(0, 255, (40, 40), dtype=np.uint8)
+    tifffile.imwrite(tmp_path / "scan.tif", slice_YX)
+    words = f"inpaint --input scan.tif --mask center --steps 1 --no-exact --out out --ranks {ranks}"
+    assert run_closed(words, closed, tmp_path) == 0
+    restored_YX = tifffile.imread(tmp_path / "out" / "images" / "scan_center_tapa.tif")
+    assert (restored_YX[0] == slice_YX[0]).all() and (restored_YX != slice_YX).any()
+    assert (tmp_path / "out" / "report.html").exists()
+
+
+def run_closed(words: str, closed: str, folder: Path) -> int:
+    """Return the exit code of a command that a shell starts with some of its standard streams closed."""
+    command = f"exec '{sys.executable}' -m cocodiff {words} >stdout 2>stderr {closed}"
+    return subprocess.run(["bash", "-c", command], cwd=folder, timeout=240).returncode
 
 
 def test_lines_to_a_full_disk_are_lost() -> None:

@@ -18,7 +18,8 @@ import pytest
 import tifffile
 from warm import Started, forked
 
-from cocodiff.jobs.ranks import End, _child_end, _Notes, _report
+from cocodiff.config.errors import PeerLost
+from cocodiff.jobs.ranks import End, _child_end, _end_of, _Notes, _report, read_loss
 
 pytestmark = pytest.mark.processes
 
@@ -206,6 +207,24 @@ def test_rank_0_is_not_blamed_where_it_may_have_waited_for_another(capsys: pytes
     stuck = {rank: End("stuck", f"rank {rank} did not stop") for rank in (0, 2)}
     assert _report({1: End("done"), **stuck}, 3, "nothing was written") == 1
     assert capsys.readouterr().err.startswith("cocodiff: rank 2 did not stop; ")
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        (End("killed", "rank 1 was killed by SIGKILL", "a library's line\n"), "was killed by SIGKILL"),
+        (End("stopped", "rank 1 was stopped for more than 5 s"), "was stopped for more than 5 s"),
+        (_end_of(PeerLost(1, "has been silent for 5 s")), "has been silent for 5 s"),
+        (_end_of(PeerLost(1, "died: its connection closed")), "died: its connection closed"),
+        (_end_of(OSError("one;\n2 of 3")), "failed: OSError: one;\n2 of 3"),
+        (End("stuck", "rank 1 did not stop"), "did not stop"),
+    ],
+    ids=lambda value: value.kind if isinstance(value, End) else "",
+)
+def test_the_line_of_a_loss_is_read_as_it_was_meant(capsys: pytest.CaptureFixture[str], end: End, reason: str) -> None:
+    assert _report({0: End("done"), 1: end}, 2, "0 of 4 slices are kept: go on with --resume") == 1
+    lost = read_loss(capsys.readouterr().err + "cocodiff: a later line\n")
+    assert lost is not None and (lost.rank, lost.reason) == (1, reason)
 
 
 def test_a_rank_that_has_ended_is_not_interrupted(tmp_path: Path) -> None:

@@ -7,20 +7,22 @@ import os
 import shutil
 import struct
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import numpy as np
 import pytest
 import tifffile
 import tiny_pipelines
 import torch
-from diffusers import StableDiffusion3Pipeline
+from diffusers import StableDiffusion3InpaintPipeline, StableDiffusion3Pipeline
 from safetensors.torch import load_file, save_file
 
 from cocodiff.cli.main import main
 from cocodiff.config.errors import UserError
-from cocodiff.jobs.model_checks import check_sides, variant_of
+from cocodiff.jobs.model_checks import check_scheduler, check_sides, variant_of
 from cocodiff.jobs.model_shapes import load_shape
 
 Break = Callable[[Path], Any]
@@ -189,6 +191,60 @@ def test_settings_that_fit_nothing(
     refused: Callable[..., str], kind: str, name: str, key: str, value: Any, said: str
 ) -> None:
     assert said in refused(kind, setting(name, key, value))
+
+
+FLOW = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
+HEUN, UNIPC, DPM = "FlowMatchHeunDiscreteScheduler", "UniPCMultistepScheduler", "DPMSolverMultistepScheduler"
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "said"),
+    [
+        (HEUN, {}, "calls the transformer 2 times a step, which inpaint does not know"),
+        (UNIPC, FLOW, "has no scale_noise, which StableDiffusion3InpaintPipeline calls"),
+        (DPM, FLOW, "has no scale_noise, which StableDiffusion3InpaintPipeline calls"),
+        ("DDIMScheduler", {}, "adds noise otherwise than flow matching does, for which StableDiffusion3Inpaint"),
+    ],
+)
+def test_schedulers_of_another_kind(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, kind: str, settings: dict[str, Any], said: str
+) -> None:
+    """Before weights are read."""
+    monkeypatch.setattr(StableDiffusion3InpaintPipeline, "from_pretrained", lambda *_, **__: pytest.fail("read"))
+    swapped = setting(INDEX, "scheduler", ["diffusers", kind])
+    line = refused(
+        "sd3", swapped, lambda folder: getattr(diffusers, kind)(**settings).save_pretrained(folder / "scheduler")
+    )
+    assert f"model /model: its {kind} {said}" in line
+    assert line.endswith(": save the pipeline with FlowMatchEulerDiscreteScheduler")
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "kind", "settings", "task", "said"),
+    [
+        ("StableDiffusion3Pipeline", HEUN, {}, "generate", ""),
+        ("StableDiffusion3Pipeline", UNIPC, FLOW, "keep", ""),
+        ("StableDiffusion3Pipeline", UNIPC, FLOW | {"prediction_type": "epsilon"}, "generate", "flow matching"),
+        ("StableDiffusion3InpaintPipeline", "FlowMatchLCMScheduler", {}, "inpaint", ""),
+        ("FluxPipeline", HEUN, {}, "generate", "takes no sigmas"),
+        ("FluxPipeline", DPM, FLOW, "generate", ""),
+        ("QwenImagePipeline", DPM, FLOW, "keep", "takes no sigmas"),
+        ("QwenImagePipeline", UNIPC, FLOW, "keep", ""),
+        ("ZImagePipeline", DPM, FLOW, "generate", "takes no sigmas"),
+        ("WanPipeline", UNIPC, FLOW, "keep", ""),
+        ("WanPipeline", "EulerDiscreteScheduler", {}, "generate", "flow matching"),
+        ("CogVideoXPipeline", "CogVideoXDPMScheduler", {}, "generate", ""),
+        ("CogVideoXPipeline", "CogVideoXDPMScheduler", {}, "keep", "save the pipeline with CogVideoXDDIMScheduler"),
+        ("CogVideoXPipeline", "FlowMatchEulerDiscreteScheduler", {}, "generate", "has no scale_model_input"),
+    ],
+)
+def test_which_pipelines_run_with_which_schedulers(
+    pipeline: str, kind: str, settings: dict[str, Any], task: str, said: str
+) -> None:
+    scheduler, made = getattr(diffusers, kind)(**settings), getattr(diffusers, pipeline)
+    refusal = pytest.raises(UserError, match=said) if said else nullcontext()
+    with refusal:
+        check_scheduler(scheduler, made, task != "generate", task == "keep", "m")
 
 
 @pytest.mark.parametrize("part", WEIGHTS)

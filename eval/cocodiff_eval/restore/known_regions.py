@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from inspect import signature
 from itertools import chain
 from operator import itemgetter
 from typing import Any
@@ -147,9 +146,6 @@ def keeping(pipe: Any, known: tuple[Tensor, Tensor], start: int, fresh: float, g
     known: by `LatentLayout.known`, of as many images as the call makes, each with a generator. fresh: see `renoised`.
     """
     scheduler, (known_B, hidden_B), ran = pipe.scheduler, known, 0
-    if [*signature(scheduler.step).parameters][:3] != ["model_output", "timestep", "sample"]:
-        name = type(scheduler).__name__
-        raise UserError(f"a {name} steps otherwise than most: name another in scheduler/ to inpaint")
     own_prepare, own_set, own_step = pipe.prepare_latents, scheduler.set_timesteps, scheduler.step
     first: Tensor | None = None  # the latents that the call begins with, as the pipeline has drawn them
     scheduled = False
