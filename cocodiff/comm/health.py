@@ -57,8 +57,8 @@ class Health:
 
     def arrive(self, at: str, among: tuple[int, ...] = ()) -> None:
         """Note that this thread begins a call, named `at`, that all ranks make, or all of `among`, as often, in one
-        order and by the same name. A rank that others wait for in it, and that does not come, is lost in the end. Raises
-        PeerLost where one is lost: who has caught that does not go on."""
+        order and by the same name. A rank that others wait for in it, and that does not come, is lost in the end.
+        Raises PeerLost where one is lost: who has caught that does not go on."""
         CALL.set(at)
 
     def still_waiting(self) -> None:
