@@ -57,7 +57,8 @@ class Health:
 
     def arrive(self, at: str, among: tuple[int, ...] = ()) -> None:
         """Note that this thread begins a call, named `at`, that all ranks make, or all of `among`, as often, in one
-        order and by the same name. A rank that others wait for in it, and that does not come, is lost in the end."""
+        order and by the same name. A rank that others wait for in it, and that does not come, is lost in the end.
+        Raises PeerLost where one is lost: who has caught that does not go on."""
         CALL.set(at)
 
     def still_waiting(self) -> None:
@@ -198,6 +199,7 @@ class Watch(Health):
     def arrive(self, at: str, among: tuple[int, ...] = ()) -> None:
         super().arrive(at, among)
         self._peers.own.arrive(at, among)
+        self.check()
 
     def still_waiting(self) -> None:
         self._peers.own.still_waiting()

@@ -142,6 +142,7 @@ class LoopbackHealth(Health):
         own.arrive(at, among)
         other_call = self._world.calls.find_other_call(self._rank, {among: [(own.last.calls[among], at)]})
         self._world.fail(other_call and PeerLost(*other_call))
+        self._world.check()
 
     def still_waiting(self) -> None:
         world, now = self._world, time.monotonic()

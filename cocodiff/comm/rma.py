@@ -184,6 +184,7 @@ class RmaGroup(MpiGroup):
         return _Transfer(self, opened, self._posted(*large), [*sends, *recvs])
 
     def barrier(self) -> None:
+        self.health.arrive("a barrier", self.ranks)
         _Transfer(self, [], [self._communicator.Ibarrier()], []).wait()
 
     @property

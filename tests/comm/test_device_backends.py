@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from cocodiff.comm import connect, torch_dist
 from cocodiff.comm.connect import overlap_killers
+from cocodiff.comm.health import Health
 from cocodiff.comm.torch_dist import CCL_BINDINGS, TorchDistGroup, TorchDistTransport, check_backend, device_backend
 from cocodiff.config.errors import UserError
 
@@ -40,6 +41,7 @@ def test_a_groups_first_call_on_a_device_is_a_collective_of_all_members(monkeypa
     monkeypatch.setattr(dist, "all_reduce", lambda one, group, async_op: calls.append(f"all_reduce {group}") or work)
     transport = TorchDistTransport.__new__(TorchDistTransport)
     transport.rank, transport.device, transport.library, transport._groups = 0, torch.device("meta"), "xccl", []
+    transport.health = Health()
     monkeypatch.setattr(transport, "blocking", lambda job, among: job())
     transport.group([0, 1])
     assert calls == ["new", "all_reduce group", "wait"]
