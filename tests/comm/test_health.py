@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from watches import Watches, awaited, awaited_error
 
-from cocodiff.comm.health import Health, Watch
+from cocodiff.comm.health import HELLO_BYTES, Health, Line, Watch
 from cocodiff.config.errors import PeerLost, UserError
 
 
@@ -104,3 +104,28 @@ def test_a_rank_that_fails_leaves_when_the_others_have_had_their_last_words(watc
                 leaving.append(pool.submit(watch.leave))
         for one in leaving:
             one.result(5)
+
+
+@pytest.mark.parametrize("piece", [1000, HELLO_BYTES - 1])
+def test_a_stranger_who_ends_no_line_is_cut_off(piece: int) -> None:
+    """However small the pieces are: at most the bytes of a hello are kept."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as other:
+        line, sent = Line(listener.accept()[0]), 0
+        while sent < 3 * HELLO_BYTES:
+            other.sendall(b" " * piece)
+            sent += piece
+            if line.receive() is None:
+                break
+        line.socket.close()
+    assert HELLO_BYTES < sent <= 2 * HELLO_BYTES
+
+
+def test_a_line_may_come_in_pieces_and_two_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as other:
+        line = Line(listener.accept()[0], rank=1)
+        found = []
+        for piece in (b'{"a"', b': 1}\n{"b": 2}\n{', b'"c": 3}\n'):
+            other.sendall(piece)
+            found.append(line.receive())
+        line.socket.close()
+    assert found == [[], [{"a": 1}, {"b": 2}], [{"c": 3}]]

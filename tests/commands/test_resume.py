@@ -6,13 +6,21 @@ import json
 import os
 import signal
 import threading
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tifffile
-from cocodiff_eval.harness.items import Cost, batches_of
+from cocodiff_eval.cli.generate import OPTIONS as GENERATE
+from cocodiff_eval.cli.inpaint import OPTIONS as INPAINT
+from cocodiff_eval.cli.inpaint import prepare
+from cocodiff_eval.harness.items import Batch, Cost, ItemSamples, Parts, batches_of
+from cocodiff_eval.harness.session import describe
+from cocodiff_eval.harness.tasks import describe_inputs
+from cocodiff_eval.quality.fusing import Moments
 from killed_runs import Killed, results
 from warm import forked
 
@@ -20,6 +28,7 @@ from cocodiff.cli.main import main
 from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld
 from cocodiff.config.errors import UserError
 from cocodiff.jobs.journal import Entry, Journals
+from cocodiff.jobs.options import parse, with_settings
 from cocodiff.jobs.replicas import Replica
 from cocodiff.jobs.terminal import limit_threads, threads
 
@@ -254,3 +263,35 @@ def test_a_folder_that_leaders_do_not_share_is_refused(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert len(said) == 2 and all("--out out: rank(s) 1 do not see what rank 0 writes there" in one for one in said)
+
+
+def test_samples_are_found_by_their_task_item_and_first_sample(tmp_path: Path) -> None:
+    parts, batches = Parts(tmp_path), [Batch(task, (4, 5), samples=(n,), of=2) for task in (0, 1) for n in (0, 1)]
+    for number, batch in enumerate(batches):
+        images = [np.full((2, 3), 10 * number + place, np.float32) for place in range(2)]
+        parts.keep(batch, {"tapa": [ItemSamples(Moments.of(image_YX), Cost(number)) for image_YX in images]})
+    for number, batch in enumerate(batches):
+        found = [parts.read(batch, index)["tapa"] for index in batch.indices]
+        assert [float(one.restored01_YX[0, 0]) for one in found] == [10 * number, 10 * number + 1]
+        assert [one.cost.seconds for one in found] == [number] * 2
+    assert parts.merged(batches[2:], 5)["tapa"].restored01_YX[0, 0] == 26
+
+
+# Options that change no bit of a result, and those that presets, voxels and a bound's own record tell apart.
+UNSEEN = {
+    *("input", "mask", "slices", "roi", "truth", "image", "format", "preset", "quality", "quality_slices"),
+    *("quality_every", "exact", "out", "overwrite", "resume", "ranks", "parallel", "replicas", "dry_run", "quiet"),
+    *("log_level", "follow_links"),
+}
+
+
+@pytest.mark.parametrize("name", sorted({one.name for one in (*INPAINT, *GENERATE)} - UNSEEN))
+def test_whatever_results_depend_on_is_compared_when_a_run_goes_on(name: str, tmp_path: Path) -> None:
+    given = ["--input", str(SLICE), "--out", str(tmp_path / "out"), "--ranks", "1", "--samples", "2"]
+    values = parse("inpaint", "", with_settings(INPAINT), given)
+    prepared = prepare(values, 1, 0.0)
+
+    def described(values: dict[str, Any]) -> dict[str, Any]:
+        return describe(replace(prepared, values=values, inputs=partial(describe_inputs, (), values)))
+
+    assert described(values | {name: 3}) != described(values) == described(dict(values))
