@@ -9,6 +9,7 @@ import pytest
 from residual_worlds import RUN, Ranks, World
 
 from cocodiff.comm.loopback import LoopbackGroup
+from cocodiff.exchange.messages import InFlight, Target
 
 
 class Watched:
@@ -46,3 +47,20 @@ def test_no_message_is_left_when_a_call_ends(name: str, ahead: bool, monkeypatch
     monkeypatch.setattr(LoopbackGroup, "receives_ahead", ahead)
     Ranks(world, **ROUTES[name]).attend([(call, world.tensors(call)) for call in RUN[:2]])
     assert not unwaited
+
+
+def test_a_chunk_of_the_output_that_cannot_be_put_in_place_fails_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever it is: here the first of three on each rank."""
+    world, land, seen = World(4, heads=6, image=24), InFlight.land, set[int]()
+    whole = sum(world.layout(RUN[0]).rows)
+
+    def fail_at_first(flight: InFlight, target: Target) -> None:
+        (x_BLHW,) = target.tensors
+        if x_BLHW.shape[1] < whole and id(x_BLHW) not in seen:
+            seen.add(id(x_BLHW))
+            raise RuntimeError("out of memory")
+        land(flight, target)
+
+    monkeypatch.setattr(InFlight, "land", fail_at_first)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        Ranks(world, **ROUTES["chunks"]).attend([(RUN[0], world.tensors(RUN[0]))])
