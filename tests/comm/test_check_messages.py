@@ -12,7 +12,7 @@ from warm import forked
 from wrong_messages import Faulty, spoil
 
 from cocodiff.cli.doctor.trials import all_to_alls
-from cocodiff.comm.checked import check_messages, checksum
+from cocodiff.comm.checked import PIECE, check_messages, checksum
 from cocodiff.comm.host import HostTransport
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.comm.transport import Part
@@ -114,6 +114,17 @@ def test_every_bit_of_a_message_counts() -> None:
             other[bit // 8] ^= 1 << bit % 8
             sums.add(int(checksum(other, 1)))
         assert len(sums) == 2 + 8 * length
+
+
+def test_pieces_of_a_long_message_have_places() -> None:
+    """A message is summed piece by piece: two that have changed places, and a bit of the last bytes, show as well."""
+    piece = PIECE["cpu"]
+    message = torch.randint(0, 255, (2 * piece + 3,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    others = [message.roll(0), torch.cat([message[piece : 2 * piece], message[:piece], message[2 * piece :]])]
+    for place in (0, piece, 2 * piece - 1, 2 * piece, 2 * piece + 2):
+        others.append(message.clone())
+        others[-1][place] ^= 1
+    assert len({int(checksum(one, 1)) for one in others}) == len(others)
 
 
 @pytest.mark.parametrize("preset", ["split", "cocodiff", "coded"])

@@ -144,6 +144,13 @@ def test_a_model_with_an_inpainting_pipeline_restores_either_way(tmp_path: Path)
     assert len({tifffile.imread(tmp_path / name / "images/scan_block_tapa.tif").tobytes() for name in names}) == 3
 
 
+def test_sizes_have_layouts_of_their_own() -> None:
+    calls = [(torch.rand(1, *sides), torch.ones(1, *sides), 1.0, [3]) for sides in ((SIDE, SIDE), (16, SIDE))]
+    both, alone = in_one_process("z_image")[0], in_one_process("z_image")[0]
+    assert both(*calls[0]).shape == (1, SIDE, SIDE)
+    assert torch.equal(both(*calls[1]), alone(*calls[1]))
+
+
 def test_steps_of_videos_are_counted_by_slices() -> None:
     inpainter, _ = in_one_process("wan")
     ticks: list[int] = []

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import threading
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,11 +26,12 @@ from killed_runs import Killed, results
 from warm import forked
 
 from cocodiff.cli.main import main
-from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld
+from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld, run_ranks
 from cocodiff.config.errors import UserError
+from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.journal import Entry, Journals
 from cocodiff.jobs.options import parse, with_settings
-from cocodiff.jobs.replicas import Replica
+from cocodiff.jobs.replicas import JobRecord, Queue, Replica
 from cocodiff.jobs.terminal import limit_threads, threads
 
 SLICES = 10
@@ -228,6 +230,8 @@ def test_batches_depend_on_masks_alone_and_the_sample_has_its_own() -> None:
     assert len(sample) == 8 and (sample[0], sample[-1]) == (1, 59)
     assert [batch.compared for batch in batches_of(0, [True] * 7, 1, 8)] == [True] * 7
     assert [batch.indices for batch in batches_of(0, [True] * 3, 1, 1)] == [(0,), (1,), (2,)]
+    for slices, sizes in ((64, [64]), (65, [32, 33]), (130, [43, 44, 43])):  # without a mask: to be copied
+        assert [len(batch.indices) for batch in batches_of(0, [False] * slices, 1, 8)] == sizes
 
 
 def test_every_batch_is_claimed_once_and_journals_forget_torn_lines(tmp_path: Path) -> None:
@@ -242,6 +246,26 @@ def test_every_batch_is_claimed_once_and_journals_forget_torn_lines(tmp_path: Pa
     assert str(journals.kept()) == "5 of 9 slices" and set(journals.finished()) == {2, 3}
     journals.open_claims()
     assert journals.claim(0)
+
+
+def test_no_replica_goes_on_before_all_batches_are_done(tmp_path: Path) -> None:
+    """The batches of one replica take long; what the job does next needs the results of both."""
+    output, done, both = OutputFolder(str(tmp_path / "out"), overwrite=False), [], threading.Barrier(2)
+    output.open()
+
+    def work(transport: Any) -> list[int]:
+        record = JobRecord(output, dict, [1, 1, 1], "slices", lambda entry: True, shows_bar=False)
+        with Queue(Replica(transport, "local", 2), record, 3) as queue:
+            for count, number in enumerate(queue.take(range(3))):
+                if count == 0:
+                    both.wait(60)  # each has one
+                time.sleep(0.1 * transport.rank)
+                done.append(number)
+                queue.add(number, [number])
+            assert sorted(done) == [0, 1, 2]
+            return queue.rows(range(3))
+
+    assert run_ranks(2, work) == [[0, 1, 2]] * 2
 
 
 def test_a_folder_that_leaders_do_not_share_is_refused(tmp_path: Path) -> None:

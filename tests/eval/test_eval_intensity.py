@@ -92,6 +92,7 @@ def test_a_constant_slice_comes_back(tmp_path: Path, dtype: str, inpainter: Smoo
     mask = make_mask("block", stack)
     scale = intensity_range(stack, mask)
     assert (scale.low, scale.high, scale.scale) == (7.0, 7.0, 1.0)
+    image_YX.flags.writeable = False  # no result is written over what it was made of
     with np.errstate(all="raise"):
         prepared_YX = prepare_slice(image_YX, mask.read(0), scale)
         restored_YX = compose_native(image_YX, restore_slice(prepared_YX, mask.read(0), inpainter), mask.read(0), scale)
