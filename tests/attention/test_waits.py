@@ -3,12 +3,16 @@ but on a device its memory may be written over while it leaves."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
+import torch
 from residual_worlds import RUN, Ranks, World
+from tiny_models import sd3_inputs, sd3_transformer
 
-from cocodiff.comm.loopback import LoopbackGroup
+from cocodiff.comm.loopback import LoopbackGroup, run_ranks
+from cocodiff.engine.engine import parallelize
 from cocodiff.exchange.messages import InFlight, Target
 
 
@@ -35,17 +39,56 @@ ROUTES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("ahead", [True, False])
-@pytest.mark.parametrize("name", ROUTES)
-def test_no_message_is_left_when_a_call_ends(name: str, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    world, post, unwaited = World(4, heads=6, image=24), LoopbackGroup.send_recv, set()
+@pytest.fixture
+def unwaited(monkeypatch: pytest.MonkeyPatch) -> set[Watched]:
+    """The transfers of all loopback ranks that nobody has waited for."""
+    post, found = LoopbackGroup.send_recv, set[Watched]()
 
-    def send_recv(group: LoopbackGroup, sends: Any, recvs: Any) -> Any:
-        return Watched(post(group, sends, recvs), unwaited)
+    def send_recv(group: LoopbackGroup, sends: Any, recvs: Any) -> Watched:
+        return Watched(post(group, sends, recvs), found)
 
     monkeypatch.setattr(LoopbackGroup, "send_recv", send_recv)
+    return found
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("name", ROUTES)
+def test_no_message_is_left_when_a_call_ends(
+    name: str, ahead: bool, unwaited: set[Watched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(4, heads=6, image=24)
     monkeypatch.setattr(LoopbackGroup, "receives_ahead", ahead)
     Ranks(world, **ROUTES[name]).attend([(call, world.tensors(call)) for call in RUN[:2]])
+    assert not unwaited
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"preset": "cocodiff+", "steps": 4},
+        {"preset": "coded"},
+        {"preset": "lossless"},
+        {"preset": "split", "arrival": "displaced"},
+        {"preset": "split", "codec": "int4", "arrival": "adaptive", "chunks": 2},
+        {"preset": "flat", "ring": 2, "ring_kind": "token"},
+        {"preset": "flat", "ring": 2, "ring_kind": "streaming"},
+        {"preset": "tapa", "weights": "node"},
+        {"preset": "tapa", "step_cache": "first_block"},
+    ],
+    ids=lambda settings: " ".join(map(str, settings.values())),
+)
+def test_no_message_is_left_when_an_engine_is_left(settings: dict[str, Any], unwaited: set[Watched]) -> None:
+    """Neither what no call waits for, nor what ranks decide by, nor weights."""
+    model = sd3_transformer(4).to(torch.bfloat16)
+    inputs = sd3_inputs(1, 4, 4, 3, torch.bfloat16)
+
+    def work(transport: Any) -> None:
+        own = copy.deepcopy(model)
+        with torch.no_grad(), parallelize(own, transport=transport, **settings):
+            for step in range(3):
+                own(**inputs | {"timestep": torch.full_like(inputs["timestep"], 0.9 - 0.1 * step)})
+
+    run_ranks(2, work)
     assert not unwaited
 
 
