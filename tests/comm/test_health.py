@@ -6,6 +6,7 @@ import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 from watches import Watches, awaited, awaited_error
 
@@ -18,6 +19,11 @@ def cut(watch: Watch) -> None:
     with watch._changed:
         for line in watch._lines.values():
             line.socket.shutdown(socket.SHUT_RDWR)
+
+
+def open_sockets() -> int:
+    """Of this process."""
+    return len(psutil.Process().net_connections("tcp"))
 
 
 @pytest.mark.parametrize("victim", [0, 2])
@@ -50,8 +56,8 @@ def test_a_rank_that_no_error_can_reach_ends_with_the_loss_as_its_last_words(wat
         raise AssertionError("a rank is lost already")
 
 
-def test_clean_close_raises_nothing_and_leaves_no_thread(watches: Watches) -> None:
-    before = set(threading.enumerate())
+def test_clean_close_raises_nothing_and_leaves_no_thread_and_no_connection(watches: Watches) -> None:
+    before, sockets = set(threading.enumerate()), open_sockets()
     ranks = watches.open(range(4), 4)
     own = {thread for thread in set(threading.enumerate()) - before if thread.name == "watch"}
     watches.close()
@@ -60,6 +66,7 @@ def test_clean_close_raises_nothing_and_leaves_no_thread(watches: Watches) -> No
     assert len(own) == 4 and not any(one.is_alive() for one in own)
     for watch in ranks:
         watch.check()
+    assert open_sockets() <= sockets
 
 
 def test_blame_finds_the_death_behind_a_transport_error(watches: Watches) -> None:
