@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +140,25 @@ def promptly() -> Iterator[None]:
     yield
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture
+def unsynced(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], list[str]]:
+    """A function that names the files of a folder that were written since they were last synced, if ever."""
+    synced: dict[int, int] = {}  # times of the last write, by the file's number
+    sync = os.fsync
+
+    def note(descriptor: int) -> None:
+        sync(descriptor)
+        found = os.fstat(descriptor)
+        synced[found.st_ino] = found.st_mtime_ns
+
+    def changed(folder: Path) -> list[str]:
+        files = [(path, path.stat()) for path in folder.rglob("*") if path.is_file()]
+        return sorted(path.name for path, of in files if of.st_size and synced.get(of.st_ino) != of.st_mtime_ns)
+
+    monkeypatch.setattr(os, "fsync", note)
+    return changed
 
 
 @pytest.fixture(scope="session")

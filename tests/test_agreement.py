@@ -17,7 +17,7 @@ from tiny_pipelines import PIPELINES, TEXT_WIDTH
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.config.errors import UserError
 from cocodiff.engine import agreement
-from cocodiff.engine.agreement import form
+from cocodiff.engine.agreement import Compared, disagreement, form, weights_digest
 from cocodiff.engine.engine import parallelize
 from cocodiff.kernels.device import digest
 
@@ -144,6 +144,25 @@ def test_digests_tell_values_places_and_types_apart():
     words = torch.arange(10)
     assert int(digest(words[:3]) + digest(words[3:], 3)) == int(digest(words))
     assert int(digest(x[:0])) == 0 and int(digest(x.sum())) == int(digest(x.sum().clone()))
+
+
+@pytest.mark.parametrize("places", [slice(0, 1), slice(512, None), slice(600, 900)], ids=["first", "half", "middle"])
+def test_the_sample_of_a_large_model_is_spread_over_all_its_weights(places):
+    model = torch.nn.Linear(1040, 1030)  # more numbers than are compared whole
+    before = weights_digest(model)
+    assert weights_digest(copy.deepcopy(model)) == before
+    with torch.no_grad():
+        model.weight[places] += 1
+    assert weights_digest(model) != before
+
+
+@pytest.mark.parametrize(
+    ("others", "named"), [(1, "11"), (8, "4, 5, 6, 7, 8, 9, 10, 11"), (9, "3, 4, 5, 6, 7, 8, 9, 10, ...")]
+)
+def test_of_many_ranks_that_differ_the_first_are_named(others, named):
+    ours, theirs = ([Compared(("seed", form(value), 0), str(value))] for value in (1, 2))
+    said = disagreement([*[ours] * (12 - others), *[theirs] * others, *[ours] * 8])
+    assert said.startswith(f"{others} of 20 ranks ({named}) call the transformer with another seed than the rest")
 
 
 def test_forms_hold_no_addresses():

@@ -11,7 +11,7 @@ from worlds import topologies, topology_of
 
 from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Topology
-from cocodiff.topology.axes import Axes, Coordinates, Mesh, cut
+from cocodiff.topology.axes import Axes, Coordinates, Mesh, cut, mesh_without_ring, meshes
 
 PLANES = ((0, 3, 4, 6, 8, 11), (1, 2, 5, 7, 9, 10))  # of an Aurora node
 
@@ -118,3 +118,14 @@ def test_every_rank_is_in_one_branch_and_in_one_slot_of_its_mesh(topology, data)
         for other in branch:
             a, b = branch.index(rank), branch.index(other)
             assert mesh.topology.link_class(a, b) == topology.link_class(rank, other)
+
+
+@pytest.mark.parametrize(("heads", "alone"), [(23, False), (24, True), (25, True)])
+def test_a_rank_for_each_head_needs_no_ring(heads, alone):
+    """Two nodes of Aurora: without rates always, with them for what speeds up Ulysses' exchange."""
+    aurora, local = topology_of("aurora", 24), topology_of("local", 24)
+    for topology, prefer in ((aurora, True), (local, False)):
+        found = mesh_without_ring(topology, heads, "auto", prefer)
+        assert (found is not None and found.ring == 1) is alone
+    assert mesh_without_ring(aurora, heads, "auto") is None
+    assert min(mesh.ring for mesh in meshes(aurora, heads)) == (1 if alone else 2)

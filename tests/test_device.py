@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import Counter
 from contextlib import contextmanager
 from importlib import metadata
 from types import ModuleType, SimpleNamespace
@@ -160,3 +161,14 @@ def test_free_memory_of_a_tile_counts_what_the_allocator_keeps(xpu):
 
     xpu.mem_get_info = without_sysman
     assert devices.free_memory(XPU, 12) == 192 * 31 // 32 - 10
+
+
+@pytest.mark.parametrize(("ranks", "count"), [(12, 12), (5, 2), (7, 3), (2, 4), (1, 1), (3, 1)])
+def test_memory_is_divided_among_the_ranks_of_the_fullest_device(xpu, monkeypatch, ranks, count):
+    monkeypatch.delenv("ZE_AFFINITY_MASK", raising=False)
+    xpu.count = count
+    taken = Counter(rank_device("xpu", rank, shared=True).index for rank in range(ranks))
+    assert devices.ranks_on_device(XPU, ranks) == max(taken.values())
+    xpu.memory_allocated = xpu.memory_reserved = lambda _: 0
+    xpu.get_device_properties, xpu.mem_get_info = lambda _: SimpleNamespace(total_memory=6400), lambda _: (960, 6400)
+    assert devices.free_memory(XPU, ranks) == 960 // max(taken.values())

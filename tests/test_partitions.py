@@ -124,6 +124,16 @@ def test_memory_comes_first():
         none.check_fits()
 
 
+def test_memory_is_that_of_the_preset_that_needs_most():
+    """Wherever it stands among the presets: one of them has caches."""
+    works = [work_of(image=4096, preset=preset) for preset in ("flat", "coded")]
+    needs = [Pricer(AURORA).need(work, Partition(1, 1)).total for work in works]
+    tight = Pricer(on_machine(AURORA, memory_gib=sum(needs) / 2 / 2**30))
+    for order in (works, works[::-1]):
+        choice = choose(tight, order, 1, 1, 1, 1)
+        assert choice.taken.need.total == max(needs) > min(needs) and choice.taken.fits is False
+
+
 @pytest.mark.parametrize(
     ("images", "pins", "taken"),
     [(1, {}, (1, 2)), (3, {}, (3, 2)), (5, {}, (4, 1)), (100, {}, (12, 1)), (100, {"guidance": 2}, (6, 2)),

@@ -179,6 +179,14 @@ def test_ranks_that_would_decide_differently_end_alike(share):
     check_alike(of_ranks, one)
 
 
+def test_a_threshold_of_0_leaves_out_what_does_not_change():
+    model, inputs = family("qwen")
+    torch.nn.init.zeros_(model.time_text_embed.timestep_embedder.linear_2.weight)  # blocks see nothing of the time
+    calls = moving(inputs, [0.0, 0.0, 0.0, 0.01])
+    found = run_ranks(2, lambda transport: run(transport, model, calls, step_cache_threshold=0.0))
+    assert all(cached == [0, 1, 1, 0] for _, cached in found)
+
+
 def test_values_that_are_no_numbers_are_computed():
     model, inputs = family("qwen")
     calls = moving(inputs, [0.0, 0.0, 0.0, 0.0])

@@ -4,7 +4,7 @@ import pytest
 
 from cocodiff.config.config import load_machine
 from cocodiff.config.errors import UserError
-from cocodiff.config.machine import Machine, Place, Topology
+from cocodiff.config.machine import Device, Links, Machine, Place, Topology
 
 
 def test_aurora_planes_are_the_public_colouring():
@@ -114,3 +114,17 @@ def test_no_ranks_are_refused():
 def test_malformed_machines_are_refused(settings, message):
     with pytest.raises(UserError, match=message):
         Machine("odd", **settings)
+
+
+@pytest.mark.parametrize(
+    ("device", "links", "lacking"),
+    [
+        ({}, {}, ["its device", "its links"]),
+        ({"bf16_tflop_s": 1.0}, {"nics": 2}, ["its device"]),
+        ({"memory_gb_s": 1.0}, {"nics": 2}, ["its device"]),
+        ({"memory_gb_s": 1.0, "bf16_tflop_s": 1.0}, {}, ["its links"]),
+        ({"memory_gb_s": 1.0, "bf16_tflop_s": 1.0}, {"nics": 2}, []),
+    ],
+)
+def test_rates_that_a_machine_file_does_not_give(device, links, lacking):
+    assert Machine("m", 1, (0,), device=Device(**device), links=Links(**links)).missing_rates == lacking

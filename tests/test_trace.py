@@ -41,8 +41,9 @@ def test_bytes_are_counted_by_link_class_and_purpose():
     assert trace.bytes() == {"sibling": 0, "plane": 15, "cross_plane": 0, "node": 0}
     assert trace.bytes("gather") == {"sibling": 0, "plane": 0, "cross_plane": 0, "node": 1}
     assert tuple(trace.bytes()) == LINK_CLASSES
+    trace.note_kernel("pack", "torch")
     trace.clear()
-    assert sum(trace.bytes().values()) == 0 and trace.spans == []
+    assert sum(trace.bytes().values()) == 0 and trace.spans == [] and trace.kernels() == {}
 
 
 def test_lanes_may_count_at_once():

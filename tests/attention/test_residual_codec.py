@@ -20,6 +20,7 @@ from cocodiff.comm.loopback import run_ranks
 from cocodiff.comm.trace import Trace
 from cocodiff.config.config import Config
 from cocodiff.engine.assemble import build_strategy
+from cocodiff.exchange.codec import StepInfo
 from cocodiff.kernels import Kernels
 from cocodiff.kernels.residual import coded_width
 from cocodiff.topology.axes import Mesh
@@ -199,3 +200,17 @@ def test_layers_decide_each_for_itself():
     for sent in run_ranks(2, work):
         whole = max(sent)
         assert [count == whole for count in sent] == [True, True, *[False] * 4, False, True, False, False]
+
+
+@pytest.mark.parametrize("settings", [{"codec": "int4"}, {"codec": "lossless"}, {"arrival": "displaced"}])
+def test_each_run_codes_the_layers_that_it_calls_first(settings):
+    """A run may call other layers first than the one before it did."""
+    config = Config(state_layers=1, **settings)
+
+    def work(transport):
+        codec = build_strategy(config, Mesh.build(topology_of("local", 2), 1), transport, Trace(), Kernels()).codec
+        for run, (first, second) in enumerate((("a", "b"), ("b", "a"), ("c", "b"))):
+            codec.begin_step(StepInfo(run, 0, None))
+            assert [codec.codes(layer) for layer in (first, second, first)] == [True, False, True]
+
+    run_ranks(2, work)

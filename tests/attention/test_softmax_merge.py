@@ -154,3 +154,15 @@ def test_the_older_kernel_of_xpu_gives_none_without_gradients(monkeypatch, biase
     monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention", operator)
     for name, kernel in sums.TRIED["xpu"].items():
         assert name and sums._fault(kernel, "cpu", torch.bfloat16, biased)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_groups_of_heads_share_the_keys_of_their_own_batch_row(masked):
+    """A batch of queries that holds groups of heads one after the other, each of all batch rows."""
+    draw = torch.Generator().manual_seed(0)
+    q = torch.randn(6, 5, 3, 8, generator=draw)  # three groups of a batch of two
+    k, v = (torch.randn(2, 7, 3, 8, generator=draw) for _ in range(2))
+    mask = torch.rand(2, 1, 1, 7, generator=draw) < 0.6 if masked else None
+    local_attention = local.LocalAttention()
+    for call in (local_attention.whole, lambda *all_: local_attention.part(*all_).out_BLHD):
+        torch.testing.assert_close(call(q, k, v, mask), torch.cat([call(one, k, v, mask) for one in q.split(2)]))

@@ -12,9 +12,10 @@ from warm import forked
 from wrong_messages import Faulty, spoil
 
 from cocodiff.cli.doctor.trials import all_to_alls
-from cocodiff.comm.checked import check_messages, checksum
+from cocodiff.comm.checked import PIECE, CheckedGroup, check_messages, checksum
+from cocodiff.comm.health import Health
 from cocodiff.comm.host import HostTransport
-from cocodiff.comm.loopback import run_ranks
+from cocodiff.comm.loopback import LoopbackGroup, run_ranks
 from cocodiff.comm.transport import Part
 from cocodiff.config.errors import PeerLost
 from cocodiff.engine.engine import parallelize
@@ -114,6 +115,42 @@ def test_every_bit_of_a_message_counts() -> None:
             other[bit // 8] ^= 1 << bit % 8
             sums.add(int(checksum(other, 1)))
         assert len(sums) == 2 + 8 * length
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_message_is_compared_once_and_awaited_until_it_is_here(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits again later, as several users of a transfer do, finds a buffer that may have been written over."""
+
+    class Noting(Health):
+        def __init__(self) -> None:
+            self.noted: list[tuple[int, ...]] = []
+
+        def awaits(self, ranks: tuple[int, ...]) -> None:
+            self.noted.append(ranks)
+
+    monkeypatch.setattr(LoopbackGroup, "receives_ahead", ahead)
+
+    def work(transport: Any) -> None:
+        health, other, came = Noting(), 1 - transport.rank, torch.empty(5)
+        group = CheckedGroup(transport.group([0, 1]), health)
+        pending = group.send_recv([(torch.ones(5), other)], [(came, other)])
+        pending.wait()
+        assert came.tolist() == [1] * 5 and (other,) in health.noted and health.noted[-1] == ()
+        came.zero_()
+        pending.wait()
+
+    run_ranks(2, work, timeout_s=30.0)
+
+
+def test_pieces_of_a_long_message_have_places() -> None:
+    """A message is summed piece by piece: two that have changed places, and a bit of the last bytes, show as well."""
+    piece = PIECE["cpu"]
+    message = torch.randint(0, 255, (2 * piece + 3,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    others = [message.roll(0), torch.cat([message[piece : 2 * piece], message[:piece], message[2 * piece :]])]
+    for place in (0, piece, 2 * piece - 1, 2 * piece, 2 * piece + 2):
+        others.append(message.clone())
+        others[-1][place] ^= 1
+    assert len({int(checksum(one, 1)) for one in others}) == len(others)
 
 
 @pytest.mark.parametrize("preset", ["split", "cocodiff", "coded"])

@@ -6,10 +6,11 @@ import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 from watches import Watches, awaited, awaited_error
 
-from cocodiff.comm.health import Health, Watch
+from cocodiff.comm.health import HELLO_BYTES, Health, Line, Watch
 from cocodiff.config.errors import PeerLost, UserError
 
 
@@ -18,6 +19,11 @@ def cut(watch: Watch) -> None:
     with watch._changed:
         for line in watch._lines.values():
             line.socket.shutdown(socket.SHUT_RDWR)
+
+
+def open_sockets() -> int:
+    """Of this process."""
+    return len(psutil.Process().net_connections("tcp"))
 
 
 @pytest.mark.parametrize("victim", [0, 2])
@@ -50,8 +56,8 @@ def test_a_rank_that_no_error_can_reach_ends_with_the_loss_as_its_last_words(wat
         raise AssertionError("a rank is lost already")
 
 
-def test_clean_close_raises_nothing_and_leaves_no_thread(watches: Watches) -> None:
-    before = set(threading.enumerate())
+def test_clean_close_raises_nothing_and_leaves_no_thread_and_no_connection(watches: Watches) -> None:
+    before, sockets = set(threading.enumerate()), open_sockets()
     ranks = watches.open(range(4), 4)
     own = {thread for thread in set(threading.enumerate()) - before if thread.name == "watch"}
     watches.close()
@@ -60,6 +66,7 @@ def test_clean_close_raises_nothing_and_leaves_no_thread(watches: Watches) -> No
     assert len(own) == 4 and not any(one.is_alive() for one in own)
     for watch in ranks:
         watch.check()
+    assert open_sockets() <= sockets
 
 
 def test_blame_finds_the_death_behind_a_transport_error(watches: Watches) -> None:
@@ -104,3 +111,28 @@ def test_a_rank_that_fails_leaves_when_the_others_have_had_their_last_words(watc
                 leaving.append(pool.submit(watch.leave))
         for one in leaving:
             one.result(5)
+
+
+@pytest.mark.parametrize("piece", [1000, HELLO_BYTES - 1])
+def test_a_stranger_who_ends_no_line_is_cut_off(piece: int) -> None:
+    """However small the pieces are: at most the bytes of a hello are kept."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as other:
+        line, sent = Line(listener.accept()[0]), 0
+        while sent < 3 * HELLO_BYTES:
+            other.sendall(b" " * piece)
+            sent += piece
+            if line.receive() is None:
+                break
+        line.socket.close()
+    assert HELLO_BYTES < sent <= 2 * HELLO_BYTES
+
+
+def test_a_line_may_come_in_pieces_and_two_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as other:
+        line = Line(listener.accept()[0], rank=1)
+        found = []
+        for piece in (b'{"a"', b': 1}\n{"b": 2}\n{', b'"c": 3}\n'):
+            other.sendall(piece)
+            found.append(line.receive())
+        line.socket.close()
+    assert found == [[], [{"a": 1}, {"b": 2}], [{"c": 3}]]

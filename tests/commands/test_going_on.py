@@ -19,7 +19,7 @@ from cocodiff_eval.harness import tasks
 from killed_runs import results
 
 from cocodiff.cli.main import main
-from cocodiff.jobs.journal import PARTIAL, Entry, Journals
+from cocodiff.jobs.journal import PARTIAL, Entry, Journal, Journals
 from cocodiff.jobs.replicas import Queue
 
 SLICES = 4
@@ -225,3 +225,18 @@ def test_a_run_that_was_to_replace_results_and_was_killed_names_what_it_has_kept
     code, said = runs("--out", runs.out, "--resume")
     assert code == 0 and "going on: 3 of 4 slices are there already" in said
     assert results(runs.out) == results(runs.whole)
+
+
+def test_what_a_journal_tells_of_is_on_the_disk_before_it(
+    scan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unsynced: Callable[[Path], list[str]]
+) -> None:
+    add, behind = Journal.add, []
+
+    def look_and_add(journal: Journal, entry: Entry) -> None:
+        behind.append(unsynced(tmp_path / "out" / PARTIAL / ".progress" / "results"))
+        add(journal, entry)
+
+    monkeypatch.setattr(Journal, "add", look_and_add)
+    words = ("inpaint", "--input", scan, "--steps", 1, "--batch", 1, "--slices", "0:2", "--no_exact", "--quiet")
+    assert main([*map(str, words), "--out", str(tmp_path / "out")]) == 0
+    assert behind == [[], []]

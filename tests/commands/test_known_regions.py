@@ -8,8 +8,10 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import diffusers
 import numpy as np
 import pytest
 import tifffile
@@ -17,7 +19,7 @@ import tiny_pipelines
 import torch
 from cocodiff_eval.data.intensity import IntensityRange, compose_native, prepare_slice
 from cocodiff_eval.harness.items import batches_of, count_batches
-from cocodiff_eval.restore.known_regions import LatentLayout
+from cocodiff_eval.restore.known_regions import LatentLayout, keeping
 from cocodiff_eval.restore.pipeline_inpainter import PipelineInpainter, schedule_at
 from cocodiff_eval.restore.restore import restore_slices
 from cocodiff_eval.restore.tiling import steps_at
@@ -140,6 +142,13 @@ def test_a_model_with_an_inpainting_pipeline_restores_either_way(tmp_path: Path)
         assert_succeeded(forked(*words, *more, "--no_exact", "--out", tmp_path / name, folder=tmp_path))
     names = ("own", "ours", "finer")
     assert len({tifffile.imread(tmp_path / name / "images/scan_block_tapa.tif").tobytes() for name in names}) == 3
+
+
+def test_sizes_have_layouts_of_their_own() -> None:
+    calls = [(torch.rand(1, *sides), torch.ones(1, *sides), 1.0, [3]) for sides in ((SIDE, SIDE), (16, SIDE))]
+    both, alone = in_one_process("z_image")[0], in_one_process("z_image")[0]
+    assert both(*calls[0]).shape == (1, SIDE, SIDE)
+    assert torch.equal(both(*calls[1]), alone(*calls[1]))
 
 
 def test_steps_of_videos_are_counted_by_slices() -> None:
@@ -281,3 +290,22 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny_pipelines.flux_pipeline(fill=True).save_pretrained(tmp_path / "fill")
     fills = f"--fresh_noise 1: model {tmp_path / 'fill'} only restores: leave it away"
     assert fills in said("fill", "--fresh_noise", 1)
+
+
+@pytest.mark.parametrize("kind", ["DPMSolverMultistepScheduler", "UniPCMultistepScheduler"])
+def test_a_solver_of_several_steps_takes_each_from_where_the_last_one_left_what_is_known(kind: str) -> None:
+    """What it keeps of earlier steps is of another path, so its steps are those of the first order."""
+    known_B, hidden_B = torch.full((1, 2, 4), 0.5), torch.arange(8).reshape(1, 2, 4) % 2 == 0
+
+    def restored(order: int) -> Tensor:
+        scheduler = getattr(diffusers, kind)(solver_order=order, prediction_type="epsilon")
+        pipe = SimpleNamespace(scheduler=scheduler, prepare_latents=lambda: torch.ones(1, 2, 4))
+        generators = [torch.Generator().manual_seed(0)]
+        with keeping(pipe, (known_B, hidden_B), 2, 0.5, generators):
+            x = pipe.prepare_latents()
+            scheduler.set_timesteps(8)
+            for time in scheduler.timesteps:
+                x = scheduler.step((0.3 * x).sin(), time, x)[0]
+        return x
+
+    torch.testing.assert_close(restored(2), restored(1))

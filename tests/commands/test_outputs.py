@@ -91,6 +91,13 @@ def test_discard_leaves_nothing(tmp_path):
     assert names(tmp_path) == []
 
 
+def test_a_run_that_fails_leaves_no_folder_that_it_made(tmp_path):
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(KeyError), OutputFolder(str(tmp_path / "mine/a/b"), overwrite=False).held():
+        raise KeyError
+    assert [*tmp_path.rglob("*")] == [tmp_path / "mine"]
+
+
 def test_what_a_killed_run_left_is_not_published(tmp_path):
     killed = open_with_image(OutputFolder(str(tmp_path / "out"), overwrite=False), "half")
     (killed / "images" / "half.png").write_text("half")

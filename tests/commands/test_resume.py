@@ -6,21 +6,32 @@ import json
 import os
 import signal
 import threading
+import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tifffile
-from cocodiff_eval.harness.items import Cost, batches_of
+from cocodiff_eval.cli.generate import OPTIONS as GENERATE
+from cocodiff_eval.cli.inpaint import OPTIONS as INPAINT
+from cocodiff_eval.cli.inpaint import prepare
+from cocodiff_eval.harness.items import Batch, Cost, ItemSamples, Parts, batches_of
+from cocodiff_eval.harness.session import describe
+from cocodiff_eval.harness.tasks import describe_inputs
+from cocodiff_eval.quality.fusing import Moments
 from killed_runs import Killed, results
 from warm import forked
 
 from cocodiff.cli.main import main
-from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld
+from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld, run_ranks
 from cocodiff.config.errors import UserError
+from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.journal import Entry, Journals
-from cocodiff.jobs.replicas import Replica
+from cocodiff.jobs.options import parse, with_settings
+from cocodiff.jobs.replicas import JobRecord, Queue, Replica
 from cocodiff.jobs.terminal import limit_threads, threads
 
 SLICES = 10
@@ -219,6 +230,8 @@ def test_batches_depend_on_masks_alone_and_the_sample_has_its_own() -> None:
     assert len(sample) == 8 and (sample[0], sample[-1]) == (1, 59)
     assert [batch.compared for batch in batches_of(0, [True] * 7, 1, 8)] == [True] * 7
     assert [batch.indices for batch in batches_of(0, [True] * 3, 1, 1)] == [(0,), (1,), (2,)]
+    for slices, sizes in ((64, [64]), (65, [32, 33]), (130, [43, 44, 43])):  # without a mask: to be copied
+        assert [len(batch.indices) for batch in batches_of(0, [False] * slices, 1, 8)] == sizes
 
 
 def test_every_batch_is_claimed_once_and_journals_forget_torn_lines(tmp_path: Path) -> None:
@@ -233,6 +246,26 @@ def test_every_batch_is_claimed_once_and_journals_forget_torn_lines(tmp_path: Pa
     assert str(journals.kept()) == "5 of 9 slices" and set(journals.finished()) == {2, 3}
     journals.open_claims()
     assert journals.claim(0)
+
+
+def test_no_replica_goes_on_before_all_batches_are_done(tmp_path: Path) -> None:
+    """The batches of one replica take long; what the job does next needs the results of both."""
+    output, done, both = OutputFolder(str(tmp_path / "out"), overwrite=False), [], threading.Barrier(2)
+    output.open()
+
+    def work(transport: Any) -> list[int]:
+        record = JobRecord(output, dict, [1, 1, 1], "slices", lambda entry: True, shows_bar=False)
+        with Queue(Replica(transport, "local", 2), record, 3) as queue:
+            for count, number in enumerate(queue.take(range(3))):
+                if count == 0:
+                    both.wait(60)  # each has one
+                time.sleep(0.1 * transport.rank)
+                done.append(number)
+                queue.add(number, [number])
+            assert sorted(done) == [0, 1, 2]
+            return queue.rows(range(3))
+
+    assert run_ranks(2, work) == [[0, 1, 2]] * 2
 
 
 def test_a_folder_that_leaders_do_not_share_is_refused(tmp_path: Path) -> None:
@@ -254,3 +287,35 @@ def test_a_folder_that_leaders_do_not_share_is_refused(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert len(said) == 2 and all("--out out: rank(s) 1 do not see what rank 0 writes there" in one for one in said)
+
+
+def test_samples_are_found_by_their_task_item_and_first_sample(tmp_path: Path) -> None:
+    parts, batches = Parts(tmp_path), [Batch(task, (4, 5), samples=(n,), of=2) for task in (0, 1) for n in (0, 1)]
+    for number, batch in enumerate(batches):
+        images = [np.full((2, 3), 10 * number + place, np.float32) for place in range(2)]
+        parts.keep(batch, {"tapa": [ItemSamples(Moments.of(image_YX), Cost(number)) for image_YX in images]})
+    for number, batch in enumerate(batches):
+        found = [parts.read(batch, index)["tapa"] for index in batch.indices]
+        assert [float(one.restored01_YX[0, 0]) for one in found] == [10 * number, 10 * number + 1]
+        assert [one.cost.seconds for one in found] == [number] * 2
+    assert parts.merged(batches[2:], 5)["tapa"].restored01_YX[0, 0] == 26
+
+
+# Options that change no bit of a result, and those that presets, voxels and a bound's own record tell apart.
+UNSEEN = {
+    *("input", "mask", "slices", "roi", "truth", "image", "format", "preset", "quality", "quality_slices"),
+    *("quality_every", "exact", "out", "overwrite", "resume", "ranks", "parallel", "replicas", "dry_run", "quiet"),
+    *("log_level", "follow_links"),
+}
+
+
+@pytest.mark.parametrize("name", sorted({one.name for one in (*INPAINT, *GENERATE)} - UNSEEN))
+def test_whatever_results_depend_on_is_compared_when_a_run_goes_on(name: str, tmp_path: Path) -> None:
+    given = ["--input", str(SLICE), "--out", str(tmp_path / "out"), "--ranks", "1", "--samples", "2"]
+    values = parse("inpaint", "", with_settings(INPAINT), given)
+    prepared = prepare(values, 1, 0.0)
+
+    def described(values: dict[str, Any]) -> dict[str, Any]:
+        return describe(replace(prepared, values=values, inputs=partial(describe_inputs, (), values)))
+
+    assert described(values | {name: 3}) != described(values) == described(dict(values))

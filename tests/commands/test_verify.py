@@ -1,5 +1,6 @@
 """`cocodiff verify`: a table, and an exit code for scripts."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import cocodiff
 from cocodiff.cli.main import main
 from cocodiff.cli.verify import load
 from cocodiff.config.errors import UserError
+from cocodiff.engine.verification import recorded_calls
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 
@@ -65,6 +67,23 @@ def test_a_class_without_a_plan(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "refused" in shown and "no adapter for ChromaTransformer2DModel" in shown
     assert shown.endswith("ChromaTransformer2DModel: runs with none of these settings\n")
+
+
+def test_what_is_given_and_the_model_are_left_as_they_are():
+    """By a model that writes over its argument; and calls after the recording are not kept."""
+    model, given = PLANNED["wan"].model(), PLANNED["wan"].call()
+    before = copy.deepcopy(given)
+
+    def write_over(_: Any, __: Any, kwargs: Any) -> None:
+        kwargs["hidden_states"].mul_(1.5)
+
+    model.register_forward_pre_hook(write_over, with_kwargs=True)
+    cocodiff.verify(model, given, ranks=[])
+    assert all(torch.equal(given[name], x) for name, x in before.items() if isinstance(x, torch.Tensor))
+    ((_, calls),) = recorded_calls(lambda **inputs: model(**inputs), [model], given)
+    with torch.no_grad():
+        model(**given)
+    assert len(calls) == 1
 
 
 @pytest.mark.full

@@ -92,6 +92,7 @@ def test_a_constant_slice_comes_back(tmp_path: Path, dtype: str, inpainter: Smoo
     mask = make_mask("block", stack)
     scale = intensity_range(stack, mask)
     assert (scale.low, scale.high, scale.scale) == (7.0, 7.0, 1.0)
+    image_YX.flags.writeable = False  # no result is written over what it was made of
     with np.errstate(all="raise"):
         prepared_YX = prepare_slice(image_YX, mask.read(0), scale)
         restored_YX = compose_native(image_YX, restore_slice(prepared_YX, mask.read(0), inpainter), mask.read(0), scale)
@@ -173,6 +174,17 @@ def test_a_hot_spot_changes_neither_the_range_nor_the_restoration(
     spot_YX = hot_spot(np.zeros((side, side)), *place, 1) > 0
     np.testing.assert_array_equal(greys[0][~spot_YX], greys[1][~spot_YX])
     assert set(greys[1][spot_YX]) == {255 if value > 0 else 0}
+
+
+def test_percentiles_of_more_than_a_million_voxels_see_every_column_and_row(tmp_path: Path) -> None:
+    """Where one in four columns, as many as are sampled, and half of the rows hold one value, the others tell what is
+    an outlier."""
+    volume = np.random.default_rng(0).integers(90, 110, (4, 1024, 1024), dtype=np.uint8)
+    volume[:, :, ::4] = volume[:, :512] = 50
+    volume[2, 800, 4:7] = 255
+    stack = save(tmp_path / "a.tif", volume)
+    found = intensity_range(stack, make_mask("center", stack))
+    assert (found.low, found.high, found.extremes, found.beyond) == (50, 109, (50, 255), 3)
 
 
 def test_what_is_no_outlier_keeps_the_whole_range(tmp_path: Path) -> None:

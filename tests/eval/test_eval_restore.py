@@ -61,6 +61,9 @@ def test_slices_share_calls_and_none_is_changed() -> None:
             assert restored_YX.tobytes() == restore_slice(image_YX, mask_YX, alone, batch=batch).tobytes()
     assert len(together.calls) < len(alone.calls)
     assert max(len(keys) for _, _, keys in together.calls) <= 16
+    together.calls.clear()
+    restore_slices(images[:1] * 6, masks[:1] * 6, together, batch=3)
+    assert [len(keys) for _, _, keys in together.calls] == [3, 3]
 
 
 def test_an_empty_mask_calls_no_model() -> None:

@@ -133,6 +133,15 @@ def test_holes_that_fit_are_restored_from_noise_at_full_resolution() -> None:
     assert (second.row, second.column) == (640 - 96, 0)
 
 
+@pytest.mark.parametrize(("side", "levels"), [(15, 1), (16, 1), (17, 2)])
+def test_a_hole_of_half_a_tile_fits_it(side: int, levels: int) -> None:
+    mask_YX = np.zeros((97, 131), bool)
+    mask_YX[30 : 30 + side, 40 : 40 + side] = True
+    plan = plan_restoration(mask_YX, 32, 5)
+    check_plan(plan, mask_YX, 5)
+    assert len(plan.levels) == levels and any(tile.blend for tile in plan.levels[0].passes[0].tiles) is (levels > 1)
+
+
 def test_a_deep_hole_goes_from_coarse_to_fine_and_a_scratch_does_not() -> None:
     plan = plan_restoration(center_mask((640, 640)), 96, 8)
     assert [[one.strength for one in level.passes] for level in plan.levels] == [[0.2], [0.2], [0.2], [1.0]]

@@ -137,6 +137,7 @@ def test_calibrated_intervals_hold_their_share_of_other_voxels(informative: bool
     if informative:  # narrower on average than ones of one width
         assert found.radius(scale_P, 0.9).mean() < 0.95 * flat.radius(scale_P, 0.9).mean()
     assert quantile(np.arange(9.0), 0.9) == 8 and quantile(np.arange(99.0), 0.5) == 49
+    assert [quantile(np.arange(float(count)), 0.9) for count in (3, 9, 10, 18, 19)] == [2, 8, 9, 17, 17]
     few = Intervals.calibrated(errors_P[:199], scale_P[:199], np.ones(199))
     for unknown in (Intervals.unknown(), few, Intervals.calibrated(np.zeros(0), np.zeros(0), np.zeros(0))):
         assert unknown.radius(scale_P, 0.9).min() == np.inf and unknown.record() is None
@@ -181,6 +182,8 @@ def test_the_expected_lead_holds_that_of_another_mask() -> None:
     assert sure.db == pytest.approx(20 * np.log10(2)) and sure.is_clear and sure.wins == 12
     few = Lead.found(own[:2].ravel(), 2 * own[:2].ravel(), region_P[:100], 1)
     assert few.wins == 2 and not few.is_clear and few.low == -np.inf
+    three = Lead.found(own[:3].ravel(), 2 * own[:3].ravel(), region_P[:150], 1)
+    assert three.is_clear and 0 < three.low <= three.high < np.inf
 
 
 def test_linear_interpolates_along_its_axis() -> None:

@@ -195,6 +195,16 @@ def test_a_volume_goes_from_any_format_to_any(tmp_path: Path, kind: str, word: s
     assert "cocodiff+" in said(path) and '"start": [2, 1, 4]' in said(path)
 
 
+@pytest.mark.parametrize("word", ["tiff", "sequence", "zarr", "h5", "npy"])
+def test_a_volume_is_on_the_disk_when_it_is_written(
+    tmp_path: Path, unsynced: Callable[[Path], list[str]], word: str
+) -> None:
+    given, folder = open_volume(write_tiff(tmp_path, voxels(), "<")), tmp_path / "results"
+    folder.mkdir()
+    path = restored(given, word, folder).path
+    assert path.exists() and not unsynced(folder)
+
+
 def said(path: Path) -> str:
     """All that a result says of itself, as text."""
     if path.suffix == ".zarr":
