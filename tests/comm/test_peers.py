@@ -210,7 +210,7 @@ def test_slow_ranks_that_make_the_same_calls_are_not_blamed_and_the_first_other_
     assert world.errors() == {"None"}
     world.ranks[0].own.arrive("bytes")
     world.pass_time(2.0)
-    assert world.errors() == {"rank 1 calls attention 1, and rank 0 bytes: ranks make different calls"}
+    assert world.errors() == {"rank 0 calls bytes, and rank 2 attention 1: ranks make different calls"}
 
 
 def test_a_rank_that_waits_for_a_while_only_is_not_waited_for() -> None:
