@@ -58,7 +58,7 @@ class Health:
     def arrive(self, at: str, among: tuple[int, ...] = ()) -> None:
         """Note that this thread begins a call, named `at`, that all ranks make, or all of `among`, as often, in one
         order and by the same name. A rank that others wait for in it, and that does not come, is lost in the end.
-        Raises PeerLost where one is lost: who has caught that does not go on."""
+        Raises PeerLost where this rank has been told of a loss before: who has caught that does not go on."""
         CALL.set(at)
 
     def still_waiting(self) -> None:
@@ -199,7 +199,8 @@ class Watch(Health):
     def arrive(self, at: str, among: tuple[int, ...] = ()) -> None:
         super().arrive(at, among)
         self._peers.own.arrive(at, among)
-        self.check()
+        if self._peers.raised:
+            self.check()
 
     def still_waiting(self) -> None:
         self._peers.own.still_waiting()

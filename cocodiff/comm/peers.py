@@ -242,7 +242,7 @@ class Peers:
         if not stands_still:
             return [_told(replace(own, last_calls={}))]
         self._told_calls = own.calls
-        return [_told(own)]
+        return self._compare_calls(0, own.last_calls, now) or [_told(own)]
 
     def goodbye(self) -> list[Message]:
         """This rank leaves, and tells where it has come to: who waits for it there knows that it has made that call."""
@@ -281,10 +281,11 @@ class Peers:
         calls, at, among, waits_s, awaits, unchanged_s, last_calls = told
         one = Progress({tuple(ranks): count for ranks, count in calls}, at, tuple(among), waits_s, awaits=tuple(awaits))
         self._progress[rank] = one, now - unchanged_s
-        if self.rank or not last_calls:
-            return []
-        self._table.find_other_call(0, self.own.last_calls())
-        found = self._table.find_other_call(rank, {tuple(ranks): numbered for ranks, numbered in last_calls})
+        return self._compare_calls(rank, {tuple(ranks): numbered for ranks, numbered in last_calls}, now)
+
+    def _compare_calls(self, rank: int, calls: Calls, now: float) -> list[Message]:
+        """Rank 0: the run has failed if a rank has called something else than another one."""
+        found = None if self.rank else self._table.find_other_call(rank, calls)
         return [] if found is None else self.lose(PeerLost(*found), now)
 
     def _seen(self, now: float) -> dict[int, Progress]:

@@ -199,6 +199,20 @@ def test_ranks_that_make_different_calls_are_named() -> None:
     assert world.errors() == {"rank 1 calls attention x, and rank 0 gather_object: ranks make different calls"}
 
 
+def test_slow_ranks_that_make_the_same_calls_are_not_blamed_and_the_first_other_call_is_told_in_seconds() -> None:
+    """One rank is 200 calls ahead, as a displaced one may be, and the others take their time."""
+    world = World(3, stall_s=1000.0)
+    for ahead, rank in enumerate((0, 2, 1)):
+        for number in range(1 + 100 * ahead):
+            world.ranks[rank].own.arrive(f"attention {number}")
+        world.ranks[rank].own.blocked_since = world.now
+        world.pass_time(30.0)
+    assert world.errors() == {"None"}
+    world.ranks[0].own.arrive("bytes")
+    world.pass_time(2.0)
+    assert world.errors() == {"rank 0 calls bytes, and rank 2 attention 1: ranks make different calls"}
+
+
 def test_a_rank_that_waits_for_a_while_only_is_not_waited_for() -> None:
     """Its thread notes that it waits, four times a second; what it does later is no wait."""
     world = World(2, stall_s=10.0)
