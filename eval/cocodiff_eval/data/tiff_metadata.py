@@ -10,12 +10,16 @@ from itertools import product
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
+
+from cocodiff.jobs.declared import read_declared
 from cocodiff_eval.data.volume import Metadata, NewVolume, Sides, kept_alone, one_unit, plain, start_of, unit_symbol
 
-# Tags of text that are kept: document, maker, model, page, date, artist, host, copyright.
-TEXTS = (269, 271, 272, 285, 306, 315, 316, 33432)
 SOFTWARE, DATE, X_RESOLUTION, Y_RESOLUTION, RESOLUTION_UNIT = 305, 306, 282, 283, 296
 ORIENTATION, POSITIONS = 274, (286, 287)  # of the image's first row and column; of its corner on a page
+NODATA = 42113  # GDAL's text of the value that missing voxels have
+# Tags that are kept as they are: document, maker, model, page, date, artist, host, copyright, and those above.
+KEPT = (269, 271, 272, 285, DATE, 315, 316, 33432, ORIENTATION, *POSITIONS, NODATA)
 MICROMETERS = {2: 25400.0, 3: 10000.0, 4: 1000.0, 5: 1.0}  # of a resolution unit
 OME_DTYPES = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "float32", "float64")
 IMAGEJ_DTYPES = ("uint8", "uint16", "float32")
@@ -35,19 +39,19 @@ def read_metadata(tiff: Any) -> Metadata:
     details: dict[str, Any] = {
         "form": "imagej" if tiff.is_imagej else "ome" if tiff.is_ome else "plain",
         "photometric": int(page.photometric) if int(page.photometric) in (0, 1) else 1,
-        "texts": {code: str(tags[code]) for code in TEXTS if isinstance(tags.get(code), str) and tags[code]},
+        "tags": [_copied(tag) for tag in page.tags if tag.code in KEPT and tag.value],
         "software": str(tags.get(SOFTWARE, "")),
         "resolution": _resolution(tags),
-        "orientation": int(tags.get(ORIENTATION, 1)),
-        "positions": {code: tags[code] for code in POSITIONS if isinstance(tags.get(code), tuple)},
+        "orientation": tags.get(ORIENTATION, 1),
     }
-    description, attributes = page.description, dict[str, Any]()
+    description, attributes, moved = page.description, dict[str, Any](), list[str]()
     size, unit, alone = _of_resolution(details["resolution"])
     if tiff.is_imagej:
         attributes = {name: value for name, value in tiff.imagej_metadata.items() if name not in _OF_SHAPE}
         details["imagej"] = {name: attributes.pop(name) for name in IMAGEJ_BINARY if name in attributes}
         size, unit, alone = _of_imagej(attributes, details["resolution"])
         alone += details["imagej"]
+        moved = [f"ImageJ's {name}" for name in ("xorigin", "yorigin", "zorigin") if attributes.get(name)]
         description = str(attributes.get("Info", ""))
     elif tiff.is_ome:
         try:
@@ -62,23 +66,30 @@ def read_metadata(tiff: Any) -> Metadata:
         description = "" if description.startswith("{") else description
         if "voxel_size" in attributes:
             size, unit, alone = one_unit(attributes["voxel_size"], [attributes.get("unit", "")] * 3)
-    if details["photometric"] == 0:
-        alone.append("that 0 is white")
-    if details["positions"]:
-        alone.append("its position on a page")
-    turned = [f"its orientation {details['orientation']}"] if details["orientation"] != 1 else []
-    about, bits, remarks = plain(attributes), page.bitspersample, kept_alone(tiff.filename, alone, turned)
+    alone += ["that 0 is white"] * (details["photometric"] == 0)
+    alone += ["its position on a page"] * any(code in tags for code in POSITIONS)
+    moved += [f"its orientation {details['orientation']}"] * (details["orientation"] != 1)
+    bits, remarks = page.bitspersample, kept_alone(tiff.filename, alone, moved)
     if isinstance(bits, int) and page.dtype and bits not in (1, 8 * page.dtype.itemsize):
         remarks.append(f"{tiff.filename}: {bits} bits a sample; results hold the same values as {page.dtype}")
-    return Metadata("tiff", tiff.series[0].axes, size, unit, description, tiff.byteorder, about, details, remarks)
+    declared = read_declared({"_FillValue": tags.get(NODATA)}, np.dtype(page.dtype), tiff.filename)
+    about = plain(attributes), details, remarks, declared
+    return Metadata("tiff", tiff.series[0].axes, size, unit, description, tiff.byteorder, *about)
+
+
+def _copied(tag: Any) -> tuple[Any, ...]:
+    """Return a tag as `tifffile.TiffWriter.write` takes it among `extratags`."""
+    value = tag.value.encode() if isinstance(tag.value, str) else tag.value
+    return tag.code, int(tag.dtype), tag.count, value, tag.code != ORIENTATION  # which each page has
 
 
 def traits_of_scan(page: Any) -> dict[str, Any]:
-    """Return what is the same in all slices of a scan: voxel size, software, day, and the words of the description, in
-    which numbers may differ from slice to slice."""
+    """Return what is the same in all slices of a scan: voxel size, software, day, the value of missing voxels, and the
+    words of the description, in which numbers may differ from slice to slice."""
     size, words = (X_RESOLUTION, Y_RESOLUTION, RESOLUTION_UNIT), re.findall("[A-Za-z]{2,}", page.description)
     found = {"voxel size": [page.tags.valueof(code) for code in size], "software": page.tags.valueof(SOFTWARE)}
-    return {**found, "date": str(page.tags.valueof(DATE))[:10], "description": words}
+    found |= {"date": str(page.tags.valueof(DATE))[:10], "description": words}
+    return {**found, "value of missing voxels": page.tags.valueof(NODATA)}
 
 
 def _resolution(tags: Mapping[int, Any]) -> tuple[Any, Any, int] | None:
@@ -134,14 +145,11 @@ def tiff_options(file: NewVolume) -> tuple[dict[str, Any], dict[str, Any]]:
     if form == "ome" and file.dtype.name not in OME_DTYPES:
         form = "plain"
     notes = {NOTES: file.notes()} if file.provenance else {}
+    lost = [*(POSITIONS if file.region is not None else ()), *([NODATA] if "without" in details else [])]
     options: dict[str, Any] = {
         "photometric": "miniswhite" if details.get("photometric") == 0 else "minisblack",
-        "extratags": [(code, 2, 0, text.encode(), True) for code, text in details.get("texts", {}).items()],
+        "extratags": [tag for tag in details.get("tags", ()) if tag[0] not in lost],
     }
-    if details.get("orientation", 1) != 1:
-        options["extratags"] += [(ORIENTATION, 3, 1, details["orientation"], False)]
-    if file.region is None:
-        options["extratags"] += [(code, 5, 1, value, True) for code, value in details.get("positions", {}).items()]
     if details.get("software"):
         options["software"] = details["software"].encode()
     if details.get("resolution"):
