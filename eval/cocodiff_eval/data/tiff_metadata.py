@@ -18,8 +18,8 @@ from cocodiff_eval.data.volume import Metadata, NewVolume, Sides, kept_alone, on
 SOFTWARE, DATE, X_RESOLUTION, Y_RESOLUTION, RESOLUTION_UNIT = 305, 306, 282, 283, 296
 ORIENTATION, POSITIONS = 274, (286, 287)  # of the image's first row and column; of its corner on a page
 NODATA = 42113  # GDAL's text of the value that missing voxels have
-# Tags that are kept as they are: document, maker, model, page, date, artist, host, copyright, and those above.
-KEPT = (269, 271, 272, 285, DATE, 315, 316, 33432, ORIENTATION, *POSITIONS, NODATA)
+# Tags that are kept as they are: document, maker, model, page, artist, host, copyright, and those named above.
+KEPT = (269, 271, 272, 285, SOFTWARE, DATE, 315, 316, 33432, ORIENTATION, *POSITIONS, NODATA)
 MICROMETERS = {2: 25400.0, 3: 10000.0, 4: 1000.0, 5: 1.0}  # of a resolution unit
 OME_DTYPES = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "float32", "float64")
 IMAGEJ_DTYPES = ("uint8", "uint16", "float32")
@@ -40,7 +40,6 @@ def read_metadata(tiff: Any) -> Metadata:
         "form": "imagej" if tiff.is_imagej else "ome" if tiff.is_ome else "plain",
         "photometric": int(page.photometric) if int(page.photometric) in (0, 1) else 1,
         "tags": [_copied(tag) for tag in page.tags if tag.code in KEPT and tag.value],
-        "software": str(tags.get(SOFTWARE, "")),
         "resolution": _resolution(tags),
         "orientation": tags.get(ORIENTATION, 1),
     }
@@ -149,9 +148,8 @@ def tiff_options(file: NewVolume) -> tuple[dict[str, Any], dict[str, Any]]:
     options: dict[str, Any] = {
         "photometric": "miniswhite" if details.get("photometric") == 0 else "minisblack",
         "extratags": [tag for tag in details.get("tags", ()) if tag[0] not in lost],
+        "software": False,  # tifffile's own name
     }
-    if details.get("software"):
-        options["software"] = details["software"].encode()
     if details.get("resolution"):
         x, y, unit = details["resolution"]
         options |= {"resolution": (x, y), "resolutionunit": unit}
@@ -246,10 +244,10 @@ def _annotate(root: ElementTree.Element, space: str, image: ElementTree.Element,
     if annotations is None:
         annotations = ElementTree.SubElement(root, f"{space}StructuredAnnotations")
     identity = f"Annotation:{NOTES}"
-    for old in [one for one in annotations if one.get("ID") == identity]:
-        annotations.remove(old)
+    for owner in (annotations, image):
+        for old in owner.findall(f"*[@ID='{identity}']"):
+            owner.remove(old)
     found = ElementTree.SubElement(annotations, f"{space}MapAnnotation", ID=identity)
     value = ElementTree.SubElement(found, f"{space}Value")
     ElementTree.SubElement(value, f"{space}M", K=NOTES).text = text
-    if all(one.get("ID") != identity for one in image.findall(f"{space}AnnotationRef")):
-        image.append(ElementTree.Element(f"{space}AnnotationRef", ID=identity))
+    ElementTree.SubElement(image, f"{space}AnnotationRef", ID=identity)
