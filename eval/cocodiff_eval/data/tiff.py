@@ -310,26 +310,24 @@ def _check_numbers(path: str, slices: Sequence[Slice]) -> None:
 
 
 def _check_like(file: str, first_file: str, first: Stack) -> dict[str, Any]:
-    """Return the file's `traits_of_scan`. Raises UserError for another shape, type or kind of samples."""
+    """Return the file's `traits_of_scan`. Raise UserError for another shape, type or kind of samples."""
     import tifffile
 
     check_file(file)
     damaged = reading(f"{file}: not a readable TIFF", "save it again")
     with quiet_libraries(), damaged, tifffile.TiffFile(file) as tiff:
-        page = tiff.pages.first
-        shape, dtype, pages, white = page.shape, page.dtype, len(tiff.pages), page.photometric == 0
-        traits = traits_of_scan(page)
-        turned = page.tags.valueof(ORIENTATION, 1)
+        page, pages = tiff.pages.first, len(tiff.pages)
+        traits, turned = traits_of_scan(page), page.tags.valueof(ORIENTATION, 1)
     if pages != 1 or first.ndim != 2:
         raise UserError(f"{file}: holds {pages} slices, and a file of a sequence holds one; give it by itself")
-    if white is not (first.metadata.details["photometric"] == 0):
+    if (page.photometric == 0) is not (first.metadata.details["photometric"] == 0):
         raise UserError(f"{file}: 0 is white in it or in {first_file}, not in both; save all slices in one way")
     if turned != first.metadata.details["orientation"]:
         raise UserError(f"{file}: has orientation {turned}, and {first_file} another; save all slices in one way")
-    if shape[:2] != first.shape[1:] or dtype is None or dtype.newbyteorder("=") != first.dtype:
+    if page.shape[:2] != first.shape[1:] or page.dtype is None or page.dtype.newbyteorder("=") != first.dtype:
         raise UserError(
-            f"{file}: holds {format_shape(shape)} voxels of {dtype}, and {first_file} {format_shape(first.shape[1:])} "
-            f"of {first.dtype}; the slices of a stack are alike"
+            f"{file}: holds {format_shape(page.shape)} voxels of {page.dtype}, and {first_file} "
+            f"{format_shape(first.shape[1:])} of {first.dtype}; the slices of a stack are alike"
         )
     return traits
 

@@ -33,7 +33,7 @@ NOTES = "cocodiff"
 
 
 def read_metadata(tiff: Any) -> Metadata:
-    """The metadata of an open `tifffile.TiffFile`."""
+    """Return the metadata of an open `tifffile.TiffFile`."""
     page = tiff.pages.first
     tags = {tag.code: tag.value for tag in page.tags if tag.code != 270}  # descriptions come twice
     details: dict[str, Any] = {
@@ -131,7 +131,7 @@ def _of_ome(xml: str) -> tuple[Sides, str]:
 
 
 def tiff_options(file: NewVolume) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments of `tifffile.TiffWriter` and of its `write`, so that the new file says what the input said.
+    """Return arguments of `tifffile.TiffWriter` and of its `write`, so that the new file says what the input said.
 
     Of another format's metadata an OME-TIFF is made where a voxel's size is known, else a plain one.
     """
@@ -167,10 +167,9 @@ def tiff_options(file: NewVolume) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _json(file: NewVolume, notes: Mapping[str, Any], details: Mapping[str, Any]) -> dict[str, Any]:
-    """What a plain TIFF says in JSON, as tifffile writes it."""
-    kept, said = file.metadata, dict(file.metadata.attributes) if details else {}
-    if not details and kept.attributes:
-        said["attributes"] = kept.attributes
+    """Return what a plain TIFF says in JSON, as tifffile writes it."""
+    kept = file.metadata
+    said: dict[str, Any] = {**kept.attributes} if details or not kept.attributes else {"attributes": kept.attributes}
     if kept.voxel_size and details.get("form") != "plain":
         said |= {"voxel_size": list(kept.voxel_size), "unit": kept.unit}
     return {**said, **notes}
@@ -239,7 +238,7 @@ def _changed_ome(xml: str, file: NewVolume, notes: Mapping[str, Any]) -> bytes |
 
 
 def _annotate(root: ElementTree.Element, space: str, image: ElementTree.Element, text: str) -> None:
-    """Adds a map annotation, and replaces that of an earlier run."""
+    """Add a map annotation, in the place of that of an earlier run."""
     annotations = root.find(f"{space}StructuredAnnotations")
     if annotations is None:
         annotations = ElementTree.SubElement(root, f"{space}StructuredAnnotations")
