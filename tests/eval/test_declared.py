@@ -1,4 +1,4 @@
-"""What files declare of their values: missing voxels, scales, signs; in HDF5, Zarr, and arrays that a program gives."""
+"""What files declare of their values: missing voxels, scales, signs; in HDF5, Zarr, TIFF, and arrays of a program."""
 
 from __future__ import annotations
 
@@ -189,6 +189,48 @@ def test_scales_are_kept_for_voxels_and_not_for_masks(tmp_path: Path, kind: str)
         assert {one: np.asarray(found[one]).tolist() for one in kept} == {one: about[one] for one in kept}
     if kind == "h5":
         assert make_mask(f"{tmp_path / stem}_mask.h5:/vol", task.stack).masked == (True, True, True)
+
+
+def write_gdal(path: Path, volume: np.ndarray, text: str) -> str:
+    """Write a TIFF with GDAL's tag of the value that missing voxels have."""
+    tag = (42113, 2, 0, text.encode(), True)
+    tifffile.imwrite(path, volume, photometric="minisblack", metadata=None, extratags=[tag])
+    return str(path)
+
+
+@pytest.mark.parametrize(("dtype", "text"), [("uint16", "7"), ("int16", "7"), ("float32", " 7.0"), ("float64", "7")])
+def test_missing_voxels_of_tiff_are_those_that_gdal_declares(tmp_path: Path, dtype: str, text: str) -> None:
+    path = write_gdal(tmp_path / "scan.tif", voxels(dtype), text)
+    with pytest.raises(
+        UserError, match=r"2 .*missing \(_FillValue 7\) voxels .* the first at slice 1, row 2, column 3;"
+    ):
+        ranges(path)
+    task = task_of(write_gdal(tmp_path / "scan.tif", np.maximum(voxels(dtype), 1001), text))
+    files = result_files(task, ["tapa"], tmp_path, samples=2)
+    for file in files.values():
+        file.create()
+        for index in range(3):
+            file.write(index, task.stack.read(index).astype(file.dtype))
+    export(task, files, tmp_path, {"tapa": {"version": "1"}}, {"version": "1"}, lambda numbers, what: numbers)
+    for name, kept in (("tapa", True), ("tapa_std", False), ("mask", False)):
+        with tifffile.TiffFile(tmp_path / f"scan_center_{name}.tif") as tiff:
+            assert (42113 in tiff.pages.first.tags) is kept, name
+
+
+@pytest.mark.parametrize("text", ["nan", "1e+20", "-1", "none", ""])
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32", "float32"])
+def test_a_value_that_no_voxel_of_a_tiff_can_have_is_no_damage(tmp_path: Path, dtype: str, text: str) -> None:
+    volume = np.minimum(voxels(), 200).astype(dtype)
+    stack = open_stack(write_gdal(tmp_path / "scan.tif", volume, text))
+    assert not stack.metadata.remarks and ranges(stack.path) == (7, 200)
+    np.testing.assert_array_equal([stack.read(index) for index in range(3)], volume)
+
+
+def test_slices_that_declare_other_missing_values_are_named(tmp_path: Path) -> None:
+    for number, text in enumerate(("7", "7", "9")):
+        write_gdal(tmp_path / f"s{number}.tif", voxels()[number], text)
+    (told,) = open_stack(str(tmp_path / "s*.tif")).metadata.remarks
+    assert "s2.tif: another value of missing voxels than " in told
 
 
 def attributes_of(folder: Path, name: str, kind: str) -> dict[str, Any]:

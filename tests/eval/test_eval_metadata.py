@@ -268,6 +268,7 @@ def test_slices_of_a_sequence_lie_alike(tmp_path: Path) -> None:
 
 def test_what_lies_in_voxels_of_the_whole_image_moves_with_a_region_or_is_named(tmp_path: Path) -> None:
     given = imagej(tmp_path, xorigin=10, yorigin=2.5, zorigin=0)
+    assert given.metadata.remarks[-1].endswith("own format alone keep ImageJ's xorigin, ImageJ's yorigin")
     with tifffile.TiffFile(result(Part("1:3", "2:20,4:24").of(given), "tiff", tmp_path).path) as tiff:
         assert [tiff.imagej_metadata[f"{axis}origin"] for axis in "xyz"] == [6, 0.5, -1]
     plane = {"PositionX": [1.0, 2.0, 3.0], "PositionXUnit": ["mm"] * 3}

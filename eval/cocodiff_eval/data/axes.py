@@ -36,11 +36,10 @@ def count_leading(given: Sequence[Any], shape: Sequence[int], path: str, what: s
     ordered = all(outside[: sum(outside)]) and letters == sorted(letters, reverse=True)
     named = any(other and side != 1 for side, other in zip(shape, outside, strict=False))
     if named or (ordered and any(side != 1 for side in shape[:lead])):
+        told, more = f" ({names})" * bool(axes), ", or name the axis z if it is depth" * named
         raise UserError(
-            f"{path}: {len(shape)} dimensions {sizes}{f' ({names})' if axes else ''}; of those before slices, rows and "
-            f"columns (time, channel) only one each can be restored: save that as a {what} of its own"
-            + ", or name the axis z if it is depth"
-            * named
+            f"{path}: {len(shape)} dimensions {sizes}{told}; of those before slices, rows and columns (time, channel) "
+            f"only one each can be restored: save that as a {what} of its own{more}"
         )
     if not ordered:
         raise UserError(

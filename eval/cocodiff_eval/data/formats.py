@@ -19,7 +19,7 @@ from cocodiff.config.files import flush, is_folder, is_there
 from cocodiff_eval.data import SAME, WRITTEN
 from cocodiff_eval.data.hdf5 import open_hdf5, write_hdf5
 from cocodiff_eval.data.mrc import open_mrc, write_mrc
-from cocodiff_eval.data.ome_zarr import is_store, open_zarr, split_store
+from cocodiff_eval.data.ome_zarr import ZarrStore, is_store, open_zarr, split_store
 from cocodiff_eval.data.tiff import holds_slices, is_pattern, open_sequence, open_tiff, write_sequence, write_tiff
 from cocodiff_eval.data.volume import (
     Metadata,
@@ -90,12 +90,6 @@ SUPPORTED = (
 _HDF5_PATTERN = re.compile(r"^(?P<file>.+\.(?:h5|hdf5|hdf|nxs))(?::+(?P<dataset>.*))?$", re.IGNORECASE)
 
 
-def write_zarr(new: NewVolume) -> None:
-    from cocodiff_eval.data.ome_zarr_file import ZarrStore  # Zarr's library, which takes a second
-
-    ZarrStore(new).write()
-
-
 @dataclass(frozen=True)
 class Format:
     """suffixes: of files that `opener` reads; writer and suffix: of results, none where it is only read."""
@@ -111,7 +105,7 @@ FORMATS = {
     "png": Format((".png",), open_png),
     "tiff": Format((".tif", ".tiff"), open_tiff, write_tiff, ".tif"),
     "sequence": Format((), None, write_sequence),
-    "zarr": Format((), None, write_zarr, ".ome.zarr"),
+    "zarr": Format((), None, lambda new: ZarrStore(new).write(), ".ome.zarr"),
     "h5": Format((".h5", ".hdf5", ".hdf", ".nxs"), None, write_hdf5, ".h5"),
     "npy": Format((".npy",), open_npy, write_npy, ".npy"),
     "mrc": Format((".mrc", ".map", ".rec", ".st"), open_mrc, write_mrc, ".mrc"),

@@ -13,8 +13,7 @@ import numpy as np
 import zarr
 
 from cocodiff.config.errors import UserError
-from cocodiff_eval.data.ome_zarr import inside, of_ngff, open_node, open_zarr
-from cocodiff_eval.data.ome_zarr_file import ZarrStore
+from cocodiff_eval.data.ome_zarr import ZarrStore, inside, of_ngff, open_node, open_zarr
 from cocodiff_eval.data.slices import unique_names
 from cocodiff_eval.data.volume import NewVolume, Reader, Stack, Triple, format_shape, matched, writing
 

@@ -62,9 +62,7 @@ def open_mrc(file: str) -> Stack:
     placed = [f"its origin {origin} and start {start}"] if any(origin + start) else []
     remarks += kept_alone(file, ["its extended header"] if extended else [], placed)
     details = {"header": head, "extended": extended}
-    return stack_of_array(
-        file, voxels, Metadata("mrc", "", sides, unit, labels, order, details=details, remarks=remarks)
-    )
+    return stack_of_array(file, voxels, Metadata("mrc", "", sides, unit, labels, order, {}, details, remarks))
 
 
 def _parse(head: bytes, order: str) -> np.ndarray:

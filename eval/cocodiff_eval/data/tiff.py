@@ -8,10 +8,11 @@ import math
 import os
 import re
 import weakref
-from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from decimal import Decimal
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ import numpy as np
 
 from cocodiff.config.errors import UserError
 from cocodiff.config.files import is_folder, is_there
+from cocodiff.config.grouping import by_key
 from cocodiff_eval.data.axes import count_leading
 from cocodiff_eval.data.tiff_metadata import ORIENTATION, read_metadata, tiff_options, traits_of_scan
 from cocodiff_eval.data.volume import (
@@ -30,7 +32,6 @@ from cocodiff_eval.data.volume import (
     check_file,
     check_memory,
     format_shape,
-    one_line,
     quiet_libraries,
     reading,
     same_channels,
@@ -53,7 +54,7 @@ def open_tiff(file: str) -> Stack:
             f"{file}: its OME-XML names what is not there ({told}); put all its files here, or save it again"
         )
     # tifffile only logs that the chain of pages breaks off, and gives the slices before that.
-    broken = [text for text in messages if "invalid" in text or "failed" in text or "corrupt" in text]
+    broken = [text for text in messages if re.search("invalid|failed|corrupt", text) and "GDAL_NODATA" not in text]
     if broken:
         raise UserError(f"{file}: a damaged TIFF, cut short perhaps ({broken[0][:120]}); copy or save it again")
     if not series:
@@ -176,9 +177,9 @@ TIFF_SUFFIXES = (".tif", ".tiff")
 
 
 class Slice(NamedTuple):
-    """A file of a sequence. `number` has the digits of a decimal; `digits` is "" for a name without a number."""
+    """A file of a sequence. `digits` is "" for a name without a number, and the number then 0."""
 
-    number: int
+    number: Decimal
     file: Path
     before: str
     digits: str
@@ -235,12 +236,9 @@ def _matching(path: str) -> list[Path]:
         folder, parts = Path(), [*Path(path).parts]
         while len(parts) > 1 and is_there(folder / parts[0]):  # signs in the names of folders are their own
             folder /= parts.pop(0)
-        try:
-            rest = str(Path(*parts))
-            fitting = [*folder.glob(rest)] or [*folder.glob(rest.replace("[", "[[]"))]
-            files = [one for one in fitting if not one.is_dir()]
-        except (ValueError, NotImplementedError) as error:
-            raise UserError(f"{path}: {one_line(error)}; give a pattern such as scan/recon_*.tif") from error
+        find = partial(glob.glob, root_dir=folder, recursive=True)
+        rest = str(Path(*parts))
+        files = [folder / one for one in find(rest) or find(rest.replace("[", "[[]")) if not (folder / one).is_dir()]
         wrong = next((one for one in files if one.suffix.lower() not in TIFF_SUFFIXES), None)
         if wrong is not None:
             raise UserError(f"{path}: {wrong} is no TIFF (.tif, .tiff); only those may be given as one stack")
@@ -255,10 +253,8 @@ def _matching(path: str) -> list[Path]:
 
 def _listed(path: str) -> list[Slice]:
     """Return the slices of one stack in order. Raise UserError where there are several, with a pattern for one."""
-    families: dict[tuple[str, ...], list[Path]] = defaultdict(list)
-    for file in _matching(path):
-        families[tuple(re.split(r"\d+", file.stem))].append(file)
-    stacks = sorted((stack for family in families.values() for stack in _divide(family)), key=len)
+    families = by_key((tuple(re.split(r"\d+", file.stem)), file) for file in _matching(path)).values()
+    stacks = sorted((stack for family in families for stack in _divide(family)), key=len)
     if len(stacks) > 1:
         odd, usual, pattern = stacks[0][0].file.name, stacks[-1][0].name("*"), _pattern(stacks[-1])
         remedy = f"give the files of one, as '{pattern}'" if pattern else "put those of one into a folder of their own"
@@ -267,84 +263,71 @@ def _listed(path: str) -> list[Slice]:
 
 
 def _divide(files: Sequence[Path]) -> list[list[Slice]]:
-    """Divide files whose names differ in numbers alone into stacks, each in the order of the number that varies.
+    """Divide files whose names differ in numbers alone into stacks, each in the order of the number that counts them.
 
-    If several vary, and all give one order, the one of most even steps counts the slices. Else files that differ in
-    the most varied one alone are a stack.
+    It is one that rises from each file to the next, the one of most even steps; then all are one stack. If none does,
+    it is the most varied one, and files that differ in it alone are a stack.
     """
-    for numeral in (r"(\d+\.\d+|\d+)", r"(\d+)"):  # decimals, if they are of one length
-        names = {file: [*re.split(numeral, file.stem), "", ""] for file in files}
-        columns = [*zip(*names.values(), strict=True)]
-        if all(len({len(one.partition(".")[2]) for one in column}) == 1 for column in columns[1::2]):
-            break
+    fractions = {tuple(map(len, re.findall(r"(?<=\d\.)\d+", file.stem))) for file in files}
+    numeral = r"(\d+(?:\.\d+)?)" if len(fractions) == 1 else r"(\d+)"  # decimals have one length
+    names = {file: [*re.split(numeral, file.stem), "", ""] for file in files}
+    columns = [*zip(*names.values(), strict=True)]
     places = [place for place in range(1, len(columns), 2) if len({*columns[place]}) > 1] or [max(1, len(columns) - 4)]
-
-    def count(file: Path, place: int) -> int:
-        return int(names[file][place].replace(".", "") or 0)
-
-    ordered = sorted(files, key=lambda file: [count(file, place) for place in places])
-    steps = {place: {count(b, place) - count(a, place) for a, b in pairwise(ordered)} for place in places}
-    rising = [place for place in places if min(steps[place], default=1) > 0]
-    varied = max(places, key=lambda place: (len({*columns[place]}), place))
-    chosen = min(rising, key=lambda place: len(steps[place]), default=varied)
-    stacks: dict[tuple[str, ...], list[Slice]] = defaultdict(list)
+    numbers = {file: [Decimal(parts[place] or 0) for place in places] for file, parts in names.items()}
+    ordered = sorted(files, key=numbers.__getitem__)
+    steps = [{b - a for a, b in pairwise(column)} for column in zip(*map(numbers.__getitem__, ordered), strict=True)]
+    rises = [min(of_place, default=1) > 0 for of_place in steps]
+    varied = [len({*columns[place]}) for place in places]
+    chosen = max(range(len(places)), key=lambda n: (rises[n], varied[n], -len(steps[n]), n))
+    slices, at = list[Slice](), places[chosen]
     for file in ordered:
-        before, after = "".join(names[file][:chosen]), "".join(names[file][chosen + 1 :])
-        one = Slice(count(file, chosen), file, before, names[file][chosen], after)
-        stacks[() if rising else (before, after)].append(one)
-    return [*stacks.values()]
+        before, digits, after = "".join(names[file][:at]), names[file][at], "".join(names[file][at + 1 :])
+        slices.append(Slice(numbers[file][chosen], file, before, digits, after))
+    return [*by_key((() if rises[chosen] else (one.before, one.after), one) for one in slices).values()]
 
 
 def _pattern(stack: Sequence[Slice]) -> str:
     """Return a pattern of these files and no others; "" where there is none."""
     one = stack[0]._replace(before=glob.escape(stack[0].before), after=glob.escape(stack[0].after))
-    if not one.digits:
-        return str(one.file)
-    for sign in ("*", "[0-9]*", "?" * len(one.digits)):
-        pattern = str(one.file.parent / one.name(sign))
-        if {*_matching(pattern)} == {each.file for each in stack}:
-            return pattern
-    return ""
+    patterns = [str(one.file.parent / one.name(sign)) for sign in ("*", "[0-9]*", "?" * len(one.digits))]
+    fitting = (pattern for pattern in patterns if {*_matching(pattern)} == {each.file for each in stack})
+    return next(fitting, "") if one.digits else str(one.file)
 
 
 def _check_numbers(path: str, slices: Sequence[Slice]) -> None:
+    """Raise UserError for a number that comes twice, and for a step larger than the least one."""
     steps = [after.number - before.number for before, after in pairwise(slices)]
-    least = min(steps, default=1)
-    if least == 0:
-        one, other = slices[steps.index(0) :][:2]
-        raise UserError(f"{path}: {one.file} and {other.file} have the same number; remove or rename one")
-    for one, step in zip(slices, steps, strict=False):
+    least = min(filter(None, steps), default=Decimal(1))
+    for (one, other), step in zip(pairwise(slices), steps, strict=True):
+        if not step:
+            raise UserError(f"{path}: {one.file} and {other.file} have the same number; remove or rename one")
         if step != least:
-            point = len(one.digits.partition(".")[2])
-            digits = str(one.number + least).zfill(len(one.digits.replace(".", "")))
-            missing = f"{digits[:-point]}.{digits[-point:]}" if point else digits
+            missing = one.name(f"{one.number + least:0{len(one.digits)}f}")
             raise UserError(
-                f"{path}: {one.name(missing)} is missing after {one.file.name}: put it there, or give the parts before "
-                "and after it as sequences of their own"
+                f"{path}: {missing} is missing after {one.file.name}: put it there, or give the parts before and after "
+                "it as sequences of their own"
             )
 
 
 def _check_like(file: str, first_file: str, first: Stack) -> dict[str, Any]:
-    """Return the file's `traits_of_scan`. Raises UserError for another shape, type or kind of samples."""
+    """Return the file's `traits_of_scan`. Raise UserError for another shape, type or kind of samples."""
     import tifffile
 
     check_file(file)
     damaged = reading(f"{file}: not a readable TIFF", "save it again")
     with quiet_libraries(), damaged, tifffile.TiffFile(file) as tiff:
-        page = tiff.pages.first
-        shape, dtype, pages, white = page.shape, page.dtype, len(tiff.pages), page.photometric == 0
-        traits = traits_of_scan(page)
-        turned = page.tags.valueof(ORIENTATION, 1)
+        page, pages = tiff.pages.first, len(tiff.pages)
+        traits, turned = traits_of_scan(page), page.tags.valueof(ORIENTATION, 1)
     if pages != 1 or first.ndim != 2:
         raise UserError(f"{file}: holds {pages} slices, and a file of a sequence holds one; give it by itself")
-    if white is not (first.metadata.details["photometric"] == 0):
+    if (page.photometric == 0) is not (first.metadata.details["photometric"] == 0):
         raise UserError(f"{file}: 0 is white in it or in {first_file}, not in both; save all slices in one way")
     if turned != first.metadata.details["orientation"]:
         raise UserError(f"{file}: has orientation {turned}, and {first_file} another; save all slices in one way")
-    if shape[:2] != first.shape[1:] or dtype is None or dtype.newbyteorder("=") != first.dtype:
+    if page.shape[:2] != first.shape[1:] or page.dtype is None or page.dtype.newbyteorder("=") != first.dtype:
         raise UserError(
-            f"{file}: holds {format_shape(shape)} voxels of {dtype}, and {first_file} {format_shape(first.shape[1:])} "
-            f"of {first.dtype}; the slices of a stack are alike"
+            f"{file}: holds {format_shape(page.shape)} voxels of {page.dtype}, and {first_file} "
+            f"{format_shape(first.shape[1:])} of {first.dtype}; the slices of a stack are alike"
         )
     return traits
 

@@ -10,12 +10,16 @@ from itertools import product
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
+
+from cocodiff.jobs.declared import read_declared
 from cocodiff_eval.data.volume import Metadata, NewVolume, Sides, kept_alone, one_unit, plain, start_of, unit_symbol
 
-# Tags of text that are kept: document, maker, model, page, date, artist, host, copyright.
-TEXTS = (269, 271, 272, 285, 306, 315, 316, 33432)
 SOFTWARE, DATE, X_RESOLUTION, Y_RESOLUTION, RESOLUTION_UNIT = 305, 306, 282, 283, 296
 ORIENTATION, POSITIONS = 274, (286, 287)  # of the image's first row and column; of its corner on a page
+NODATA = 42113  # GDAL's text of the value that missing voxels have
+# Tags that are kept as they are: document, maker, model, page, artist, host, copyright, and those named above.
+KEPT = (269, 271, 272, 285, SOFTWARE, DATE, 315, 316, 33432, ORIENTATION, *POSITIONS, NODATA)
 MICROMETERS = {2: 25400.0, 3: 10000.0, 4: 1000.0, 5: 1.0}  # of a resolution unit
 OME_DTYPES = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "float32", "float64")
 IMAGEJ_DTYPES = ("uint8", "uint16", "float32")
@@ -29,25 +33,24 @@ NOTES = "cocodiff"
 
 
 def read_metadata(tiff: Any) -> Metadata:
-    """The metadata of an open `tifffile.TiffFile`."""
+    """Return the metadata of an open `tifffile.TiffFile`."""
     page = tiff.pages.first
     tags = {tag.code: tag.value for tag in page.tags if tag.code != 270}  # descriptions come twice
     details: dict[str, Any] = {
         "form": "imagej" if tiff.is_imagej else "ome" if tiff.is_ome else "plain",
         "photometric": int(page.photometric) if int(page.photometric) in (0, 1) else 1,
-        "texts": {code: str(tags[code]) for code in TEXTS if isinstance(tags.get(code), str) and tags[code]},
-        "software": str(tags.get(SOFTWARE, "")),
+        "tags": [_copied(tag) for tag in page.tags if tag.code in KEPT and tag.value],
         "resolution": _resolution(tags),
-        "orientation": int(tags.get(ORIENTATION, 1)),
-        "positions": {code: tags[code] for code in POSITIONS if isinstance(tags.get(code), tuple)},
+        "orientation": tags.get(ORIENTATION, 1),
     }
-    description, attributes = page.description, dict[str, Any]()
+    description, attributes, moved = page.description, dict[str, Any](), list[str]()
     size, unit, alone = _of_resolution(details["resolution"])
     if tiff.is_imagej:
         attributes = {name: value for name, value in tiff.imagej_metadata.items() if name not in _OF_SHAPE}
         details["imagej"] = {name: attributes.pop(name) for name in IMAGEJ_BINARY if name in attributes}
         size, unit, alone = _of_imagej(attributes, details["resolution"])
         alone += details["imagej"]
+        moved = [f"ImageJ's {name}" for name in ("xorigin", "yorigin", "zorigin") if attributes.get(name)]
         description = str(attributes.get("Info", ""))
     elif tiff.is_ome:
         try:
@@ -62,23 +65,30 @@ def read_metadata(tiff: Any) -> Metadata:
         description = "" if description.startswith("{") else description
         if "voxel_size" in attributes:
             size, unit, alone = one_unit(attributes["voxel_size"], [attributes.get("unit", "")] * 3)
-    if details["photometric"] == 0:
-        alone.append("that 0 is white")
-    if details["positions"]:
-        alone.append("its position on a page")
-    turned = [f"its orientation {details['orientation']}"] if details["orientation"] != 1 else []
-    about, bits, remarks = plain(attributes), page.bitspersample, kept_alone(tiff.filename, alone, turned)
+    alone += ["that 0 is white"] * (details["photometric"] == 0)
+    alone += ["its position on a page"] * any(code in tags for code in POSITIONS)
+    moved += [f"its orientation {details['orientation']}"] * (details["orientation"] != 1)
+    bits, remarks = page.bitspersample, kept_alone(tiff.filename, alone, moved)
     if isinstance(bits, int) and page.dtype and bits not in (1, 8 * page.dtype.itemsize):
         remarks.append(f"{tiff.filename}: {bits} bits a sample; results hold the same values as {page.dtype}")
-    return Metadata("tiff", tiff.series[0].axes, size, unit, description, tiff.byteorder, about, details, remarks)
+    declared = read_declared({"_FillValue": tags.get(NODATA)}, np.dtype(page.dtype), tiff.filename)
+    about = plain(attributes), details, remarks, declared
+    return Metadata("tiff", tiff.series[0].axes, size, unit, description, tiff.byteorder, *about)
+
+
+def _copied(tag: Any) -> tuple[Any, ...]:
+    """Return a tag as `tifffile.TiffWriter.write` takes it among `extratags`."""
+    value = tag.value.encode() if isinstance(tag.value, str) else tag.value
+    return tag.code, int(tag.dtype), tag.count, value, tag.code != ORIENTATION  # which each page has
 
 
 def traits_of_scan(page: Any) -> dict[str, Any]:
-    """Return what is the same in all slices of a scan: voxel size, software, day, and the words of the description, in
-    which numbers may differ from slice to slice."""
+    """Return what is the same in all slices of a scan: voxel size, software, day, the value of missing voxels, and the
+    words of the description, in which numbers may differ from slice to slice."""
     size, words = (X_RESOLUTION, Y_RESOLUTION, RESOLUTION_UNIT), re.findall("[A-Za-z]{2,}", page.description)
     found = {"voxel size": [page.tags.valueof(code) for code in size], "software": page.tags.valueof(SOFTWARE)}
-    return {**found, "date": str(page.tags.valueof(DATE))[:10], "description": words}
+    found |= {"date": str(page.tags.valueof(DATE))[:10], "description": words}
+    return {**found, "value of missing voxels": page.tags.valueof(NODATA)}
 
 
 def _resolution(tags: Mapping[int, Any]) -> tuple[Any, Any, int] | None:
@@ -121,7 +131,7 @@ def _of_ome(xml: str) -> tuple[Sides, str]:
 
 
 def tiff_options(file: NewVolume) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments of `tifffile.TiffWriter` and of its `write`, so that the new file says what the input said.
+    """Return arguments of `tifffile.TiffWriter` and of its `write`, so that the new file says what the input said.
 
     Of another format's metadata an OME-TIFF is made where a voxel's size is known, else a plain one.
     """
@@ -134,16 +144,12 @@ def tiff_options(file: NewVolume) -> tuple[dict[str, Any], dict[str, Any]]:
     if form == "ome" and file.dtype.name not in OME_DTYPES:
         form = "plain"
     notes = {NOTES: file.notes()} if file.provenance else {}
+    lost = [*(POSITIONS if file.region is not None else ()), *([NODATA] if "without" in details else [])]
     options: dict[str, Any] = {
         "photometric": "miniswhite" if details.get("photometric") == 0 else "minisblack",
-        "extratags": [(code, 2, 0, text.encode(), True) for code, text in details.get("texts", {}).items()],
+        "extratags": [tag for tag in details.get("tags", ()) if tag[0] not in lost],
+        "software": False,  # tifffile's own name
     }
-    if details.get("orientation", 1) != 1:
-        options["extratags"] += [(ORIENTATION, 3, 1, details["orientation"], False)]
-    if file.region is None:
-        options["extratags"] += [(code, 5, 1, value, True) for code, value in details.get("positions", {}).items()]
-    if details.get("software"):
-        options["software"] = details["software"].encode()
     if details.get("resolution"):
         x, y, unit = details["resolution"]
         options |= {"resolution": (x, y), "resolutionunit": unit}
@@ -161,10 +167,9 @@ def tiff_options(file: NewVolume) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _json(file: NewVolume, notes: Mapping[str, Any], details: Mapping[str, Any]) -> dict[str, Any]:
-    """What a plain TIFF says in JSON, as tifffile writes it."""
-    kept, said = file.metadata, dict(file.metadata.attributes) if details else {}
-    if not details and kept.attributes:
-        said["attributes"] = kept.attributes
+    """Return what a plain TIFF says in JSON, as tifffile writes it."""
+    kept = file.metadata
+    said: dict[str, Any] = {**kept.attributes} if details or not kept.attributes else {"attributes": kept.attributes}
     if kept.voxel_size and details.get("form") != "plain":
         said |= {"voxel_size": list(kept.voxel_size), "unit": kept.unit}
     return {**said, **notes}
@@ -233,15 +238,15 @@ def _changed_ome(xml: str, file: NewVolume, notes: Mapping[str, Any]) -> bytes |
 
 
 def _annotate(root: ElementTree.Element, space: str, image: ElementTree.Element, text: str) -> None:
-    """Adds a map annotation, and replaces that of an earlier run."""
+    """Add a map annotation, in the place of that of an earlier run."""
     annotations = root.find(f"{space}StructuredAnnotations")
     if annotations is None:
         annotations = ElementTree.SubElement(root, f"{space}StructuredAnnotations")
     identity = f"Annotation:{NOTES}"
-    for old in [one for one in annotations if one.get("ID") == identity]:
-        annotations.remove(old)
+    for owner in (annotations, image):
+        for old in owner.findall(f"*[@ID='{identity}']"):
+            owner.remove(old)
     found = ElementTree.SubElement(annotations, f"{space}MapAnnotation", ID=identity)
     value = ElementTree.SubElement(found, f"{space}Value")
     ElementTree.SubElement(value, f"{space}M", K=NOTES).text = text
-    if all(one.get("ID") != identity for one in image.findall(f"{space}AnnotationRef")):
-        image.append(ElementTree.Element(f"{space}AnnotationRef", ID=identity))
+    ElementTree.SubElement(image, f"{space}AnnotationRef", ID=identity)

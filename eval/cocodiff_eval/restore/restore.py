@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
+from cocodiff.config.grouping import by_key
 from cocodiff_eval.data.intensity import downsample, fill_from_outside, upsample
 from cocodiff_eval.restore.tiling import Level, RestorationPlan, TilePass, plan_restoration
 
@@ -83,7 +84,8 @@ def restore_slices(
     numbers, samples = range(len(images_YX)), samples or [0] * len(images_YX)
     videos: list[Video] = [(number,) for number in numbers]
     if inpainter.frames > 1:
-        videos = [cut for one in dict.fromkeys(samples) for cut in _cuts(samples, one, inpainter.frames)]
+        of_samples, frames = by_key(zip(samples, numbers, strict=True)).values(), inpainter.frames
+        videos = [tuple(one[first : first + frames]) for one in of_samples for first in range(0, len(one), frames)]
     started: dict[int, Restoration] = {}
     for video in videos:
         mask_YX = np.logical_or.reduce([masks_YX[number] for number in video])
@@ -111,12 +113,6 @@ def restore_slices(
             for frame, number in enumerate(video):
                 proceed(number, of_video[:, frame])
     return [restored[number] for number in numbers]
-
-
-def _cuts(samples: Sequence[int], sample: int, frames: int) -> list[Video]:
-    """The slices of a sample, cut into as few videos as go."""
-    found = [number for number, one in enumerate(samples) if one == sample]
-    return [tuple(found[first : first + frames]) for first in range(0, len(found), frames)]
 
 
 def _sharing_a_call(waiting: dict[int, Request], batch: int, videos: Sequence[Video]) -> list[Video]:
