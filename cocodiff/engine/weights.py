@@ -64,7 +64,11 @@ class AbsentParameter(nn.Parameter):
 
 
 class SplitBlock:
-    """A block's parameters, of which this rank keeps a part. own: its bytes. whole: True while all are here."""
+    """A block's parameters, of which this rank keeps a part."""
+
+    own: Tensor  # the bytes of this rank's part, once the block was split
+    part: int  # the number of them, the same on every rank
+    whole: bool  # True while all parameters are here
 
     def __init__(
         self, name: str, module: nn.Module, parameters: Sequence[nn.Parameter], place: Place, fetch: Callable[..., None]
