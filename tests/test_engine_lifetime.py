@@ -75,10 +75,10 @@ def test_a_model_that_is_parallel_is_not_made_so_again(model):
 
 def test_a_model_that_is_called_outside_of_the_block_says_so_once():
     """Each rank computes it whole then: the `with` may have been forgotten."""
-    inputs = sd3_inputs(1, 4, 4, 3)
+    inputs, of_ranks = sd3_inputs(1, 4, 4, 3), sd3_transformer(4)
 
     def work(transport: Any) -> None:
-        model = sd3_transformer(4)
+        model = copy.deepcopy(of_ranks)
         parallelize(model, transport=transport)
         for block in (parallelize(model, transport=transport), nullcontext(), nullcontext()):
             with block:

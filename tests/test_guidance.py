@@ -288,6 +288,29 @@ def test_a_result_that_nobody_asks_for():
             torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_an_engine_that_was_left_keeps_nothing_of_a_part_nor_of_all_ranks():
+    """A part computes the first step of an image without guidance, all ranks the others: codecs of both keep values."""
+    model, steps = FAMILIES["qwen"][0](6), calls_of("qwen", [1, 1, 1])
+
+    def work(transport: Any) -> tuple[list[int], list[int]]:
+        settings = {"guidance_parallel": 2, "steps": 3, "exchange": "split", "codec": "int4"}
+        engine = parallelize(copy.deepcopy(model), transport=transport, **settings)
+
+        def held() -> list[int]:
+            return [ranks.strategy.codec.bytes_held() for ranks in engine._guided.sequences]
+
+        with torch.no_grad(), warnings.catch_warnings(), engine:
+            warnings.simplefilter("ignore")
+            for (call,) in steps:
+                engine.model(**call)
+            inside = held()
+        return inside, held()
+
+    inside, after = zip(*run_ranks(4, work), strict=True)
+    assert [min(of_rank) > 0 for of_rank in inside].count(True) == 2  # the part that keeps the only branch
+    assert after == ([0, 0],) * 4
+
+
 @pytest.mark.parametrize("stopped_at", [0, 1, 3, 4])
 def test_an_interrupted_image_leaves_nothing_behind(stopped_at):
     """All ranks stop at the same call; then the same engine makes another image."""

@@ -22,9 +22,9 @@ from cocodiff.cli.main import main
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.config.errors import PeerLost, UserError
 from cocodiff.engine import weights as shared
-from cocodiff.engine.absent import AbsentParameter
 from cocodiff.engine.agreement import tensors_in
 from cocodiff.engine.engine import parallelize
+from cocodiff.engine.weights import AbsentParameter
 from cocodiff.models.checks import called_often
 
 STEPS = 3
@@ -251,13 +251,13 @@ def test_one_rank_that_reads_alone_is_told():
 
     def work(transport: Any) -> str:
         own = copy.deepcopy(model)
-        with pytest.raises(UserError) as caught, parallelize(own, transport=transport, weights="card"):
+        with pytest.raises(PeerLost) as caught, parallelize(own, transport=transport, weights="card"):
             own.state_dict() if transport.rank == 0 else own(**inputs)
         assert all(map(torch.equal, own.state_dict().values(), model.state_dict().values()))
         return str(caught.value)
 
-    words = "rank 1 compares its settings, others their use of the shared weights: let every rank make the same calls"
-    assert run_ranks(2, work) == [words, words]
+    calls = "rank 1 sent the transformer's call 1 of image 1, and the exchange of shared weights was awaited"
+    assert run_ranks(2, work) == [f"{calls}: ranks make different calls"] * 2
 
 
 def test_weights_that_ranks_do_not_share_are_compared_as_well():
@@ -272,7 +272,7 @@ def test_weights_that_ranks_do_not_share_are_compared_as_well():
             engine.new_run()
             own(**inputs)
 
-    with pytest.raises(UserError, match=r"2 of 3 ranks \(1, 2\) call the transformer with another digest of weights"):
+    with pytest.raises(UserError, match=r"1 of 3 ranks \(0\) call the transformer with another digest of weights"):
         run_ranks(3, work)
 
 

@@ -79,7 +79,7 @@ def load(model: str) -> Any:
 def inputs_of(target: Any, values: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call: those of the file, in the target's dtype, or a pipeline's usual ones."""
     import torch
-    from torch.utils._pytree import tree_map
+    from torch.utils._pytree import tree_map_only
 
     if (path := values["inputs"]) is not None:
         try:
@@ -88,8 +88,7 @@ def inputs_of(target: Any, values: dict[str, Any]) -> dict[str, Any]:
             raise UserError(f"--inputs {path}: no file of torch.save that holds tensors: {error}") from error
         if not isinstance(inputs, dict):
             raise UserError(f"--inputs {path} holds a {type(inputs).__name__}: save a dictionary")
-        floats = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-        return tree_map(lambda x: x.to(target.dtype) if getattr(x, "dtype", None) in floats else x, inputs)
+        return tree_map_only(torch.Tensor, lambda x: x.to(target.dtype) if x.is_floating_point() else x, inputs)
     if isinstance(target, torch.nn.Module):
         raise UserError(f"a {type(target).__name__} alone: say what it is called with, by --inputs FILE")
     sides = {"height": values["height"], "width": values["width"], "num_frames": values["frames"]}

@@ -92,7 +92,7 @@ class _Inbox:
             if call != own_call:
                 differ = f"sent {call}, and {own_call} was awaited: ranks make different calls"
                 self._world.fail(PeerLost(self._peer, differ))
-            self._world.check()
+                self._world.check()
             if message.shape != tensor.shape or message.dtype != tensor.dtype:
                 came = f"{message.dtype} {tuple(message.shape)}"
                 raise ValueError(f"rank {self._peer} sent {came}, {tuple(tensor.shape)} awaited")

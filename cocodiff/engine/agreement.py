@@ -6,7 +6,7 @@ Each value is compared by its form in words and by a 64-bit digest of its tensor
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from itertools import chain, zip_longest
 from typing import Any, NamedTuple
@@ -47,7 +47,7 @@ def check_agreement(values: dict[str, Any], transport: Transport, at: str) -> No
 
 def disagreement(of_ranks: Sequence[Sequence[Compared]]) -> str | None:
     """The line that says who differs, in what rank 0's names tell; None where nobody does."""
-    columns = [*zip_longest(*of_ranks, fillvalue=Compared(("", "", 0), ""))]
+    columns = zip_longest(*of_ranks, fillvalue=Compared(("", "", 0), ""))
     differing = [column for column in columns if len({one.told for one in column}) > 1]
     if not differing:
         return None
@@ -56,9 +56,6 @@ def disagreement(of_ranks: Sequence[Sequence[Compared]]) -> str | None:
     count = Counter(one.told for one in first)
     usual = max(first, key=lambda one: count[one.told])  # rank 0's where as many have another
     others = [rank for rank, one in enumerate(first) if one.told != usual.told]
-    own, usual_call = columns[0][others[0]].told[0], columns[0][first.index(usual)].told[0]
-    if own != usual_call:
-        return f"rank {others[0]} compares its {own}, others their {usual_call}: let every rank make the same calls"
     ranks = ", ".join(map(str, others[:NAMED_RANKS])) + (", ..." if len(others) > NAMED_RANKS else "")
     other, most = first[others[0]].words, usual.words
     how = f"{other} instead of {most}" if other != most else f"{most} with other values"
@@ -87,14 +84,15 @@ def parts_of(pipe: Any) -> dict[str, Any]:
     return found
 
 
-def weights_digest(model: nn.Module, apart: Container[int] = (), *more: str) -> str:
+def weights_digest(model: nn.Module, blocks: Sequence[Any] = ()) -> str:
     """Return a model's parameters and buffers in one word, with the strength of its adapters: ranks whose weights
-    differ, by adapters that each of them initialised at random for instance, would make one mixed image. apart: the ids
-    of parameters for which `more` stands. It waits for the device."""
+    differ, by adapters that each of them initialised at random for instance, would make one mixed image. blocks: whose
+    `facts` stand for their `parameters`. It waits for the device."""
+    apart = {id(x) for block in blocks for x in block.parameters}
     stored = chain(model.named_parameters(), model.named_buffers())
     adapters = [(name, *(form(getattr(m, of, None)) for of in ADAPTER_SETTINGS)) for name, m in model.named_modules()]
-    told = f"{facts_of((name, x) for name, x in stored if id(x) not in apart)} {adapters} {more}"
-    return blake2b(told.encode(), digest_size=8).digest()[::-1].hex()
+    told = [facts_of((name, x) for name, x in stored if id(x) not in apart), adapters, [one.facts for one in blocks]]
+    return blake2b(repr(told).encode(), digest_size=8).digest()[::-1].hex()
 
 
 def facts_of(tensors: Iterable[tuple[str, Tensor]]) -> str:

@@ -46,7 +46,7 @@ from cocodiff.topology.layout import Segments
 if TYPE_CHECKING:
     from cocodiff.engine.compiling import Compiler
     from cocodiff.engine.step_cache import FirstBlockCache
-    from cocodiff.engine.weights import SplitWeights
+    from cocodiff.engine.weights import SplitBlock
 
 COMPARED_CALLS = 3  # at the start of each run: into its second step, where guidance takes two calls
 
@@ -68,9 +68,7 @@ def parallelize(
     Raises UserError for unknown settings, models without an adapter, attention that has no parallel form, and ranks
     that do not fit machine or model."""
     settings = config.with_(**overrides) if config is not None else Config.preset(preset, **overrides)
-    engine = Engine(target, settings, transport, plan)
-    engine.warn_until_entered()
-    return engine
+    return Engine(target, settings, transport, plan).warn_until_entered()
 
 
 def open_transport(
@@ -134,13 +132,12 @@ class Engine:
         self.compiler = self._new_compiler()
         self._kernels = self._new_kernels(config.kernels, self.trace.note_kernel)
         self._rule = self._guidance_rule()
-        self._split: dict[nn.Module, SplitWeights] = {}  # of models whose weights ranks share, while it is entered
+        self._split: dict[nn.Module, list[SplitBlock]] = {}  # of models whose weights ranks share
         self._parts = PARTS if self._rule.possible else 1  # of the ranks, each of which shares weights
         self._guided = GuidedRanks(self.topology, self.transport, self._rule, self.trace, self._sequence_of)
         self._inside = False
         self._results: Results | None = None  # of all ranks, when the last block ended
-        self._undo = ExitStack()  # what leaving the block puts back
-        self._before = ExitStack()  # what entering it takes off
+        self._undo = ExitStack()  # what entering, or leaving, the block takes off the models
         self._sized: set[tuple[Any, ...]] = set()  # the calls for which there is memory
 
     def _new_compiler(self) -> Compiler | None:
@@ -187,14 +184,16 @@ class Engine:
 
     # Entering and leaving -------------------------------------------------------------------------------------------
 
-    def warn_until_entered(self) -> None:
-        """Have the models warn, once, where they are called before this engine is entered: each rank computes alone."""
+    def warn_until_entered(self) -> Engine:
+        """Have the models warn, once, where they are called before this engine is entered: each rank computes alone.
+        Return this engine."""
         for model in self._models if self.size > 1 else ():
-            self._before.callback(model.register_forward_pre_hook(partial(_warn_outside, self._before)).remove)
+            self._undo.callback(model.register_forward_pre_hook(partial(_warn_outside, self._undo)).remove)
+        return self
 
     def __enter__(self) -> Engine:
-        self._before.close()
         self._open()
+        self._undo.close()
         self._rule.begin()
         for model in self._models:
             if _is_parallel(model):
@@ -206,32 +205,23 @@ class Engine:
             for take_off in chain(self._share_vae(), *starmap(self._put_on, enumerate(self._models))):
                 self._undo.callback(take_off)
         except BaseException as error:
-            self._take_off(error)
+            self._undo.__exit__(type(error), error, None)
             raise
         self.counter = StepCounter()
         self._inside = True
         return self
 
-    def __exit__(self, _kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._inside = False
-        self._take_off(error)
+        self._tell_others(kind, error, at)
+        self._undo.__exit__(kind, error, at)
         self._sized.clear()
         self._guided.end(drain=error is None)
-        self._tell_others(error)
         self._results = self._results_of_all_ranks("leaving the parallelize block") if error is None else None
         if self._owns_transport and error is None:
             self.transport.close()
 
-    def _take_off(self, error: BaseException | None) -> None:
-        """Take off the models what makes them parallel, and give them the weights back that ranks share."""
-        if self._split:
-            self._tell_others(error)  # who wait for this rank elsewhere, and have parts of the weights
-        with self._undo:
-            self._undo.callback(self._split.clear)
-            for split in self._split.values():
-                split.end(error)
-
-    def _tell_others(self, error: BaseException | None) -> None:
+    def _tell_others(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
         if error is not None and not isinstance(error, PeerLost):  # that came from the others
             mistake = isinstance(error, UserError)
             self.transport.health.fail(str(error) if mistake else f"{type(error).__name__}: {error}", mistake)
@@ -256,8 +246,12 @@ class Engine:
         if self.config.split is not None and self.size > 1:  # around blocks that are compiled by then
             from cocodiff.engine.weights import split_weights
 
-            self._split[model] = split_weights(model, self.topology, self.transport, self.config.split, self._parts)
-            yield self._split[model].attach(self.trace)
+            split = split_weights(model, self.topology, self.transport, self.config.split, self._parts)
+            self._undo.push(split.end)
+            self._undo.push(self._tell_others)  # who wait for this rank elsewhere, and have parts of the weights
+            self._split[model] = split.compared
+            yield partial(self._split.pop, model)
+            yield split.attach(self.trace)
         if self._caches:  # around blocks that are compiled by then: what the cache sends is in no graph
             yield self._caches[number].attach()
         if self._rule.possible:
@@ -382,8 +376,7 @@ class Engine:
             "step and branch": (self.counter.step, self.counter.branch),
         }
         if self.counter.calls == 1:
-            digests = [self._split[m].digest(m) if m in self._split else weights_digest(m) for m in self._models]
-            facts["digest of weights"] = ", ".join(digests)
+            facts["digest of weights"] = [weights_digest(model, self._split.get(model, ())) for model in self._models]
             arguments = arguments | parts_of(self._pipe)
         check_agreement(facts | arguments, ranks, f"the transformer's {self.counter.here}")
 

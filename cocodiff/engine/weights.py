@@ -9,39 +9,72 @@ where they are for as long as the engine is entered, and every rank posts the sa
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
+from cocodiff.comm.health import CALL
 from cocodiff.comm.trace import Trace
 from cocodiff.comm.transport import Group, LaneFuture, Part, Transport
 from cocodiff.config.errors import PeerLost, UserError
 from cocodiff.config.machine import Topology
-from cocodiff.engine.absent import AbsentParameter
-from cocodiff.engine.agreement import check_agreement, facts_of, weights_digest
+from cocodiff.engine.agreement import check_agreement, facts_of
+from cocodiff.engine.guidance.parts import WITHOUT_VALUES, functions_named
 from cocodiff.models.checks import called_often, replace_forward
 from cocodiff.topology.axes import Axes
 
+AT = "the exchange of shared weights"  # the name of every call that the ranks make for them
 ALIGNED = 64  # bytes: where each parameter begins, as kernels like it
 GIVING_BACK_S = 10.0  # how long a rank that leaves with an error waits for another one's part of a block
 PAUSE_S = 0.05  # between two looks at a wait that an error ends
-
-
+SET_DATA = vars(Tensor.__base__)["data"].__set__
+OF_PARAMETERS = WITHOUT_VALUES | functions_named("requires_grad_", "_has_compatible_shallow_copy_type")
 Place = tuple[int, int, torch.device]  # of ranks that share a block: how many, which is this one, where it computes
 
 
-class SplitBlock:
-    """A block's parameters, of which this rank keeps a part. own: its bytes. whole: True while all are here."""
+class AbsentParameter(nn.Parameter):
+    """A parameter of which this rank keeps a part. It tells its shape, dtype and device; whatever else is done with it,
+    or with what it holds, calls its `fetch` first, which makes it a plain one again or raises UserError."""
 
-    def __init__(self, name: str, parameters: Sequence[nn.Parameter], place: Place, fetch: Callable[[], None]) -> None:
-        """Leave the parameters whole. fetch: see `AbsentParameter`."""
-        self.name, self.parameters, self.whole = name, parameters, True
+    fetch: Callable[[], None]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in OF_PARAMETERS or (func == SET_DATA and args[0] is args[1]):
+                return func(*args, **kwargs)
+            if func is Tensor.to:  # to where it is, as it is
+                same = args[0].new_empty(0)
+                if func(same, *args[1:], **kwargs) is same:
+                    return args[0]
+        for one in tree_leaves((args, kwargs)):
+            if isinstance(one, AbsentParameter):
+                one.fetch()
+        return func(*args, **kwargs)
+
+
+class SplitBlock:
+    """A block's parameters, of which this rank keeps a part."""
+
+    own: Tensor  # the bytes of this rank's part, once the block was split
+    part: int  # the number of them, the same on every rank
+    whole: bool  # True while all parameters are here
+
+    def __init__(
+        self, name: str, module: nn.Module, parameters: Sequence[nn.Parameter], place: Place, fetch: Callable[..., None]
+    ) -> None:
+        """Leave the parameters whole. fetch: makes this block whole again."""
+        self.name, self.module, self.parameters, self.whole = name, module, parameters, True
         self._place, self._fetch, self._facts = place, fetch, ""
         self._kinds = [type(parameter) for parameter in parameters]
 
@@ -94,15 +127,8 @@ class SplitBlock:
         self.fill(self._nothing)
         self.whole = False
         for parameter in self.parameters:
-            vars(parameter)["fetch"] = self._fetch
+            vars(parameter)["fetch"] = partial(self._fetch, self)
             parameter.__class__ = AbsentParameter
-
-
-class UnderWay(NamedTuple):
-    """What arrives for a block, in the buffer of this number."""
-
-    buffer: int
-    arriving: LaneFuture[None]
 
 
 class SplitWeights:
@@ -121,7 +147,6 @@ class SplitWeights:
         """among: "card" or "node". layers: blocks that are split, evenly spread; None for all. for_good: they stay so
         when an engine is left. All ranks call it."""
         self._name, self._lost = type(model).__name__, ""  # lost: why parameters did not come back, in words
-        blocks = called_often(model)[1:]
         self._ranks = sharing(topology, among, transport.rank)
         self._sharing = Part(transport, self._ranks)
         self._topology, self._transport, self._trace = topology, transport, Trace(transport.rank)
@@ -129,26 +154,16 @@ class SplitWeights:
         # After an error messages may be under way in the first one that nobody sends or receives.
         self._last_group = None if for_good else transport.group(self._ranks)
         self._index = self._ranks.index(transport.rank)
-        self._under_way: dict[int, UnderWay] = {}  # by the number of the block
-        chosen = [blocks[number] for number in split_blocks(len(blocks), layers)]
-        self._modules, self._blocks = list[nn.Module](), list[SplitBlock]()
-        seen, place = set[int](), (len(self._ranks), self._index, transport.device)
-        for name, module in chosen:
+        self._under_way: dict[int, tuple[int, LaneFuture[None]]] = {}  # to each buffer: which block, and its arrival
+        blocks, seen = called_often(model)[1:], set[int]()
+        place = len(self._ranks), self._index, transport.device
+        self.compared: list[SplitBlock] = []  # also where this rank shares them with nobody
+        for name, module in [blocks[number] for number in split_blocks(len(blocks), layers)]:
             own = [x for x in dict.fromkeys(module.parameters()) if id(x) not in seen and x.numel()]
             seen |= set(map(id, own))
-            if own:
-                fetch = partial(self._fetch, len(self._blocks))
-                self._modules.append(module)
-                self._blocks.append(SplitBlock(name, own, place, fetch))
-        self._apart, self._compared = frozenset(seen), self._blocks
-        if len(self._ranks) == 1:
-            self._modules, self._blocks = [], []
-        self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
+            self.compared.append(SplitBlock(name, module, own, place, self._fetch))
+        self._blocks = self.compared if len(self._ranks) > 1 else []
         self._split()
-
-    def digest(self, model: nn.Module) -> str:
-        """Return the weights of the model, which is this one's, in one word: see `weights_digest`."""
-        return weights_digest(model, self._apart, *(block.facts for block in self._compared))
 
     @torch.inference_mode(False)  # what is made here serves calls in that mode and out of it
     def _split(self) -> None:
@@ -159,8 +174,7 @@ class SplitWeights:
         for block in [block for block in self._blocks if block.whole]:
             block.split()
         most = max((block.part for block in self._blocks), default=0) * len(self._ranks)
-        if most > len(self._buffers[0]):
-            self._buffers = [torch.empty(most, dtype=torch.uint8, device=self._transport.device) for _ in range(2)]
+        self._buffers = [torch.empty(most, dtype=torch.uint8, device=self._transport.device) for _ in range(2)]
         self._tensors = [[block.tensors_in(buffer) for buffer in self._buffers] for block in self._blocks]
         self._all_are_split = True
 
@@ -168,48 +182,47 @@ class SplitWeights:
         """Have every block's weights there while it computes. Return what takes that off; the weights stay split."""
         self._trace = trace
         undo = ExitStack()
-        for number, module in enumerate(self._modules):
-            undo.callback(replace_forward(module, partial(self._compute, number)))
+        for number, block in enumerate(self._blocks):
+            undo.callback(replace_forward(block.module, partial(self._compute, number)))
         return undo.close
 
-    def end(self, error: BaseException | None) -> None:
+    def end(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
         """Make weights that are not split for good whole again. All ranks call it, also those that leave with an error.
         Should a rank not send its part, a note of the error says so, as does every later use of the parameters.
         """
-        for one in self._under_way.values() if error is None else ():  # after an error it may never come
-            one.arriving.wait()
+        for _, arriving in self._under_way.values() if error is None else ():  # after an error it may never come
+            arriving.wait()
         self._under_way.clear()
         if self._last_group is None:
             return
         self._lost = f"the weights of this {self._name} were not all given back: load the model again"
         try:
             for block in self._blocks:
-                tensors = self._tensors_of_all(block, self._last_group, "given back")
-                if not block.whole:
-                    block.fill(tensors)
+                self._make_whole(block, self._last_group, "given back")
         except (PeerLost, UserError) as lost:
             self._lost = f"{lost}; {self._lost} (ranks {', '.join(map(str, self._sharing.run_ranks))} shared them)"
             (error or lost).add_note(self._lost)
             if error is None:
                 raise
 
-    def _fetch(self, number: int) -> None:
+    def _fetch(self, block: SplitBlock) -> None:
         """Make a block whole until the model's next call, since somebody reads or changes it. All ranks call it. Raises
         UserError where they do so for different blocks, and where a part was lost."""
         if self._lost:
             raise UserError(self._lost)
-        block = self._blocks[number]
-        check_agreement({"use of the shared weights": block.name}, self._sharing, "shared weights")
-        block.fill(self._tensors_of_all(block, self._group, "weights"))
-        block.whole, self._all_are_split = True, False
+        check_agreement({"use of the shared weights": block.name}, self._sharing, AT)
+        self._make_whole(block, self._group, "weights")
+        self._all_are_split = False
 
-    def _tensors_of_all(self, block: SplitBlock, group: Group, lane: str) -> list[Tensor]:
-        """Return a block's parameters in memory of their own."""
+    def _make_whole(self, block: SplitBlock, group: Group, lane: str) -> None:
+        """Give a block's parameters memory of their own, where some ranks have not done so."""
         with torch.inference_mode(False):
             buffer = block.own.new_empty(len(self._ranks) * block.part)
             tensors = block.tensors_in(buffer)
         self._wait(group, self._transport.lane(lane).submit(self._gather, group, block.own, buffer).wait)
-        return tensors
+        if not block.whole:
+            block.fill(tensors)
+            block.whole = True
 
     def _wait(self, group: Group, wait: Callable[[], None]) -> None:
         """Wait for what is sent in a group. In the last one a rank that has failed sends its part all the same, for
@@ -227,9 +240,8 @@ class SplitWeights:
     def _compute(self, number: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._all_are_split:
             self._split()
-        buffer, following = self._here(number), (number + 1) % len(self._blocks)
-        if following not in self._under_way:
-            self._start(following, 1 - buffer)
+        buffer = self._here(number)
+        self._start((number + 1) % len(self._blocks), 1 - buffer)
         self._blocks[number].fill(self._tensors[number][buffer])
         try:
             return forward(*args, **kwargs)
@@ -237,28 +249,32 @@ class SplitWeights:
             self._blocks[number].clear()
 
     def _here(self, number: int) -> int:
-        """The buffer with a block's weights. Where a model leaves blocks out, another one than expected comes: what is
-        under way for that one stays, as long as its buffer is not needed."""
-        if number not in self._under_way:
-            self._start(number, 1 - next((one.buffer for one in self._under_way.values()), 1))
-        buffer, arriving = self._under_way.pop(number)
+        """Wait for a block's weights, and return the buffer that has them. Where a model leaves blocks out, another one
+        than expected comes: what is under way for that one stays, as long as its buffer is not needed."""
+        buffer = next((buffer for buffer, (block, _) in self._under_way.items() if block == number), None)
+        if buffer is None:
+            buffer = 1 - next(iter(self._under_way), 1)
+            self._start(number, buffer)
         with self._trace.span("wait for weights"):
-            arriving.wait()
+            self._under_way.pop(buffer)[1].wait()
         return buffer
 
     def _start(self, number: int, buffer: int) -> None:
-        for other, one in list(self._under_way.items()):
-            if one.buffer == buffer:
-                one.arriving.wait()
-                del self._under_way[other]
+        """Have a block's weights brought to a buffer, unless they are on their way there."""
+        other, arriving = self._under_way.get(buffer, (None, None))
+        if other == number:
+            return
+        if arriving is not None:
+            arriving.wait()
         block = self._blocks[number]
         whole = self._buffers[buffer][: len(self._ranks) * block.part]
         arriving = self._transport.lane("weights").submit(self._gather, self._group, block.own, whole)
-        self._under_way[number] = UnderWay(buffer, arriving)
+        self._under_way[buffer] = number, arriving
 
     def _gather(self, group: Group, own: Tensor, whole: Tensor) -> None:
         """Bring every rank's part to every rank."""
-        parts = whole.view(len(self._ranks), -1)
+        CALL.set(AT)  # ranks that end with an error have come to different calls
+        parts = whole.view(len(self._ranks), len(own))
         parts[self._index].copy_(own)
         others = [number for number in range(len(self._ranks)) if number != self._index]
         with self._trace.span("gather weights", "weights", late_bytes=len(others) * own.nbytes):

@@ -19,7 +19,6 @@ from cocodiff.comm.health import CALL
 from cocodiff.comm.trace import Trace
 from cocodiff.comm.transport import LaneFuture, Part, Transport
 from cocodiff.config.machine import Topology
-from cocodiff.engine.absent import WITHOUT_VALUES, functions_named
 from cocodiff.engine.guidance import PARTS, SequenceOf, Sharing
 from cocodiff.models.adapter import tensors_in
 from cocodiff.topology.axes import Axes
@@ -209,11 +208,19 @@ class Awaited(Tensor):
         return func(*args, **kwargs)
 
 
-VIEWS = frozenset(
-    functions_named(
-        "chunk", "split", "narrow", "select", "unbind", "view", "transpose", "permute", "squeeze", "unsqueeze"
-    )
-    | {Tensor.__getitem__}
+def functions_named(*names: str) -> set[Any]:
+    """Return the methods of tensors of these names, and the functions of torch."""
+    return {getattr(of, name) for name in names for of in (Tensor, torch) if hasattr(of, name)}
+
+
+PROPERTIES = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad", "nbytes")
+PLACES = ("is_cuda", "is_xpu", "is_cpu", "is_meta")
+WITHOUT_VALUES = functions_named(
+    *("size", "dim", "stride", "numel", "element_size", "is_floating_point", "is_complex", "is_contiguous", "__len__")
+) | {getattr(Tensor, name).__get__ for name in (*PROPERTIES, *PLACES)}
+VIEWS = functions_named(
+    *("chunk", "split", "narrow", "select", "unbind", "view", "transpose", "permute", "squeeze", "unsqueeze"),
+    "__getitem__",
 )
 
 
