@@ -88,8 +88,7 @@ def inputs_of(target: Any, values: dict[str, Any]) -> dict[str, Any]:
             raise UserError(f"--inputs {path}: no file of torch.save that holds tensors: {error}") from error
         if not isinstance(inputs, dict):
             raise UserError(f"--inputs {path} holds a {type(inputs).__name__}: save a dictionary")
-        floats = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-        return tree_map(lambda x: x.to(target.dtype) if getattr(x, "dtype", None) in floats else x, inputs)
+        return tree_map(lambda x: x.to(target.dtype) if torch.is_tensor(x) and x.is_floating_point() else x, inputs)
     if isinstance(target, torch.nn.Module):
         raise UserError(f"a {type(target).__name__} alone: say what it is called with, by --inputs FILE")
     sides = {"height": values["height"], "width": values["width"], "num_frames": values["frames"]}

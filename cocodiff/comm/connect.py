@@ -65,7 +65,7 @@ def overlap_killers(environment: Mapping[str, str], library: str, device: str) -
 
 
 log = logging.getLogger("cocodiff.comm")
-_watches: WeakSet[Health] = WeakSet()  # of this process's runs
+_watches: WeakSet[Watch] = WeakSet()  # of this process's runs
 OVER_MPI = ("mpi", "mpi-rma")
 EVERY_INTERFACE = ("0.0.0.0", "::")
 THROUGH_HOST = ("host", "mpi-rma")  # tensors of a device are copied: windows are in the host's memory
@@ -134,7 +134,7 @@ def connect(
         if meeting.size > 1:
             endpoint = meeting.listener or meeting.address
             health = Watch(meeting.rank, meeting.size, endpoint, meeting.key, settings, limits, on_loss)
-    _watches.add(health)
+            _watches.add(health)
     if launch.kind == "mpi":
         atexit.register(_finish_mpi, health, limits.timeout_s)
     if carried.type == "cpu" and meeting.on_loopback:
