@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from cocodiff.comm.launch import without_launcher
 from cocodiff.config.errors import PeerLost, UserError
-from cocodiff.jobs.children import dependent_words
+from cocodiff.jobs.children import STOP_S, dependent_words
 from cocodiff.jobs.journal import PARTIAL, Journals
 from cocodiff.jobs.ranks import read_loss
 
@@ -164,8 +164,12 @@ def _started(folder: Path) -> Iterator[subprocess.Popen[str]]:
     try:
         yield job
     except BaseException:
-        job.terminate()  # ends it within `children.STOP_S`
-        job.wait()
+        job.terminate()
+        try:
+            job.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            job.kill()
+            job.wait()
         raise
 
 
