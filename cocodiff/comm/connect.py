@@ -65,7 +65,7 @@ def overlap_killers(environment: Mapping[str, str], library: str, device: str) -
 
 
 log = logging.getLogger("cocodiff.comm")
-_watches: WeakSet[Health] = WeakSet()  # of this process's runs
+_watches: WeakSet[Watch] = WeakSet()  # of this process's runs
 OVER_MPI = ("mpi", "mpi-rma")
 EVERY_INTERFACE = ("0.0.0.0", "::")
 THROUGH_HOST = ("host", "mpi-rma")  # tensors of a device are copied: windows are in the host's memory
@@ -134,7 +134,7 @@ def connect(
         if meeting.size > 1:
             endpoint = meeting.listener or meeting.address
             health = Watch(meeting.rank, meeting.size, endpoint, meeting.key, settings, limits, on_loss)
-    _watches.add(health)
+            _watches.add(health)
     if launch.kind == "mpi":
         atexit.register(_finish_mpi, health, limits.timeout_s)
     if carried.type == "cpu" and meeting.on_loopback:
@@ -226,26 +226,30 @@ def _settle(future: Future[T], job: Callable[[], T]) -> None:
 
 
 def _meet_at_store(launch: Launch, limits: Limits) -> _Meeting:
-    """torch.distributed's store tells rank 0's word. All ranks come as often: a part of the store that no earlier run
-    of the same processes has written to is theirs. Raises PeerLost where the word does not come in time."""
+    """Meet at torch.distributed's store, which tells rank 0's word. All ranks come as often: a part of the store that
+    no earlier run of the same processes has written to is theirs. Raise PeerLost where the store, which is in rank 0's
+    process or its launcher's, does not answer, or the word does not come in time."""
     store: Any
-    if dist.is_initialized():  # by the caller, whose store is ours to use
-        rank, size = dist.get_rank(), dist.get_world_size()
-        store = dist.PrefixStore("cocodiff", dist.distributed_c10d._get_default_store())
-    else:
-        assert launch.rank is not None and launch.size is not None
-        rank, size = launch.rank, launch.size
-        store = environment_store(rank, size, limits.start_s, _on_one_host(launch, size))
-    store = dist.PrefixStore(f"run{store.add(f'opened/{rank}', 1)}", store)
-    one_host, listener = _on_one_host(launch, size), None
-    if rank == 0:
-        listener = _listen(one_host, size)
-        store.set("meeting", _invitation(listener, one_host))
+    began, at = time.monotonic(), ""
     try:
+        if dist.is_initialized():  # by the caller, whose store is ours to use
+            rank, size = dist.get_rank(), dist.get_world_size()
+            store = dist.PrefixStore("cocodiff", dist.distributed_c10d._get_default_store())
+        else:
+            assert launch.rank is not None and launch.size is not None
+            rank, size = launch.rank, launch.size
+            at = f" at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            store = environment_store(rank, size, limits.start_s, _on_one_host(launch, size))
+        store = dist.PrefixStore(f"run{store.add(f'opened/{rank}', 1)}", store)
+        one_host, listener = _on_one_host(launch, size), None
+        if rank == 0:
+            listener = _listen(one_host, size)
+            store.set("meeting", _invitation(listener, one_host))
         store.wait(["meeting"], timedelta(seconds=limits.start_s))
-    except dist.DistError as error:
-        raise PeerLost(0, f"did not start within {limits.start_s:g} s") from error
-    return _accepted(rank, size, bytes(store.get("meeting")).decode(), listener, store)
+        return _accepted(rank, size, bytes(store.get("meeting")).decode(), listener, store)
+    except RuntimeError as error:  # torch's own are
+        within = f"within {round(min(time.monotonic() - began, limits.start_s), 1):g} s"
+        raise PeerLost(0, f"does not answer{at} {within} ({str(error).splitlines()[0]})") from error
 
 
 def _meet_over_mpi(launch: Launch, limits: Limits) -> _Meeting:
@@ -324,18 +328,13 @@ def hosted_store(
 def launcher_store(
     host: str, port: int, rank: int, size: int, hosted: bool, attempt: str, start_s: float, one_host: bool
 ) -> Any:
-    """The store of torchrun, or of whoever set MASTER_ADDR and MASTER_PORT, kept as long as the process: a later run of
-    the same ranks meets at the same one. hosted: rank 0 has none to connect to and makes it. Raises PeerLost where rank
-    0 does not answer within `start_s`."""
-    limit, began = timedelta(seconds=start_s), time.monotonic()
-    try:
-        if rank == 0 and not hosted:
-            store = _own_store(host, port, size, limit, one_host)
-        else:
-            store = dist.TCPStore(host, port, size, is_master=False, timeout=limit, wait_for_workers=False)
-    except dist.DistError as error:
-        where = f"does not answer at {host}:{port} within {round(min(time.monotonic() - began, start_s), 1):g} s"
-        raise PeerLost(0, f"{where} ({str(error).splitlines()[0]})") from error
+    """Return the store of torchrun, or of whoever set MASTER_ADDR and MASTER_PORT, kept as long as the process: a later
+    run of the same ranks meets at the same one. hosted: rank 0 connects to one as well, else it makes it."""
+    limit = timedelta(seconds=start_s)
+    if rank == 0 and not hosted:
+        store = _own_store(host, port, size, limit, one_host)
+    else:
+        store = dist.TCPStore(host, port, size, is_master=False, timeout=limit, wait_for_workers=False)
     return dist.PrefixStore(f"cocodiff/{attempt}", store)
 
 

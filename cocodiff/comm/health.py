@@ -47,10 +47,7 @@ def call_tag(bits: int) -> int:
 
 
 class Health:
-    """Knows whether a peer was lost. This one is of a run of one rank, which has none; see `Watch`. ongoing: the ranks
-    of a run have met, and it has neither failed nor ended."""
-
-    ongoing = False
+    """Knows whether a peer was lost. This one is of a run of one rank, which has none; see `Watch`."""
 
     def check(self) -> None:
         """Raises PeerLost when a rank died, failed or fell silent."""
@@ -187,7 +184,8 @@ class Watch(Health):
         self.check()
 
     @property
-    def ongoing(self) -> bool:  # type: ignore[override]
+    def ongoing(self) -> bool:
+        """True once the ranks have met, until the run has failed or ended."""
         return self._peers.lost is None and not self._peers.closing
 
     def check(self) -> None:

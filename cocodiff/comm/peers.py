@@ -20,7 +20,6 @@ from math import inf
 from typing import Any
 
 from cocodiff.config.errors import PeerLost, UserError
-from cocodiff.config.grouping import by_key
 
 BLAME_S = 3.0  # a transport error and the notice of the death behind it travel apart
 BLOCKED_S = 0.5  # how long after a loss a library's wait may take to end with an error of its own
@@ -28,10 +27,10 @@ BEAT_S = 5.0  # between a rank's heartbeats, at most
 ROUND_S = 0.2  # how often the watch looks at the clock
 Message = dict[str, Any]
 Ranks = tuple[int, ...]
-Calls = Mapping[Ranks, Iterable[tuple[int, str]]]  # number and name, by the ranks that make them
+Call = tuple[Ranks, int, str]  # the ranks that make it, its number among theirs, its name
 ALL: Ranks = ()  # stands for all ranks of the run
 RECENT_S = 1.0  # a wait that was noted within this time still goes on; a waiting thread notes it four times a second
-STILL_S = 1.0  # without a new call a rank stands still: it tells its last calls, and its waits are looked at
+STILL_S = 1.0  # without a new call a rank stands still: it tells its calls, and its waits are looked at
 LAST_CALLS = 256  # that a rank tells: more than a displaced one is ahead of the others
 
 
@@ -50,8 +49,7 @@ class Progress:
     """Where one rank is. calls: how many calls that all of some ranks make it has begun, by these ranks (or ALL). at,
     among: the name of the last call, and the ranks that make it. waits_s: for how long its main thread has been waiting
     for others, 0 while it does something else. unchanged_s: how long ago `calls` changed. left: it has said goodbye.
-    awaits: the ranks whose messages it waits for, where messages are checked. last_calls: number and name of its last
-    calls, by the ranks that make them; empty while it does not stand still."""
+    awaits: the ranks whose messages it waits for, where messages are checked."""
 
     calls: Mapping[Ranks, int] = field(default_factory=dict)
     at: str = "the start"
@@ -60,7 +58,6 @@ class Progress:
     unchanged_s: float = 0.0
     left: bool = False
     awaits: Ranks = ()
-    last_calls: Calls = field(default_factory=dict)
 
 
 @dataclass
@@ -75,7 +72,7 @@ class OwnProgress:
     _waits_since: float = 0.0
     _noted: float = -inf
     _awaited: dict[int, Ranks] = field(default_factory=dict)  # by thread
-    _calls: deque[tuple[Ranks, tuple[int, str]]] = field(default_factory=lambda: deque(maxlen=LAST_CALLS))
+    _untold: deque[Call] = field(default_factory=lambda: deque(maxlen=LAST_CALLS))
     _thread: int | None = threading.main_thread().ident  # that makes the calls
 
     def now(self) -> float:
@@ -86,11 +83,12 @@ class OwnProgress:
         # A new one: the thread that sends heartbeats reads the old one meanwhile.
         number = self.last.calls.get(among, 0) + 1
         self.last = Progress({**self.last.calls, among: number}, at, among)
-        self._calls.append((among, (number, at)))
+        self._untold.append((among, number, at))
         self._changed, self._noted, self._thread = self.now(), -inf, threading.get_ident()
 
-    def last_calls(self) -> Calls:
-        return by_key(list(self._calls))  # a copy at once: the other thread may append
+    def take_calls(self) -> list[Call]:
+        """Return the calls that were begun since this was asked last. The other thread may begin one meanwhile."""
+        return [self._untold.popleft() for _ in range(len(self._untold))]
 
     def still_waiting(self) -> None:
         if threading.get_ident() != self._thread:
@@ -111,9 +109,7 @@ class OwnProgress:
         elif now - self._noted <= RECENT_S:
             waits_s = now - self._waits_since
         awaited = tuple(sorted({rank for ranks in list(self._awaited.values()) for rank in ranks}))
-        unchanged_s = now - self._changed
-        calls = self.last_calls() if unchanged_s > STILL_S else {}
-        return replace(self.last, waits_s=waits_s, unchanged_s=unchanged_s, left=left, awaits=awaited, last_calls=calls)
+        return replace(self.last, waits_s=waits_s, unchanged_s=now - self._changed, left=left, awaits=awaited)
 
 
 class CallTable:
@@ -122,17 +118,15 @@ class CallTable:
     def __init__(self) -> None:
         self._known: dict[Ranks, dict[int, tuple[int, str]]] = {}  # with the rank that has told it
 
-    def find_other_call(self, rank: int, calls: Calls) -> tuple[int, str] | None:
+    def find_other_call(self, rank: int, calls: Iterable[Call]) -> tuple[int, str] | None:
         """Note some calls of a rank. Return the rank and a reason if another one has called something else instead."""
-        for among, numbered in calls.items():
+        for among, number, at in calls:
             known = self._known.setdefault(among, {})
-            for number, at in numbered:
-                other, there = known.setdefault(number, (rank, at))
-                if at != there:
-                    ranks = _of_ranks(among)
-                    return rank, f"calls {at}{ranks}, and rank {other} {there}{ranks}: ranks make different calls"
-            for number in list(known)[: -2 * LAST_CALLS]:
-                known.pop(number, None)  # another thread may have done so
+            other, there = known.setdefault(number, (rank, at))
+            if at != there:
+                ranks = _of_ranks(among)
+                return rank, f"calls {at}{ranks}, and rank {other} {there}{ranks}: ranks make different calls"
+            known.pop(number - 2 * LAST_CALLS, None)
         return None
 
 
@@ -154,7 +148,7 @@ class Peers:
         self._settings, self._refusal = settings, ""
         self._heard: dict[int, float] = {}
         self._progress: dict[int, tuple[Progress, float]] = {}  # with the time at which its calls changed
-        self._table, self._told_calls = CallTable(), self.own.last.calls
+        self._table = CallTable()
 
     @property
     def closing(self) -> bool:
@@ -235,19 +229,17 @@ class Peers:
             stalled = stalled or _find_lingering(others, now - self.closed_at, stall_s)
             if stalled is not None:
                 return self.lose(PeerLost(*stalled), now)
-        stands_still = bool(own.last_calls) and own.calls is not self._told_calls
-        if self.closing or (now < self._next_beat and not stands_still):
+        calls = self.own.take_calls() if own.unchanged_s > STILL_S else []
+        if self.closing or (now < self._next_beat and not calls):
             return []
         self._next_beat = now + min(BEAT_S, limit_s / 4)
-        if not stands_still:
-            return [_told(replace(own, last_calls={}))]
-        self._told_calls = own.calls
-        return self._compare_calls(0, own.last_calls, now) or [_told(own)]
+        return self._compare_calls(self.rank, calls, now) or [_told(own, calls)]
 
     def goodbye(self) -> list[Message]:
         """This rank leaves, and tells where it has come to: who waits for it there knows that it has made that call."""
-        self.closed_at = self.own.now()
-        return [_told(self.own.seen(self.closed_at)), {"left": self.rank}]
+        self.closed_at, calls = self.own.now(), self.own.take_calls()
+        found = self._compare_calls(self.rank, calls, self.closed_at)
+        return [*found, _told(self.own.seen(self.closed_at), calls), {"left": self.rank}]
 
     def last_words(self, now: float) -> str:
         """Why this process has to end by itself, if it has. A dead peer's connections close, which ends every wait for
@@ -278,12 +270,13 @@ class Peers:
         return [{"agreed": True}]
 
     def _note_progress(self, rank: int, told: list[Any], now: float) -> list[Message]:
-        calls, at, among, waits_s, awaits, unchanged_s, last_calls = told
-        one = Progress({tuple(ranks): count for ranks, count in calls}, at, tuple(among), waits_s, awaits=tuple(awaits))
+        counts, at, among, waits_s, awaits, unchanged_s, calls = told
+        begun = {tuple(ranks): count for ranks, count in counts}
+        one = Progress(begun, at, tuple(among), waits_s, awaits=tuple(awaits))
         self._progress[rank] = one, now - unchanged_s
-        return self._compare_calls(rank, {tuple(ranks): numbered for ranks, numbered in last_calls}, now)
+        return self._compare_calls(rank, ((tuple(ranks), number, name) for ranks, number, name in calls), now)
 
-    def _compare_calls(self, rank: int, calls: Calls, now: float) -> list[Message]:
+    def _compare_calls(self, rank: int, calls: Iterable[Call], now: float) -> list[Message]:
         """Rank 0: the run has failed if a rank has called something else than another one."""
         found = None if self.rank else self._table.find_other_call(rank, calls)
         return [] if found is None else self.lose(PeerLost(*found), now)
@@ -297,9 +290,9 @@ class Peers:
         return found
 
 
-def _told(own: Progress) -> Message:
-    calls = [*own.calls.items()], own.at, own.among, own.waits_s, own.awaits, own.unchanged_s, [*own.last_calls.items()]
-    return {"progress": calls}
+def _told(own: Progress, calls: list[Call]) -> Message:
+    counts = [*own.calls.items()]
+    return {"progress": [counts, own.at, own.among, own.waits_s, own.awaits, own.unchanged_s, calls]}
 
 
 def describe_difference(ours: dict[str, str], theirs: dict[str, str]) -> str:

@@ -80,7 +80,7 @@ def run_ranks(
     if ranks is None or ranks == 1:
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) == signal.SIG_DFL:
-                signal.signal(number, _interrupt)
+                signal.signal(number, signal.default_int_handler)
         end, _ = run(launch)
         _say(end, "")
         return end.code
@@ -221,7 +221,7 @@ def _fork(ranks: int, run: RunRank, left: Callable[[], str], config: Config) -> 
             meeting = Meeting(f"/proc/self/fd/{notes.store}", port, key, None if rank else listener)
             launch = Launch("forked", rank, ranks, rank, ranks, meeting)
             try:
-                pid = fork(partial(_child, launch, run, notes, listener), _interrupt)
+                pid = fork(partial(_child, launch, run, notes, listener), signal.default_int_handler)
             except OSError as error:
                 signal_all(children, signal.SIGKILL)
                 said = f"--ranks {ranks}: only {rank} could be started ({error.strerror}): start fewer"
@@ -248,10 +248,6 @@ def _child(launch: Launch, run: RunRank, notes: _Notes, listener: socket.socket)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     notes.note_end(rank, end)
     return end.code
-
-
-def _interrupt(*_: Any) -> None:
-    raise KeyboardInterrupt
 
 
 def _attend_children(

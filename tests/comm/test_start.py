@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
 from cocodiff.comm import connect, mpi
 from cocodiff.comm.health import Limits
@@ -269,3 +270,14 @@ def test_rank_0_answers_itself_at_an_ipv6_address(
         assert (meeting.interface, meeting.address, meeting.on_loopback) == (interface, ("::1", port), True)
         for address in [meeting.address, ("127.0.0.1", port)][: 1 if one_host else 2]:
             socket.create_connection(address, timeout=5.0).close()
+
+
+def test_a_rank_that_begins_a_run_when_rank_0_has_ended_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    connect.environment_store(1, 2, 5.0, True).add("opened/1", 1)  # the run before
+    address = f"127.0.0.1:{store.port}"
+    del store
+    with pytest.raises(PeerLost, match=rf"^rank 0 does not answer at {address} within [\d.]+ s \(.*\)$"):
+        connect._meet(Launch("torchrun", 1, 2, local_size=2), Limits(start_s=5.0))
