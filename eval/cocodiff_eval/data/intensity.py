@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from cocodiff.config.errors import UserError
-from cocodiff.jobs.declared import describe, find_missing
+from cocodiff.jobs.declared import Declared, describe, find_limits, find_missing, move_off_missing
 from cocodiff_eval.data.masks import Mask
 from cocodiff_eval.data.volume import Progress, Stack, unwatched
 
@@ -92,12 +92,14 @@ class IntensityRange:
 
     extremes  the smallest and the largest of all voxels outside the mask, where `beyond` of them are outliers; None
               where none is
+    declared  what the file's attributes say of its values
     """
 
     low: float
     high: float
     extremes: tuple[float, float] | None = None
     beyond: int = 0
+    declared: Declared = field(default_factory=dict, hash=False)
 
     @property
     def scale(self) -> float:
@@ -165,7 +167,7 @@ def intensity_range(
     low, high = given or ends
     if not np.isfinite(high - low):
         raise UserError(f"{stack.path}: intensities from {low:g} to {high:g} are too far apart; rescale them")
-    return IntensityRange(low, high, extremes, beyond)
+    return IntensityRange(low, high, extremes, beyond, stack.metadata.declared)
 
 
 def _extremes_and_fences(stack: Stack, mask: Mask, progress: Progress) -> tuple[float, float, tuple[float, float]]:
@@ -241,21 +243,19 @@ def prepare_slice(image_YX: np.ndarray, mask_YX: np.ndarray, scale: IntensityRan
 def compose_native(
     original_YX: np.ndarray, restored01_YX: np.ndarray, mask_YX: np.ndarray, scale: IntensityRange
 ) -> np.ndarray:
-    """The restored slice in the dtype of `original_YX`: outside the mask its very bits, inside what was restored.
+    """Return the restored slice in the dtype of `original_YX`: outside the mask its very bits, inside what is restored.
 
-    Integers are rounded to nearest and clipped to their range.
+    Integers are rounded to nearest. Numbers are clipped to the type's, or the valid range that the file declares, and
+    moved to the next one where they would be missing ones.
     """
-    restored_YX = scale.denormalise(restored01_YX)
+    restored_P = scale.denormalise(restored01_YX[mask_YX])
     if original_YX.dtype.kind in "ui":
-        limits = np.iinfo(original_YX.dtype)
-        # Through Python integers at the ends: float64 cannot hold the largest 64-bit ones.
-        inside = np.rint(restored_YX[mask_YX])
-        native = np.where(inside >= float(limits.max), limits.max, 0).astype(original_YX.dtype)
-        fits = inside < float(limits.max)
-        native[fits] = np.maximum(inside[fits], float(limits.min)).astype(original_YX.dtype)
-    else:
-        limit = np.finfo(original_YX.dtype)
-        native = np.clip(restored_YX[mask_YX], float(limit.min), float(limit.max)).astype(original_YX.dtype)
+        restored_P = np.rint(restored_P)
+    low, high = find_limits(scale.declared, original_YX.dtype)
+    native_P = np.full(restored_P.shape, high, original_YX.dtype)  # float64 cannot hold the largest 64-bit integers
+    fits_P = ~(restored_P >= high)
+    native_P[fits_P] = np.maximum(restored_P[fits_P], low)
+    move_off_missing(scale.declared, native_P, scale.high)
     result_YX = original_YX.copy()
-    result_YX[mask_YX] = native
+    result_YX[mask_YX] = native_P
     return result_YX
