@@ -24,7 +24,7 @@ import numpy as np
 from cocodiff.config.errors import UserError
 from cocodiff.config.files import irregular, is_there
 from cocodiff.jobs.declared import SCALES, describe, read_declared
-from cocodiff_eval.data.axes import count_leading
+from cocodiff_eval.data.axes import count_leading, name_axes, plain_attributes
 from cocodiff_eval.data.tiff_metadata import NOTES
 from cocodiff_eval.data.volume import (
     LENGTHS,
@@ -39,7 +39,6 @@ from cocodiff_eval.data.volume import (
     kept_alone,
     listed,
     one_unit,
-    plain,
     reading,
     start_of,
 )
@@ -125,11 +124,11 @@ def _open_frames(file: str, group: Any, place: str, frames: list[str], follow_li
     """Return a group of frames, at `place` in the file, as a stack. Raises UserError that names the frame which is not
     like the first."""
     first = group[frames[0]]
-    for name in frames:
-        _check_storage(group[name], follow_links)
-        if (group[name].shape[-2:], group[name].dtype) != (first.shape[-2:], first.dtype):
+    for name, frame in zip(frames, map(group.get, frames), strict=True):
+        _check_storage(frame, follow_links)
+        if (frame.shape[-2:], frame.dtype) != (first.shape[-2:], first.dtype):
             raise UserError(
-                f"{file}: {group.name}/{name} holds {format_shape(group[name].shape)} voxels of {group[name].dtype}, "
+                f"{file}: {group.name}/{name} holds {format_shape(frame.shape)} voxels of {frame.dtype}, "
                 f"and {frames[0]} {format_shape(first.shape)} of {first.dtype}; the frames of a stack are alike"
             )
     dtype = first.dtype
@@ -148,8 +147,7 @@ def _open_frames(file: str, group: Any, place: str, frames: list[str], follow_li
 def read_metadata(dataset: Any, file: str, place: str, follow_links: bool) -> Metadata:
     """Read what a dataset's attributes say, and those of its group: a voxel's size as Fiji writes it
     (`element_size_um`) or as ALS 8.3.2 does (`pxsize`, in mm). place: of the dataset, or of the group of frames."""
-    attributes = plain({name: _attribute(dataset, name) for name in dataset.attrs})
-    of_group = plain({name: _attribute(dataset.parent, name) for name in dataset.parent.attrs})
+    attributes, of_group = plain_attributes(dataset), plain_attributes(dataset.parent)
     sides, unit = attributes.get("element_size_um"), "micrometer"
     if sides is None and "unit" in attributes:  # of a result whose input has none
         sides, unit = attributes.get("voxel_size"), attributes["unit"]
@@ -166,26 +164,6 @@ def read_metadata(dataset: Any, file: str, place: str, follow_links: bool) -> Me
     text, order = text if isinstance(text, str) else "", ">" if dataset.dtype.byteorder == ">" else "<"
     details = {"file": file, "object": place, "ndim": dataset.ndim, "follow_links": follow_links}
     return Metadata("hdf5", axes, size, unit, text, order, {**of_group, **attributes}, details, remarks, declared)
-
-
-def name_axes(dataset: Any) -> list[str]:
-    """Return the names of a dataset's axes by its scales or their labels, NeXus, or ilastik; empty where none fit."""
-    found, group = list[Any](), dataset.parent
-    with contextlib.suppress(Exception):  # scales that are not there
-        found.append([axis.label or Path(axis[0].name if len(axis) else "").name for axis in dataset.dims])
-    of_group = plain(_attribute(group, "signal")) == Path(dataset.name).name
-    given = plain(_attribute(group if of_group else dataset, "axes"))
-    found.append(re.split("[:, ]+", given.strip("[] ")) if isinstance(given, str) else given)
-    with contextlib.suppress(TypeError, ValueError, LookupError):
-        found.append([axis["key"] for axis in json.loads(_attribute(dataset, "axistags"))["axes"]])
-    return next((one for one in found if isinstance(one, list) and len(one) == dataset.ndim and any(one)), [])
-
-
-def _attribute(node: Any, name: str) -> Any:
-    try:
-        return node.attrs[name]
-    except Exception:  # types that h5py has not
-        return None
 
 
 def _errors(what: str) -> AbstractContextManager[None]:
@@ -460,7 +438,7 @@ def _key(node: Any) -> tuple[int, int]:
 def _cut_scales(dataset: Any, region: Region) -> dict[Any, slice]:
     """Return the part of each scale of a dataset's axes, and of each dataset beside it that an axis is named after,
     which belongs to a region; by key."""
-    ends, found = [slice(*one) for one in zip(region.start, region.stop, strict=True)][-dataset.ndim :], {}
+    ends, found = [*map(slice, region.start, region.stop)][-dataset.ndim :], {}
     names = name_axes(dataset) or [""] * dataset.ndim
     for axis, name, side, part in zip(dataset.dims, names, dataset.shape, ends, strict=True):
         for scale in (*_find_scales(axis), _try(dataset.parent, name, False)):
@@ -506,10 +484,6 @@ def _copy_attributes(old: Any, new: Any, without: Collection[str] = ()) -> None:
     """Copy all attributes but some, and but references to objects, which mean nothing in another file."""
     for name in [name for name in old.attrs if name not in without]:
         with contextlib.suppress(TypeError, ValueError, OSError):  # types that h5py has not
-            value, stored = old.attrs[name], old.attrs.get_id(name).get_type().copy()
-            if h5py.check_ref_dtype(getattr(value, "dtype", np.dtype("u1"))) is None and not _holds_references(value):
-                new.attrs.create(name, value, dtype=h5py.Datatype(stored))
-
-
-def _holds_references(value: Any) -> bool:
-    return isinstance(value, np.ndarray) and value.dtype.kind in "OV" and not h5py.check_string_dtype(value.dtype)
+            stored = old.attrs.get_id(name).get_type().copy()
+            if not stored.detect_class(h5py.h5t.REFERENCE):
+                new.attrs.create(name, old.attrs[name], dtype=h5py.Datatype(stored))
