@@ -41,17 +41,35 @@ def _numbers(value: Any) -> list[float]:
     return found
 
 
+def find_limits(declared: Declared, dtype: np.dtype) -> tuple[float, float]:
+    """Return the least and the largest number of a type, integers or floats, that are in the valid range."""
+    whole, least, most = (declared.get(name, []) for name in MISSING[2:])
+    info = np.finfo(dtype) if dtype.kind == "f" else np.iinfo(dtype)
+    return max([info.min, *whole[:1], *least]), min([info.max, *whole[1:2], *most])
+
+
 def find_missing(declared: Declared, voxels: np.ndarray) -> np.ndarray:
     """Return where voxels are missing: equal to a fill value or beyond the valid range. Boolean, of the same shape."""
-    fill, value, whole, least, most = (declared.get(name, []) for name in MISSING)
     missing = np.zeros(voxels.shape, bool)
-    for one in (*fill, *value):
+    if declared:
+        low, high = find_limits(declared, voxels.dtype)
+        missing |= (voxels < low) | (voxels > high)
+    for one in fill_values(declared):
         missing |= voxels == one
-    for low in (*whole[:1], *least):
-        missing |= voxels < low
-    for high in (*whole[1:2], *most):
-        missing |= voxels > high
     return missing
+
+
+def fill_values(declared: Declared) -> set[float]:
+    return {one for name in MISSING[:2] for one in declared.get(name, []) if one == one}
+
+
+def move_off_missing(declared: Declared, voxels: np.ndarray, known: float) -> None:
+    """Replace voxels that equal a fill value by the next number that is none, towards `known`, which is none."""
+    for one in sorted(fill_values(declared), key=lambda one: -abs(one - known)):
+        if (equal := voxels == one).any():
+            step = 1 if one < known else -1
+            end = voxels.dtype.type(step * np.inf) if voxels.dtype.kind == "f" else 0
+            voxels[equal] = np.nextafter(voxels[equal], end) if end else one + step
 
 
 def describe(declared: Declared, names: Collection[str] = MISSING) -> list[str]:

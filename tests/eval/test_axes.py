@@ -108,18 +108,29 @@ def test_what_says_nothing_of_axes_is_no_ground_to_refuse(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("how", ["scales", "nexus"])
-def test_scales_are_cut_to_a_region(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("part", [Part(), Part("1:4", ":,8:33")], ids=["whole", "region"])
+def test_scales_stay_with_their_axes(tmp_path: Path, how: str, part: Part) -> None:
     path = write_hdf5(tmp_path, voxels((5, 20, 33)), "zyx", how)
     with h5py.File(tmp_path / "scan.h5", "a") as file:
         for number, name in enumerate("zyx"):
             place = file["entry"].require_dataset(name, (file["entry/vol"].shape[number],), "f8")
             place[:] = np.arange(len(place)) / 2
             place.attrs["units"] = "um"
-    result = restored(Part("1:4", ":,8:33").of(open_volume(path)), "same", tmp_path).path
+        file["entry/angles"] = np.arange(5.0)  # a dataset beside it that shares a scale
+        if how == "scales":
+            file["entry/angles"].dims[0].attach_scale(file["entry/z"])
+    result = restored(part.of(open_volume(path)), "same", tmp_path).path
     with h5py.File(result) as file:
-        group = file["entry"]
-        assert [group[name][0] for name in "zyx"] == [0.5, 0, 4] and group["x"].attrs["units"] == "um"
-        assert [len(group[name]) for name in "zyx"] == [3, 20, 25] == [*group["vol"].shape]
+        group, cut = file["entry"], bool(part.slices)
+        assert [group[name][0] for name in "zyx"] == ([0.5, 0, 4] if cut else [0, 0, 0])
+        assert group["x"].attrs["units"] == "um"
+        assert [len(group[name]) for name in "zyx"] == ([3, 20, 25] if cut else [5, 20, 33]) == [*group["vol"].shape]
+        attached = [[scale.name for scale in axis.values()] for axis in group["vol"].dims]
+        assert attached == ([["/entry/z"], ["/entry/y"], ["/entry/x"]] if how == "scales" else [[], [], []])
+        assert all(group[name].is_scale == (how == "scales") for name in "zyx")
+        assert len(group["angles"].dims[0]) == (how == "scales" and not cut)  # of another length than the cut scale
+        entries = [len(group[name].attrs.get("REFERENCE_LIST", ())) for name in "zyx"]
+        assert entries == ([1 + (not cut), 1, 1] if how == "scales" else [0, 0, 0])
 
 
 def test_coordinates_of_xarray_are_named(tmp_path: Path) -> None:

@@ -15,13 +15,14 @@ import pytest
 import tifffile
 import zarr
 from cocodiff_eval.cli.inpaint import find_tasks
-from cocodiff_eval.data.intensity import intensity_range
+from cocodiff_eval.data.intensity import IntensityRange, compose_native, intensity_range
 from cocodiff_eval.data.masks import make_mask
 from cocodiff_eval.data.slices import open_stack
 from cocodiff_eval.harness.tasks import export, result_files
 
 from cocodiff.config.errors import UserError
 from cocodiff.jobs.arrays import _save
+from cocodiff.jobs.declared import find_missing
 
 SHAPE = (3, 24, 32)
 KINDS = ("h5", "zarr2", "zarr3", "image2", "image3")
@@ -109,6 +110,28 @@ def test_missing_voxels_under_the_mask_or_outside_the_region_are_fine(tmp_path: 
     volume = voxels()
     volume[1, 2, 3:5] = 2000
     assert ranges(write(tmp_path, kind, volume, {"_FillValue": 7}))[0] == 1001
+
+
+MOVED = {  # declared, restored, and what comes of it; 50 is the largest known voxel
+    "up": ({"_FillValue": [20], "missing_value": [21]}, [19, 20, 21, 22], [19, 22, 22, 22]),
+    "down": ({"missing_value": [250, 249, 7.0]}, [248, 249, 250, 7], [248, 248, 248, 8]),
+    "ends": ({"_FillValue": [0], "missing_value": [255]}, [-9, 0, 255, 999], [1, 1, 254, 254]),
+    "other type": ({"_FillValue": [-9999], "missing_value": [1e20, float("nan")]}, [0, 1, 2, 3], [0, 1, 2, 3]),
+    "valid": ({"valid_range": [10, 90], "valid_max": [80], "_FillValue": [10]}, [9, 10, 85, 95], [11, 11, 80, 80]),
+}
+
+
+@pytest.mark.parametrize("case", MOVED)
+def test_restored_voxels_are_never_missing_ones(case: str) -> None:
+    declared, restored, expected = MOVED[case]
+    scale, image_YX = IntensityRange(5.0, 50.0, declared=declared), np.array([[20, 20, 20, 20, 20]], "u1")
+    mask_YX = np.array([[True] * 4 + [False]])
+    restored01_YX = (np.array([[*restored, 30.0]]) - 5) / 45
+    assert compose_native(image_YX, restored01_YX, mask_YX, scale).tolist() == [[*expected, 20]]
+    floats_YX = compose_native(image_YX.astype("f4"), restored01_YX, mask_YX, scale)
+    assert not find_missing(declared, floats_YX[:, :4]).any() and floats_YX[0, 4] == 20
+    if "valid_max" not in declared:
+        np.testing.assert_allclose(floats_YX[0, :4], restored, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int16", "uint64", "int64", "float16", "float32", "float64"])

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import tifffile
 from cocodiff_eval.data.formats import open_volume
-from cocodiff_eval.data.intensity import intensity_range
+from cocodiff_eval.data.intensity import compared, intensity_range
 from cocodiff_eval.data.masks import make_mask
 from cocodiff_eval.data.slices import open_stack, open_truth
-from cocodiff_eval.data.truth import compared
 from cocodiff_eval.harness.quality import Bound
 from cocodiff_eval.harness.slices import SliceJob
 from scipy.ndimage import gaussian_filter

@@ -174,10 +174,9 @@ def find_tasks(values: dict[str, Any], unmasked: str | None = None) -> list[Any]
     unmasked: a mask that hides nothing. Raises UserError; writes nothing.
     """
     from cocodiff_eval.data.formats import result_format
-    from cocodiff_eval.data.intensity import intensity_range, parse_range
+    from cocodiff_eval.data.intensity import compared, intensity_range, parse_range
     from cocodiff_eval.data.masks import make_mask, nothing_masked
     from cocodiff_eval.data.slices import open_stacks, open_truth
-    from cocodiff_eval.data.truth import compared
     from cocodiff_eval.data.volume import Part
     from cocodiff_eval.harness.tasks import FileNames, Task, file_names
     from cocodiff_eval.harness.volume import axes_of, volume_of

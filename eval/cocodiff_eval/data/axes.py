@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from cocodiff.config.errors import UserError
-from cocodiff_eval.data.volume import format_shape
+from cocodiff_eval.data.volume import format_shape, plain
 
 # Names of axes that are no depth, where no type is told.
 NO_SPACE = {"t", "time", "times", "timepoint", "timepoints", "c", "channel", "channels", "wavelength", "energy"}
@@ -53,3 +57,25 @@ def _is_outside(axis: Mapping[str, Any]) -> bool:
     """Return True for an axis that is none of space."""
     kind = axis.get("type")
     return kind != "space" if isinstance(kind, str) else str(axis["name"]).lower() in NO_SPACE
+
+
+def plain_attributes(node: Any) -> dict[str, Any]:
+    """Return the attributes of an object of HDF5 as plain data, None for those of types that h5py has not."""
+    found = dict.fromkeys(node.attrs)
+    for name in found:
+        with contextlib.suppress(Exception):
+            found[name] = plain(node.attrs[name])
+    return found
+
+
+def name_axes(dataset: Any) -> list[str]:
+    """Return the names of the axes of a dataset of HDF5 by its scales or their labels, NeXus, or ilastik; empty where
+    none fit."""
+    found, about, of_group = list[Any](), plain_attributes(dataset), plain_attributes(dataset.parent)
+    with contextlib.suppress(Exception):  # scales that are not there
+        found.append([axis.label or Path(axis[0].name if len(axis) else "").name for axis in dataset.dims])
+    given = (of_group if of_group.get("signal") == Path(dataset.name).name else about).get("axes")
+    found.append(re.split("[:, ]+", given.strip("[] ")) if isinstance(given, str) else given)
+    with contextlib.suppress(TypeError, ValueError, LookupError):
+        found.append([axis["key"] for axis in json.loads(about["axistags"])["axes"]])
+    return next((one for one in found if isinstance(one, list) and len(one) == dataset.ndim and any(one)), [])

@@ -11,7 +11,7 @@ import io
 import json
 import logging
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import count
@@ -24,7 +24,7 @@ import numpy as np
 from cocodiff.config.errors import UserError
 from cocodiff.config.files import irregular, is_there
 from cocodiff.jobs.declared import SCALES, describe, read_declared
-from cocodiff_eval.data.axes import count_leading
+from cocodiff_eval.data.axes import count_leading, name_axes, plain_attributes
 from cocodiff_eval.data.tiff_metadata import NOTES
 from cocodiff_eval.data.volume import (
     LENGTHS,
@@ -39,7 +39,6 @@ from cocodiff_eval.data.volume import (
     kept_alone,
     listed,
     one_unit,
-    plain,
     reading,
     start_of,
 )
@@ -49,6 +48,7 @@ MOST_LINKS = 64  # that lead on to another; more are a circle
 DATA_EXCHANGE = "/exchange/data"
 FRAME = re.compile(r"^(?P<stem>.*?)(?P<numbers>(?:_?\d+)+)(?:\.tiff?)?$", re.IGNORECASE | re.DOTALL)
 MOST_VISITED = 1000  # objects of a file that are looked at to list its datasets
+Placed = dict[Any, str | None]  # paths of objects in the result, by their keys in the input
 OPEN_ELSEWHERE = "it is open elsewhere for writing: close it there, or read a copy (after a crash: h5clear -s)"
 
 
@@ -124,11 +124,11 @@ def _open_frames(file: str, group: Any, place: str, frames: list[str], follow_li
     """Return a group of frames, at `place` in the file, as a stack. Raises UserError that names the frame which is not
     like the first."""
     first = group[frames[0]]
-    for name in frames:
-        _check_storage(group[name], follow_links)
-        if (group[name].shape[-2:], group[name].dtype) != (first.shape[-2:], first.dtype):
+    for name, frame in zip(frames, map(group.get, frames), strict=True):
+        _check_storage(frame, follow_links)
+        if (frame.shape[-2:], frame.dtype) != (first.shape[-2:], first.dtype):
             raise UserError(
-                f"{file}: {group.name}/{name} holds {format_shape(group[name].shape)} voxels of {group[name].dtype}, "
+                f"{file}: {group.name}/{name} holds {format_shape(frame.shape)} voxels of {frame.dtype}, "
                 f"and {frames[0]} {format_shape(first.shape)} of {first.dtype}; the frames of a stack are alike"
             )
     dtype = first.dtype
@@ -147,8 +147,7 @@ def _open_frames(file: str, group: Any, place: str, frames: list[str], follow_li
 def read_metadata(dataset: Any, file: str, place: str, follow_links: bool) -> Metadata:
     """Read what a dataset's attributes say, and those of its group: a voxel's size as Fiji writes it
     (`element_size_um`) or as ALS 8.3.2 does (`pxsize`, in mm). place: of the dataset, or of the group of frames."""
-    attributes = plain({name: _attribute(dataset, name) for name in dataset.attrs})
-    of_group = plain({name: _attribute(dataset.parent, name) for name in dataset.parent.attrs})
+    attributes, of_group = plain_attributes(dataset), plain_attributes(dataset.parent)
     sides, unit = attributes.get("element_size_um"), "micrometer"
     if sides is None and "unit" in attributes:  # of a result whose input has none
         sides, unit = attributes.get("voxel_size"), attributes["unit"]
@@ -165,26 +164,6 @@ def read_metadata(dataset: Any, file: str, place: str, follow_links: bool) -> Me
     text, order = text if isinstance(text, str) else "", ">" if dataset.dtype.byteorder == ">" else "<"
     details = {"file": file, "object": place, "ndim": dataset.ndim, "follow_links": follow_links}
     return Metadata("hdf5", axes, size, unit, text, order, {**of_group, **attributes}, details, remarks, declared)
-
-
-def name_axes(dataset: Any) -> list[str]:
-    """Return the names of a dataset's axes by its scales or their labels, NeXus, or ilastik; empty where none fit."""
-    found, group = list[Any](), dataset.parent
-    with contextlib.suppress(Exception):  # scales that are not there
-        found.append([axis.label or Path(axis[0].name if len(axis) else "").name for axis in dataset.dims])
-    of_group = plain(_attribute(group, "signal")) == Path(dataset.name).name
-    given = plain(_attribute(group if of_group else dataset, "axes"))
-    found.append(re.split("[:, ]+", given.strip("[] ")) if isinstance(given, str) else given)
-    with contextlib.suppress(TypeError, ValueError, LookupError):
-        found.append([axis["key"] for axis in json.loads(_attribute(dataset, "axistags"))["axes"]])
-    return next((one for one in found if isinstance(one, list) and len(one) == dataset.ndim and any(one)), [])
-
-
-def _attribute(node: Any, name: str) -> Any:
-    try:
-        return node.attrs[name]
-    except Exception:  # types that h5py has not
-        return None
 
 
 def _errors(what: str) -> AbstractContextManager[None]:
@@ -322,8 +301,7 @@ LONGEST_ATTRIBUTE = 2**15  # bytes; HDF5 takes 64 KiB with all that goes with it
 def write_hdf5(new: NewVolume) -> None:
     """Write an HDF5 file. Of an HDF5 input its names, attributes and small datasets are kept, and a frame stays a
     dataset; else it is Data Exchange's `/exchange/data`."""
-    kept, details = new.metadata, new.metadata.details
-    of_hdf5 = kept.kind == "hdf5"
+    details, of_hdf5 = new.metadata.details, new.metadata.kind == "hdf5"
     place = str(details["object"]) if of_hdf5 else DATA_EXCHANGE
     frames = details.get("frames", ()) if of_hdf5 else ()
     first, *_ = start_of(new.region)
@@ -333,11 +311,13 @@ def write_hdf5(new: NewVolume) -> None:
         _write_voxels(file, own, new)
         if of_hdf5:
             with h5py.File(details["file"], "r") as old:
-                _copy_around(old, file, names, new)  # not of frames outside a region either
+                # Kept open, as their file may be another one: a file that is opened again has other keys.
+                nodes = {name: old[name] for name in names}
                 for name in own:
-                    _copy_attributes(old[name], file[name], details.get("without", ()))
-                if new.region is not None and not frames:
-                    _cut_scales(old[place], file[place].parent, new.region)
+                    _copy_attributes(nodes[name], file[name], details.get("without", ()))
+                placed = _copy_around(old, file, nodes, set(own), new)  # not of frames outside a region either
+                for path in filter(None, placed.values()):
+                    _attach_scales(nodes.get(path) or old[path], file, path, placed)
         else:
             file["implements"] = "exchange"
             _describe(file[place], new)
@@ -399,27 +379,26 @@ def _say(node: Any, name: str, text: str) -> None:
         node.file[f"/process/{NOTES}/{name}"] = text
 
 
-def _copy_around(old: Any, new: Any, names: Sequence[str], result: NewVolume) -> None:
+def _copy_around(old: Any, new: Any, nodes: Mapping[str, Any], own: Collection[str], result: NewVolume) -> Placed:
     """Copy the names, the attributes of groups, and the small datasets beside the voxels; nothing that lies in other
     files. An object of several names has them all. Of a file with very many objects the first ones, with a warning.
 
-    names: of the dataset or of the frames; those outside a region are not in `new`. The datasets that a virtual one is
-    made of hold the input's voxels, and are left out.
+    nodes: the dataset or the frames by path, of which `own` are in `new`. The datasets that a virtual one is made of
+    hold the input's voxels, and are left out. Scales are cut to the region of the result.
     """
-    # Kept open, as its file may be another one: a file that is opened again has other keys.
-    _opened, own, placed = old[names[0]], dict[Any, str | None](), dict[Any, str | None]()
-    for name in names:
-        own[_key(old[name])] = name if name in new else None
-        placed |= {_key(source): None for source in _own_sources(old[name])}
-    above = [str(path) for path in reversed(PurePosixPath(names[0]).parents)]
-    placed |= {_key(old[path]): path for path in reversed(above)} | own
-    todo, visited, most = [(old[path], new[path]) for path in above], count(1), MOST_VISITED + len(names)
+    restored = {_key(node): name if name in own else None for name, node in nodes.items()}
+    place, dataset = next(iter(nodes.items()))
+    above = [str(path) for path in reversed(PurePosixPath(place).parents)]
+    placed: Placed = {_key(source): None for node in nodes.values() for source in _own_sources(node)}
+    placed |= {_key(old[path]): path for path in reversed(above)} | restored
+    parts = _cut_scales(dataset, result.region) if result.region is not None and len(nodes) == 1 else {}
+    todo, visited, most = [(old[path], new[path]) for path in above], count(1), MOST_VISITED + len(nodes)
     for group, copy in todo:  # which grows meanwhile
         _copy_attributes(group, copy)
         for name in group:
             if next(visited) > most:
                 log.warning("%s: has more than %d objects; of those behind them nothing is kept", old.filename, most)
-                return
+                return placed
             if name in copy:
                 continue
             link = group.get(name, getlink=True)
@@ -433,9 +412,14 @@ def _copy_around(old: Any, new: Any, names: Sequence[str], result: NewVolume) ->
                 copy[name] = new[path]
             elif key not in placed and isinstance(node, h5py.Group):
                 todo.append((node, copy.create_group(name)))
-            elif key not in placed and _is_kept(node, old, own if result.region is None else ()):
-                old.copy(node, copy, name)
+            elif key not in placed and _is_kept(node, old, restored if result.region is None else ()):
+                if key in parts:
+                    copy[name] = node[parts[key]]
+                else:
+                    old.copy(node, copy, name, without_attrs=True)
+                _copy_attributes(node, copy[name])
             placed.setdefault(key, copy[name].name if name in copy else None)
+    return placed
 
 
 def _try(h5: Any, path: str, follow_links: bool) -> Any:
@@ -451,16 +435,32 @@ def _key(node: Any) -> tuple[int, int]:
     return about.fileno, about.addr
 
 
-def _cut_scales(old: Any, group: Any, region: Region) -> None:
-    """Cut the scales of a dataset's axes to a region of it. group: of the result, with the whole ones in it."""
-    ends = [slice(*one) for one in zip(region.start, region.stop, strict=True)][-old.ndim :]
-    for name, side, part in zip(name_axes(old), old.shape, ends, strict=False):
-        scale = group.get(name)
-        if isinstance(scale, h5py.Dataset) and scale.shape == (side,):
-            values = scale[part]
-            del group[name]
-            group[name] = values
-            _copy_attributes(old.parent[name], group[name])
+def _cut_scales(dataset: Any, region: Region) -> dict[Any, slice]:
+    """Return the part of each scale of a dataset's axes, and of each dataset beside it that an axis is named after,
+    which belongs to a region; by key."""
+    ends, found = [*map(slice, region.start, region.stop)][-dataset.ndim :], {}
+    names = name_axes(dataset) or [""] * dataset.ndim
+    for axis, name, side, part in zip(dataset.dims, names, dataset.shape, ends, strict=True):
+        for scale in (*_find_scales(axis), _try(dataset.parent, name, False)):
+            if isinstance(scale, h5py.Dataset) and scale.shape == (side,):
+                found[_key(scale)] = part
+    return found
+
+
+def _attach_scales(old: Any, new: Any, path: str, placed: Placed) -> None:
+    """Attach to the axes of a dataset of a result, at `path`, those of the input's scales that are in the result too
+    and have the axis' length."""
+    for number, axis in enumerate(old.dims if "DIMENSION_LIST" in old.attrs else ()):
+        for scale in _find_scales(axis):
+            own = new.get(placed.get(_key(scale)) or "")
+            if own is not None and own.shape == new[path].shape[number : number + 1]:
+                new[path].dims[number].attach_scale(own)
+
+
+def _find_scales(axis: Any) -> list[Any]:
+    with contextlib.suppress(Exception):  # scales that are not there
+        return list(axis.values())
+    return []
 
 
 def _own_sources(dataset: Any) -> Iterator[Any]:
@@ -484,10 +484,6 @@ def _copy_attributes(old: Any, new: Any, without: Collection[str] = ()) -> None:
     """Copy all attributes but some, and but references to objects, which mean nothing in another file."""
     for name in [name for name in old.attrs if name not in without]:
         with contextlib.suppress(TypeError, ValueError, OSError):  # types that h5py has not
-            value = old.attrs[name]
-            if h5py.check_ref_dtype(getattr(value, "dtype", np.dtype("u1"))) is None and not _holds_references(value):
-                new.attrs.create(name, value, dtype=old.attrs.get_id(name).dtype)
-
-
-def _holds_references(value: Any) -> bool:
-    return isinstance(value, np.ndarray) and value.dtype.kind in "OV" and not h5py.check_string_dtype(value.dtype)
+            stored = old.attrs.get_id(name).get_type().copy()
+            if not stored.detect_class(h5py.h5t.REFERENCE):
+                new.attrs.create(name, old.attrs[name], dtype=h5py.Datatype(stored))

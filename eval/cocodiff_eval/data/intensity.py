@@ -1,16 +1,17 @@
-"""Intensities: the range outside the mask, normalising to [0, 1] and going back to the user's dtype."""
+"""Intensities: the range outside the mask, normalising to [0, 1] and going back to the user's dtype; and how the truth
+of an input is told from that of another one: its known voxels are the input's."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from cocodiff.config.errors import UserError
-from cocodiff.jobs.declared import describe, find_missing
+from cocodiff.jobs.declared import Declared, describe, find_limits, find_missing, move_off_missing
 from cocodiff_eval.data.masks import Mask
-from cocodiff_eval.data.volume import Progress, Stack, unwatched
+from cocodiff_eval.data.volume import Progress, Stack, unlike, unwatched
 
 _TAPS = (0.125, 0.375, 0.375, 0.125)  # binomial (1, 3, 3, 1): enough smoothing that halving does not alias visibly
 
@@ -92,12 +93,14 @@ class IntensityRange:
 
     extremes  the smallest and the largest of all voxels outside the mask, where `beyond` of them are outliers; None
               where none is
+    declared  what the file's attributes say of its values
     """
 
     low: float
     high: float
     extremes: tuple[float, float] | None = None
     beyond: int = 0
+    declared: Declared = field(default_factory=dict, hash=False)
 
     @property
     def scale(self) -> float:
@@ -165,7 +168,7 @@ def intensity_range(
     low, high = given or ends
     if not np.isfinite(high - low):
         raise UserError(f"{stack.path}: intensities from {low:g} to {high:g} are too far apart; rescale them")
-    return IntensityRange(low, high, extremes, beyond)
+    return IntensityRange(low, high, extremes, beyond, stack.metadata.declared)
 
 
 def _extremes_and_fences(stack: Stack, mask: Mask, progress: Progress) -> tuple[float, float, tuple[float, float]]:
@@ -241,21 +244,75 @@ def prepare_slice(image_YX: np.ndarray, mask_YX: np.ndarray, scale: IntensityRan
 def compose_native(
     original_YX: np.ndarray, restored01_YX: np.ndarray, mask_YX: np.ndarray, scale: IntensityRange
 ) -> np.ndarray:
-    """The restored slice in the dtype of `original_YX`: outside the mask its very bits, inside what was restored.
+    """Return the restored slice in the dtype of `original_YX`: outside the mask its very bits, inside what is restored.
 
-    Integers are rounded to nearest and clipped to their range.
+    Integers are rounded to nearest. Numbers are clipped to the type's, or the valid range that the file declares, and
+    moved to the next one where they would be missing ones.
     """
-    restored_YX = scale.denormalise(restored01_YX)
+    restored_P = scale.denormalise(restored01_YX[mask_YX])
     if original_YX.dtype.kind in "ui":
-        limits = np.iinfo(original_YX.dtype)
-        # Through Python integers at the ends: float64 cannot hold the largest 64-bit ones.
-        inside = np.rint(restored_YX[mask_YX])
-        native = np.where(inside >= float(limits.max), limits.max, 0).astype(original_YX.dtype)
-        fits = inside < float(limits.max)
-        native[fits] = np.maximum(inside[fits], float(limits.min)).astype(original_YX.dtype)
-    else:
-        limit = np.finfo(original_YX.dtype)
-        native = np.clip(restored_YX[mask_YX], float(limit.min), float(limit.max)).astype(original_YX.dtype)
+        restored_P = np.rint(restored_P)
+    low, high = find_limits(scale.declared, original_YX.dtype)
+    native_P = np.full(restored_P.shape, high, original_YX.dtype)  # float64 cannot hold the largest 64-bit integers
+    fits_P = ~(restored_P >= high)
+    native_P[fits_P] = np.maximum(restored_P[fits_P], low)
+    move_off_missing(scale.declared, native_P, scale.high)
     result_YX = original_YX.copy()
-    result_YX[mask_YX] = native
+    result_YX[mask_YX] = native_P
     return result_YX
+
+
+SAME = 1e-3  # of the range of intensities: a voxel that differs by less is the same, as after rounding
+OTHER = 0.02  # of the range, root mean square: a truth that differs by more is refused where it is known why
+ALIKE = 0.25  # squared correlation with the input of a truth of the same object, at least
+FLIPS = ((), (0,), (1,), (2,), (1, 2))  # of axes z, y, x: what a truth may look like
+
+
+def compared(truth: Stack, stack: Stack, mask: Mask, scale: IntensityRange, progress: Progress = unwatched) -> Stack:
+    """Return the truth of a stack, with a remark if its voxels outside the mask are not those of the stack.
+
+    Voxels count as the same within SAME of the range, or one unit of an integer stack; those without a value (NaN) are
+    not compared. Reads both once. Raises UserError if they differ by more than OTHER and `likeness` tells why.
+    """
+    step = min(1.0, scale.scale / 10) if stack.dtype.kind in "ui" else 0.0
+    known, other, largest, squares = 0, 0, 0.0, 0.0
+    for index in progress(range(len(stack)), f"comparing {truth.name}"):
+        truth_YX = truth.read(index)
+        known_YX = ~mask.reader(index) & np.isfinite(truth_YX)  # nothing of a slice that is masked wholly
+        apart_P = np.abs(stack.read(index)[known_YX].astype(np.float64) - truth_YX[known_YX])
+        known, other = known + apart_P.size, other + int((apart_P > max(SAME * scale.scale, step)).sum())
+        largest, squares = max(largest, float(apart_P.max(initial=0.0))), squares + float(np.square(apart_P).sum())
+    remarks = unlike(truth, stack)
+    if other:
+        why = likeness(truth, stack, mask, scale)
+        told = f"outside the mask {other:,} of {known:,} voxels differ (largest difference {largest:.6g}){why}"
+        if why and squares / known > (OTHER * scale.scale) ** 2:
+            remedy = "give the original in the input's place and units, NaN where it is not known, or no --truth"
+            raise UserError(f"{truth.path} is not the truth of {stack.path}: {told}; {remedy}")
+        remarks.append(f"{truth.path}: {told}; PSNR and SSIM compare with it as it is")
+    return replace(truth, metadata=replace(truth.metadata, remarks=remarks))
+
+
+def likeness(truth: Stack, stack: Stack, mask: Mask, scale: IntensityRange) -> str:
+    """Return in words how the known voxels of four slices at most look like the truth mirrored, turned or scaled, if
+    that halves the squared difference, or that they have little in common; else "". Outliers are left out."""
+    last = len(stack) - 1
+    numbers = sorted({at for part in (1, 3) for at in (last * part // 8, last - last * part // 8)})
+    image, given, hidden = (np.stack([read(n) for n in numbers]) for read in (stack.read, truth.read, mask.reader))
+    known, pairs = ~hidden & (image >= scale.low) & (image <= scale.high), dict[tuple[int, ...], np.ndarray]()
+    for axes in FLIPS:
+        other = np.flip(given, axes)
+        both = known & np.isfinite(other)
+        pairs[axes] = np.stack([image[both], other[both]]).astype(np.float64)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        alike = {one: float(np.nan_to_num(np.corrcoef(pair_2P)[0, 1])) ** 2 for one, pair_2P in pairs.items()}
+    best = max(alike, key=lambda axes: alike[axes])
+    if alike[best] >= ALIKE and 1 - alike[best] < (1 - alike[()]) / 2:
+        return f"; it looks mirrored along {' and '.join('zyx'[axis] for axis in best)}"
+    if alike[()] < ALIKE:
+        return f"; they have little in common (correlation {math.sqrt(alike[()]):.2f})"
+    own_P, other_P = pairs[()]
+    factor, more = np.polyfit(other_P, own_P, 1)
+    if np.square(own_P - other_P).mean() < 2 * np.var(own_P - factor * other_P):
+        return ""
+    return f"; the input looks like {factor:.6g} times the truth {more:+.6g}"

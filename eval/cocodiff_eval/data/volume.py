@@ -109,7 +109,7 @@ class Stack:
 
     def cropped(self, region: Region) -> Stack:
         """The part of this volume in a region that lies inside it."""
-        first, rows, columns = (slice(*ends) for ends in zip(region.start, region.stop, strict=True))
+        first, rows, columns = map(slice, region.start, region.stop)
 
         def read(index: int) -> np.ndarray:
             return np.asarray(self.reader(first.start + index))[rows, columns]

@@ -342,11 +342,9 @@ def coverage(
         return dict.fromkeys(COVERAGES)
     from scipy.stats import t as student
 
-    error = np.abs(scale.normalise(truth_YX[judged_YX]) - moments01.mean_YX[judged_YX])
-    if intervals is not None:
-        spread_YX = moments01.deviation_YX
-        radii = {name: intervals.radius(spread_YX, share)[judged_YX] for name, share in COVERAGES.items()}
-    else:
-        deviation = moments01.deviation_YX[judged_YX] * math.sqrt(1 + 1 / count)
-        radii = {name: float(student.ppf((1 + share) / 2, count - 1)) * deviation for name, share in COVERAGES.items()}
-    return {name: float(np.mean(error <= radius)) for name, radius in radii.items()}
+    if intervals is None:
+        low, high = student.ppf((1 + np.array(SHARES)) / 2, count - 1) * math.sqrt(1 + 1 / count)
+        intervals = Intervals(0.0, (float(low), float(high)))
+    error_P = np.abs(scale.normalise(truth_YX[judged_YX]) - moments01.mean_YX[judged_YX])
+    radii = {name: intervals.radius(moments01.deviation_YX, share) for name, share in COVERAGES.items()}
+    return {name: float(np.mean(error_P <= radius_YX[judged_YX])) for name, radius_YX in radii.items()}
