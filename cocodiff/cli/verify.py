@@ -62,18 +62,18 @@ def load(model: str) -> Any:
     is_pipeline = (folder / "model_index.json").is_file()
     stored = stored_dtype(folder / "transformer" if is_pipeline else folder)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(stored or "", torch.float32)
-    how = {"torch_dtype": dtype, "use_safetensors": True, "local_files_only": True}
+    how = {"torch_dtype": dtype, "local_files_only": True}
     if is_pipeline:
         index = read_json(folder / "model_index.json")
         absent = {name: None for name, part in index.items() if part == [None, None]}
-        return diffusers.DiffusionPipeline.from_pretrained(model, **how, **absent)
+        return diffusers.DiffusionPipeline.from_pretrained(model, use_safetensors=True, **how, **absent)
     if not (folder / "config.json").is_file():
         raise UserError(f"--model {model}: neither model_index.json nor config.json is there: name a model's folder")
     name = read_json(folder / "config.json").get("_class_name", "")
     kind: Any = getattr(diffusers, str(name), None)
     if not hasattr(kind, "from_pretrained"):
         raise UserError(f"--model {model}: its config.json names the class {name!r}, which diffusers has not")
-    return kind.from_pretrained(model, **how).eval()
+    return kind.from_pretrained(model, use_safetensors=True, **how).eval()
 
 
 def inputs_of(target: Any, values: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from cocodiff.comm.health import Health
+from cocodiff.comm.health import CALL, Health
 from cocodiff.comm.peers import STILL_S, CallTable, OwnProgress, find_stalled
 from cocodiff.comm.transport import CHECK_S, Group, LaneOwner, Messages, Pending, not_empty
 from cocodiff.config.errors import PeerLost, UserError
@@ -65,14 +65,14 @@ class _Inbox:
 
     def __init__(self, world: LoopbackWorld, peer: int, mailbox: queue.SimpleQueue[Any]) -> None:
         self._world, self._peer, self._mailbox = world, peer, mailbox
-        self._posted: deque[Tensor] = deque()
+        self._posted: deque[tuple[str, Tensor]] = deque()  # with the call that each is for
         self._numbers = count()
         self._delivered = 0
         self._changed = threading.Condition()
         self._taken_by_another = False
 
     def post(self, tensor: Tensor) -> int:
-        self._posted.append(tensor)
+        self._posted.append((CALL.get(), tensor))
         return next(self._numbers)
 
     def wait(self, number: int) -> None:
@@ -88,7 +88,11 @@ class _Inbox:
         self._taken_by_another = True
         self._changed.release()
         try:
-            message, tensor = self._world.take(self._mailbox, self._peer), self._posted.popleft()
+            (call, message), (own_call, tensor) = self._world.take(self._mailbox, self._peer), self._posted.popleft()
+            if call != own_call:
+                differ = f"sent {call}, and {own_call} was awaited: ranks make different calls"
+                self._world.fail(PeerLost(self._peer, differ))
+                self._world.check()
             if message.shape != tensor.shape or message.dtype != tensor.dtype:
                 came = f"{message.dtype} {tuple(message.shape)}"
                 raise ValueError(f"rank {self._peer} sent {came}, {tuple(tensor.shape)} awaited")
@@ -118,7 +122,7 @@ class LoopbackGroup(Group):
 
     def send_recv(self, sends: Messages, recvs: Messages) -> Pending:
         for tensor, peer in not_empty(sends):
-            self._world.mailbox(self._context, self.index, peer).put(tensor.clone())
+            self._world.mailbox(self._context, self.index, peer).put((CALL.get(), tensor.clone()))
         inboxes = [(self._inboxes[peer], tensor) for tensor, peer in not_empty(recvs)]
         return _Receipts([(inbox, inbox.post(tensor)) for inbox, tensor in inboxes])
 

@@ -309,8 +309,9 @@ def _load_denoiser(request: Request, dtype: Any) -> Any:
 
     model, kind = request.model, request.index["scheduler"][1]
     with _loading(model):
-        where = {"subfolder": "scheduler", "local_files_only": Path(model).is_dir()}
-        scheduler = getattr(diffusers, kind).from_pretrained(model, **where)
+        of: Any = getattr(diffusers, kind)
+        settings = of.load_config(model, subfolder="scheduler", local_files_only=Path(model).is_dir())
+    scheduler = of.from_config(settings)
     check_scheduler(scheduler, _pipeline_class(request), request.task == INPAINT, request.keeps_known, model)
     parts: dict[str, Any] = dict.fromkeys((*TEXT_PARTS, *UNUSED_PARTS))
     if request.image is not None and _is_named(request.index, IMAGE_ENCODER):
