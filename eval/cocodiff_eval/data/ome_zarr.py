@@ -308,12 +308,17 @@ CHUNK_SIDE = 1024  # of an input that is in no chunks
 
 
 class ZarrStore:
-    """A store with one multiscale image in its root: of a Zarr input in its version, with its axes, compression and
-    attributes, else in NGFF 0.4, which most tools read. A chunk holds voxels of one slice.
+    """A store with one multiscale image in its root.
 
-    lead: axes before slices, rows and columns; image: what the input says of its multiscale image, empty where it is
-    none; levels: the shapes of the input's; step: how many slices, rows and columns become one in the next level, where
-    the input keeps its slices one slice.
+    A result of a Zarr input has its version, axes, compression and attributes; others have NGFF 0.4, which most tools
+    read. A chunk holds voxels of one slice.
+
+    Attributes
+    ----------
+    lead : number of axes before slices, rows and columns
+    image : the input's metadata of its multiscale image, empty if it has none
+    levels : shapes of the input's levels
+    step : slices, rows and columns that become one in the next level, where the input keeps its slices one slice
     """
 
     def __init__(self, new: NewVolume) -> None:
