@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tifffile
 from cocodiff_eval.data.formats import open_volume
-from cocodiff_eval.data.intensity import compared, intensity_range
+from cocodiff_eval.data.intensity import compare_truth, intensity_range
 from cocodiff_eval.data.masks import make_mask
 from cocodiff_eval.data.slices import open_stack, open_truth
 from cocodiff_eval.harness.quality import Bound
@@ -46,7 +46,7 @@ def remarks(path: Path, scan: np.ndarray, truth: np.ndarray, holes: np.ndarray =
     stack = open_stack(str(path / "scan.tif"))
     mask = make_mask(str(path / "holes.tif"), stack)
     truth_stack = open_truth(str(path / "truth.npy"), stack)
-    return list(compared(truth_stack, stack, mask, intensity_range(stack, mask)).metadata.remarks)
+    return list(compare_truth(truth_stack, stack, mask, intensity_range(stack, mask)).metadata.remarks)
 
 
 OTHERS: dict[str, tuple[np.ndarray, str]] = {
@@ -139,7 +139,7 @@ def test_a_mask_with_other_voxels_is_told(tmp_path: Path, per_cm: float | None, 
     mask = make_mask(path, stack)
     assert list(mask.remarks) == [line] * told
     path = saved(tmp_path / "truth.tif", SCAN, per_cm)
-    truth = compared(open_truth(path, stack), stack, mask, intensity_range(stack, mask))
+    truth = compare_truth(open_truth(path, stack), stack, mask, intensity_range(stack, mask))
     assert list(truth.metadata.remarks) == [line.replace("holes.tif", "truth.tif")] * told
 
 

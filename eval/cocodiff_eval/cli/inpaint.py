@@ -174,7 +174,7 @@ def find_tasks(values: dict[str, Any], unmasked: str | None = None) -> list[Any]
     unmasked: a mask that hides nothing. Raises UserError; writes nothing.
     """
     from cocodiff_eval.data.formats import result_format
-    from cocodiff_eval.data.intensity import compared, intensity_range, parse_range
+    from cocodiff_eval.data.intensity import compare_truth, intensity_range, parse_range
     from cocodiff_eval.data.masks import make_mask, nothing_masked
     from cocodiff_eval.data.slices import open_stacks, open_truth
     from cocodiff_eval.data.volume import Part
@@ -202,7 +202,7 @@ def find_tasks(values: dict[str, Any], unmasked: str | None = None) -> list[Any]
                 raise UserError(f"--mask {word}: two masks are called {mask.name}: rename file {number + 1}")
             scale = intensity_range(stack, mask, progress, given)
             known = None if mask.from_file else stack.as_truth()
-            known = known if truth is None else compared(truth.as_truth(), stack, mask, scale, progress)
+            known = known if truth is None else compare_truth(truth.as_truth(), stack, mask, scale, progress)
             volume, mask = volume_of(values, stack, mask)
             files, steps = FileNames(stack.name, mask.name), values.get("steps", 0)
             tasks.append(Task(stack, mask, scale, known, files, volume=volume, steps=steps))

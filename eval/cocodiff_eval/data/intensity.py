@@ -11,7 +11,7 @@ import numpy as np
 from cocodiff.config.errors import UserError
 from cocodiff.jobs.declared import Declared, describe, find_limits, find_missing, move_off_missing
 from cocodiff_eval.data.masks import Mask
-from cocodiff_eval.data.volume import Progress, Stack, unlike, unwatched
+from cocodiff_eval.data.volume import Progress, Stack, compare_voxel_sizes, unwatched
 
 _TAPS = (0.125, 0.375, 0.375, 0.125)  # binomial (1, 3, 3, 1): enough smoothing that halving does not alias visibly
 
@@ -268,7 +268,9 @@ ALIKE = 0.25  # squared correlation with the input of a truth of the same object
 FLIPS = ((), (0,), (1,), (2,), (1, 2))  # of axes z, y, x: what a truth may look like
 
 
-def compared(truth: Stack, stack: Stack, mask: Mask, scale: IntensityRange, progress: Progress = unwatched) -> Stack:
+def compare_truth(
+    truth: Stack, stack: Stack, mask: Mask, scale: IntensityRange, progress: Progress = unwatched
+) -> Stack:
     """Return the truth of a stack, with a remark if its voxels outside the mask are not those of the stack.
 
     Voxels count as the same within SAME of the range, or one unit of an integer stack; those without a value (NaN) are
@@ -282,7 +284,7 @@ def compared(truth: Stack, stack: Stack, mask: Mask, scale: IntensityRange, prog
         apart_P = np.abs(stack.read(index)[known_YX].astype(np.float64) - truth_YX[known_YX])
         known, other = known + apart_P.size, other + int((apart_P > max(SAME * scale.scale, step)).sum())
         largest, squares = max(largest, float(apart_P.max(initial=0.0))), squares + float(np.square(apart_P).sum())
-    remarks = unlike(truth, stack)
+    remarks = compare_voxel_sizes(truth, stack)
     if other:
         why = likeness(truth, stack, mask, scale)
         told = f"outside the mask {other:,} of {known:,} voxels differ (largest difference {largest:.6g}){why}"

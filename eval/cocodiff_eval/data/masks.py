@@ -14,7 +14,16 @@ from cocodiff.config.files import is_there
 from cocodiff_eval.data.formats import open_volume
 from cocodiff_eval.data.ome_zarr import inside
 from cocodiff_eval.data.slices import safe_stem
-from cocodiff_eval.data.volume import Progress, Reader, Stack, Triple, format_shape, matched, unlike, unwatched
+from cocodiff_eval.data.volume import (
+    Progress,
+    Reader,
+    Stack,
+    Triple,
+    compare_voxel_sizes,
+    format_shape,
+    matched,
+    unwatched,
+)
 
 GENERATED = ("block", "center")
 GRID = 6
@@ -120,7 +129,7 @@ def make_mask(
         if "no such file" in str(error):
             raise UserError(f"--mask {kind}: neither 'block' nor 'center', and no such file; check the path") from None
         raise
-    return replace(_mask_from_file(volume, stack, progress, along_z), remarks=unlike(volume, stack))
+    return replace(_mask_from_file(volume, stack, progress, along_z), remarks=compare_voxel_sizes(volume, stack))
 
 
 def _mask_from_file(volume: Stack, stack: Stack, progress: Progress, along_z: bool) -> Mask:

@@ -428,7 +428,7 @@ def matched(volume: Stack, of: Stack) -> Stack:
     return volume.cropped(region) if volume.shape == whole else volume
 
 
-def unlike(volume: Stack, of: Stack) -> list[str]:
+def compare_voxel_sizes(volume: Stack, of: Stack) -> list[str]:
     """Return a line if two files tell sides of a voxel along rows and columns that differ by more than a hundredth."""
     both = [(one.metadata.voxel_size, one.metadata.unit) for one in (volume, of)]
     sides = [[1e6 * LENGTHS[unit][1] * side for side in size[1:]] for size, unit in both if size and unit in LENGTHS]
