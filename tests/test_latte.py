@@ -321,10 +321,11 @@ def test_a_pipeline_with_guidance_in_one_batch_or_in_two_parts(size, guidance):
         latents = torch.randn(1, 4, 5, 8, 8, generator=torch.Generator().manual_seed(3))
         return pipe(**call, latents=latents, output_type="latent", mask_feature=False).frames
 
-    expected = video_of(pipeline(model))
+    whole = pipeline(model)
+    expected = video_of(whole)
 
     def work(transport: Any) -> tuple[torch.Tensor, int]:
-        pipe = pipeline(copy.deepcopy(model))
+        pipe = copy.deepcopy(whole)
         with parallelize(pipe, transport=transport, guidance_parallel=guidance, chunks=2) as engine:
             return video_of(pipe), sum(engine.bytes("guidance").values())
 

@@ -219,7 +219,7 @@ class SplitWeights:
         with torch.inference_mode(False):
             buffer = block.own.new_empty(len(self._ranks) * block.part)
             tensors = block.tensors_in(buffer)
-        self._wait(group, self._transport.lane(lane).submit(self._gather, group, block.own, buffer).wait)
+        self._wait(group, self._transport.lane(lane).submit(partial(self._gather, group), block.own, buffer).wait)
         if not block.whole:
             block.fill(tensors)
             block.whole = True
@@ -268,7 +268,7 @@ class SplitWeights:
             arriving.wait()
         block = self._blocks[number]
         whole = self._buffers[buffer][: len(self._ranks) * block.part]
-        arriving = self._transport.lane("weights").submit(self._gather, self._group, block.own, whole)
+        arriving = self._transport.lane("weights").submit(partial(self._gather, self._group), block.own, whole)
         self._under_way[buffer] = number, arriving
 
     def _gather(self, group: Group, own: Tensor, whole: Tensor) -> None:

@@ -311,7 +311,7 @@ def _load_denoiser(request: Request, dtype: Any) -> Any:
     with _loading(model):
         of: Any = getattr(diffusers, kind)
         settings = of.load_config(model, subfolder="scheduler", local_files_only=Path(model).is_dir())
-    scheduler = of.from_config(settings)
+        scheduler = of.from_config(settings)
     check_scheduler(scheduler, _pipeline_class(request), request.task == INPAINT, request.keeps_known, model)
     parts: dict[str, Any] = dict.fromkeys((*TEXT_PARTS, *UNUSED_PARTS))
     if request.image is not None and _is_named(request.index, IMAGE_ENCODER):

@@ -83,9 +83,9 @@ class Task:
             shown = ", ".join(map(str, self.left[:SHOWN])) + (", ..." if len(self.left) > SHOWN else "")
             why = "which leaves nothing to restore from: left as in the input"
             found.append(f"{len(self.left)} slice(s) masked wholly, {why} ({shown})")
-        if kept.kind == "tiff" and kept.axes[:1] in ("C", "S") and len(self.stack) > 1:
+        if kept.kind == "tiff" and kept.axes[:1] == "S" and len(self.stack) > 1:
             found.append(
-                f"the file's axes are {kept.axes}, channels in the place of slices: {len(self.stack)} of them are "
+                f"the file's axes are {kept.axes}, samples in the place of slices: {len(self.stack)} of them are "
                 "restored like slices of one stack, with one range of intensities; --slices 0:1 takes the first"
             )
         size = kept.voxel_size
