@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import itertools
 import os
 import signal
 import sys
@@ -14,9 +15,12 @@ import pytest
 from hypothesis import settings
 
 TESTS = Path(__file__).parent
+sys.path.insert(0, str(TESTS))
+
+import snapshots  # noqa: E402
+
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
-sys.path.insert(0, str(TESTS))
 # Before torch is imported: ranks and workers share the cores, and the last bits of sums depend on threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # With AMX oneDNN 3.12 (torch 2.13) reads beyond its memory where a convolution of 16 bits with a stride of 2 has an
@@ -34,6 +38,7 @@ except (OSError, RuntimeError):
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="every test")
+    parser.addoption("--rewrite-snapshots", action="store_true", help="take today's texts as the right ones")
     parser.addoption("--all", action="store_true", help="every test, whole products of worlds, and more examples")
 
 
@@ -159,6 +164,23 @@ def unsynced(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], list[str]]:
 
     monkeypatch.setattr(os, "fsync", note)
     return changed
+
+
+@pytest.fixture
+def snapshot(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """A function that compares a text with the one that `snapshots.txt` has for this test. It may be called more than
+    once in a test. `pytest --rewrite-snapshots` writes the text there instead."""
+    calls = itertools.count(1)
+    name = request.node.nodeid.removeprefix("tests/")
+
+    def compare(text: str) -> None:
+        key, text = f"{name} #{next(calls)}", text.rstrip("\n")
+        if request.config.getoption("--rewrite-snapshots"):
+            with snapshots.rewritten() as texts:
+                texts[key] = text
+        assert text == snapshots.read().get(key, "no snapshot: run pytest --rewrite-snapshots on this file")
+
+    return compare
 
 
 @pytest.fixture(scope="session")
