@@ -1,161 +1,117 @@
-"""Puts the faults of `mutations.txt` into copies of the product, one at a time, and tells which of them the tests find.
-By hand, from the root of the repository:
+"""Puts faults into copies of the product, one at a time, and tells which of them the tests do not find. By hand, from
+the root of the repository:
 
-    .venv/bin/python tests/mutate.py [--tree PATH] [--only 3,17] [--tier quick|full|hints] [--workers 2]
-        [--limit 240] [--tier-limit 7200] [--out results.json] [-- pytest arguments]
+    .venv/bin/python tests/mutate.py --count 40 --seed 1 [--files cocodiff/comm eval] [--workers 2] [--seconds 120]
 
-The tests that are most likely to find a fault go first; a run that outlasts its limit has found it as well. With
-`--tier hints` that is all. Else the whole tier tries what they leave: all such faults together, and one by one if the
-tests fail then. A test that fails without any fault finds none.
+The faults are made anew for each seed (`mutants.py` has the kinds). The tests next to a fault are those that run its
+lines: the first use, and `--record`, note them for the first tier under coverage, in a quarter of an hour. Those of
+them run first which run little else, up to `--seconds` of tests in all; one that does not end has found the fault as
+well. A fault whose lines no test of the first tier runs is tried with the tests of all that import its file.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import json
 import os
 import queue
-import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import coverage
 import psutil
+import pytest
+from mutants import Fault, drawn, faults_of
 
-DATA = Path(__file__).with_name("mutations.txt")
-PASSED, USAGE, NOTHING = 0, 4, 5  # what pytest ends with: after a wrong call, and without a test
-
-
-class Fault(NamedTuple):
-    """kind: of mistake. old: occurs once in the file. near: words for pytest, the likeliest tests to find it."""
-
-    name: str
-    kind: str
-    file: str
-    old: str
-    new: str
-    near: list[str]
-
-
-class Outcome(NamedTuple):
-    """found: the tests that failed, or that did not end in time. error: why nothing could be tried."""
-
-    found: list[str]
-    seconds: float
-    error: str = ""
-
-
-def read_faults() -> dict[int, Fault]:
-    """By their numbers, from 1."""
-    found: dict[int, Fault] = {}
-    for block in DATA.read_text().strip().split("\n\n"):
-        about, *more = block.splitlines()
-        if not about.startswith("#"):
-            (file, near, *lines), (name, _, kind) = more, about.removesuffix("]").rpartition(" [")
-            old, new = ("\n".join(line[1:] for line in lines if line[0] == mark) for mark in "-+")
-            found[len(found) + 1] = Fault(name, kind, file, old, new, shlex.split(near))
-    return found
+ROOT = Path(__file__).resolve().parent.parent
+RECORD = ROOT / ".pytest_cache" / "mutate"
+PRODUCT = ("cocodiff", "eval", "sycl_kernels")
+SETTINGS = """[run]
+source = {sources}
+data_file = {folder}/lines
+parallel = true
+context = ${{PYTEST_CURRENT_TEST-}}
+patch = fork, _exit
+disable_warnings = no-data-collected, module-not-measured, module-not-imported
+"""
 
 
 class Copy:
-    """A copy of a tree and of its environment. Nothing that is done in it reaches the tree."""
+    """A copy of the tree and of its environment. Nothing that is done in it reaches the tree."""
 
-    def __init__(self, tree: Path, folder: Path) -> None:
+    def __init__(self, folder: Path) -> None:
         self.root, self._temporary = folder / "tree", folder / "t"  # short: messages show so much of a path
         listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
-        for name in subprocess.run(listed, cwd=tree, capture_output=True, check=True).stdout.split(b"\0"):
-            source, target = tree / os.fsdecode(name), self.root / os.fsdecode(name)
+        for name in subprocess.run(listed, cwd=ROOT, capture_output=True, check=True).stdout.split(b"\0"):
+            source, target = ROOT / os.fsdecode(name), self.root / os.fsdecode(name)
             if name and source.is_file():
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(source, target, follow_symlinks=False)
-        shutil.copytree(tree / ".venv", self.root / ".venv", symlinks=True, copy_function=link)
-        self._move_environment(tree)
+        shutil.copytree(ROOT / ".venv", self.root / ".venv", symlinks=True, copy_function=_link)
+        self._move_environment()
 
-    def _move_environment(self, tree: Path) -> None:
+    def _move_environment(self) -> None:
         """Has the environment's programs and its editable install lead here; they name the tree by its path."""
         packages = next((self.root / ".venv/lib").glob("python*/site-packages"))
         for file in [*(self.root / ".venv/bin").iterdir(), *packages.glob("__editable__*")]:
             if file.is_file() and not file.is_symlink() and file.stat().st_size < 2**20:
                 content, mode = file.read_bytes(), file.stat().st_mode
-                moved = content.replace(os.fsencode(tree), os.fsencode(self.root))
+                moved = content.replace(os.fsencode(ROOT), os.fsencode(self.root))
                 if moved != content and b"\0" not in content:
                     file.unlink()  # it is a link to the tree's
                     file.write_bytes(moved)
                     file.chmod(mode)
 
-    def run(self, faults: Sequence[Fault], words: Sequence[str], limit_s: float) -> Outcome:
-        """Tests with some faults, or with none on the product as it is. words: for pytest."""
-        named = [word for word in words if word.startswith("tests/")]
-        gone = [word for word in named if not (self.root / word.partition("::")[0]).exists()]
-        if gone and gone == named:
-            return Outcome([], 0.0, f"not in this tree: {' '.join(gone)}")
-        try:
-            with self._with_faults(faults):
-                return self._pytest(faults, [word for word in words if word not in gone], limit_s)
-        except ValueError as error:
-            return Outcome([], 0.0, f"error: {error}")
-
     @contextlib.contextmanager
-    def _with_faults(self, faults: Sequence[Fault]) -> Iterator[None]:
-        """Raises ValueError where a fault's text is not in its file, or is more than once."""
-        before: dict[Path, tuple[str, os.stat_result]] = {}
+    def with_fault(self, file: str, content: bytes) -> Iterator[None]:
+        """Put other content into a file, for as long as the block runs."""
+        path = self.root / file
+        before, state = path.read_bytes(), path.stat()
+        path.write_bytes(content)
         try:
-            for fault in faults:
-                file = self.root / fault.file
-                text = file.read_text() if file.is_file() else ""
-                if (count := text.count(fault.old)) != 1:
-                    raise ValueError(f"the text of {fault.name!r} is {count} times in {fault.file}")
-                before.setdefault(file, (text, file.stat()))
-                file.write_text(text.replace(fault.old, fault.new))
             yield
         finally:
-            for file, (text, state) in before.items():
-                file.write_text(text)
-                os.utime(file, ns=(state.st_atime_ns, state.st_mtime_ns))  # so what was compiled is not taken for it
+            path.write_bytes(before)
+            os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))  # so what was compiled is not taken for it
 
-    def _pytest(self, faults: Sequence[Fault], words: Sequence[str], limit_s: float) -> Outcome:
+    def failed(self, words: Sequence[str], limit_s: float, **variables: str) -> list[str]:
+        """Run pytest and list the tests that failed, or the one that did not end in time."""
         shutil.rmtree(self._temporary, ignore_errors=True)
         self._temporary.mkdir()
-        environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        environment["TMPDIR"] = str(self._temporary)
-        if any(fault.file.startswith("sycl_kernels/") for fault in faults):
-            environment["COCODIFF_CACHE"] = str(self._temporary / "kernels")
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self._temporary)}
         for name in ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE"):
             environment.pop(name, None)
-        python, once = str(self.root / ".venv/bin/python"), ["-x"] * bool(faults)
-        command = ["env", "--default-signal=HUP", python, "-m", "pytest"]  # nohup has it ignored, and tests send it
-        command += [*once, "-vv", "-rfE", "-p", "no:cacheprovider", f"--basetemp={self._temporary}/b", *words]
-        said, begun = self._temporary / "said", time.monotonic()
-        try:
-            with said.open("wb") as out:
-                code = subprocess.run(
-                    command, cwd=self.root, env=environment, stdout=out, stderr=out, timeout=limit_s, check=False
-                ).returncode
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            end_processes(str(self.root.parent))
-        seconds, lines = round(time.monotonic() - begun, 1), said.read_text(errors="replace").splitlines()
-        if code in (PASSED, NOTHING):
-            return Outcome([], seconds, "" if code == PASSED else "no such test in this tree")
-        if code == USAGE:
-            raise ValueError(f"pytest says: {lines[-1:]}")
+        environment |= variables
+        command = ["env", "--default-signal=HUP", str(self.root / ".venv/bin/python"), "-m", "pytest", "-vv", "-rfE"]
+        command += ["-p", "no:cacheprovider", f"--basetemp={self._temporary}/b", *words]  # nohup has HUP ignored
+        said, code = self._temporary / "said", None
+        with said.open("wb") as out, contextlib.suppress(subprocess.TimeoutExpired):
+            code = subprocess.run(
+                command, cwd=self.root, env=environment, stdout=out, stderr=out, timeout=limit_s, check=False
+            ).returncode
+        end_processes(str(self.root.parent))
+        lines = said.read_text(errors="replace").splitlines()
         if code is None:
             started = [line.split(" ")[0] for line in lines if line.startswith("tests/") and "::" in line]
-            return Outcome([f"{(started or ['pytest'])[-1]} (did not end)"], seconds)
+            return [f"{(started or ['pytest'])[-1]} (did not end)"]
+        if code in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED):
+            raise SystemExit(f"pytest says {lines[-1:]}: are the tests others than those of the record? try --record")
         failed = [line.split(" ", 1)[1].partition(" - ")[0] for line in lines if line.startswith(("FAILED ", "ERROR "))]
-        return Outcome(failed or ["pytest itself"], seconds)
+        return failed or ["pytest itself"] * (code != pytest.ExitCode.OK)
 
 
-def link(source: str, target: str) -> None:
-    """A hard link, or a copy on another file system."""
+def _link(source: str, target: str) -> None:
+    """Make a hard link, or a copy on another file system."""
     try:
         os.link(source, target)
     except OSError:
@@ -163,96 +119,179 @@ def link(source: str, target: str) -> None:
 
 
 def end_processes(folder: str) -> None:
-    """Ends what was started in a copy, which bears the name of its folder in its words or its environment."""
+    """End what was started in a copy, which bears the name of its folder in its words or its environment."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if folder in " ".join((*process.cmdline(), *process.environ().values())):
                 process.kill()
 
 
-class Results:
-    """A row for each fault."""
+# A record of what tests run, for which pytest loads this file as a plugin
 
-    def __init__(self, faults: Mapping[int, Fault], out: str | None) -> None:
-        self.rows: dict[int, dict[str, Any]] = {
-            number: {"number": number, "name": one.name, "kind": one.kind, "file": one.file, "seconds": 0.0}
-            for number, one in faults.items()
-        }
-        self._out = out
 
-    def note(self, number: int, by: str, found: str | None, note: str, seconds: float = 0.0) -> None:
-        """found: the first test that failed. by: what was run."""
-        row = self.rows[number]
-        row |= {"found": found, "by": by, "note": note, "seconds": round(row["seconds"] + seconds, 1)}
-        print(f"{number:3} {seconds:6.1f} s  {row['name']} [{row['kind']}]: {found or note or 'not found'}", flush=True)
-        if self._out:
-            Path(self._out).write_text(json.dumps([*self.rows.values()], indent=1) + "\n")
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Note a test's seconds, in the process that hears of all tests."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        with Path(os.environ["COCODIFF_MUTATE"], "seconds").open("a") as file:
+            file.write(json.dumps([report.nodeid, report.duration]) + "\n")
 
-    def missed(self) -> list[int]:
-        """Faults that could be tried, and were not found."""
-        return [number for number, row in self.rows.items() if not row["found"] and number not in self.unfit()]
 
-    def unfit(self) -> list[int]:
-        return [number for number, row in self.rows.items() if row["note"].startswith("error")]
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> None:
+    """Note the lines that follow as this test's."""
+    if (running := coverage.Coverage.current()) is not None:
+        running.switch_context(item.nodeid)
+
+
+def record(workers: int, *more: str) -> None:
+    """Run the first tier under coverage in a copy, and keep which test runs which lines."""
+    shutil.rmtree(RECORD, ignore_errors=True)
+    RECORD.mkdir(parents=True)
+    with tempfile.TemporaryDirectory(prefix="m-", ignore_cleanup_errors=True) as folder:
+        tree, settings = Copy(Path(folder)), RECORD / "settings"
+        sources = ", ".join(str(tree.root / name) for name in PRODUCT)
+        settings.write_text(SETTINGS.format(sources=sources, folder=RECORD))
+        variables = {"COVERAGE_PROCESS_START": str(settings), "COCODIFF_MUTATE": str(RECORD), "PYTHONPATH": "tests"}
+        words = ["-p", "mutate", "-n", str(workers), "--dist", "worksteal", "-m", "not alone", *more]
+        failed = tree.failed(words, 7200, **variables)
+        print(f"recorded; these failed, which may be for the coverage: {failed}" if failed else "recorded", flush=True)
+        every = coverage.CoverageData(str(RECORD / "lines"))
+        for part in RECORD.glob("lines.*"):
+            with contextlib.suppress(coverage.CoverageException):  # of a process that was killed
+                of_part = coverage.CoverageData(str(part))
+                of_part.read()
+                every.update(of_part)
+            part.unlink()
+        every.write()
+        (RECORD / "root").write_text(str(tree.root))
+
+
+class Nearest:
+    """The tests next to a fault, by the record."""
+
+    def __init__(self) -> None:
+        self._lines = coverage.CoverageData(str(RECORD / "lines"))
+        self._lines.read()
+        self._root = (RECORD / "root").read_text()
+        self._seconds: Counter[str] = Counter()
+        for line in (RECORD / "seconds").read_text().splitlines():
+            name, seconds = json.loads(line)
+            self._seconds[name] += seconds
+        self._files = {file: self._lines.contexts_by_lineno(file) for file in self._lines.measured_files()}
+        self._size: Counter[str] = Counter(
+            name for lines in self._files.values() for contexts in lines.values() for name in set(map(_test, contexts))
+        )
+
+    def __call__(self, fault: Fault, seconds: float) -> list[str]:
+        """List tests that run the statement of a fault, those that run little else first; else tests that import it."""
+        lines = self._files.get(f"{self._root}/{fault.file}", {})
+        statement = range(fault.lines[0], fault.lines[1] + 1)
+        reached = {_test(name) for line in statement for name in lines.get(line, ())} & {*self._seconds}
+        chosen: list[str] = []
+        for name in sorted(reached, key=lambda name: (self._size[name], name)):
+            if sum(map(self._seconds.__getitem__, chosen)) + self._seconds[name] <= seconds or not chosen:
+                chosen.append(name)
+        return chosen or importers(fault.file)
+
+
+def _test(context: str) -> str:
+    """Return the test that a context of coverage names: programs that it starts add the part of it that ran."""
+    return context.rpartition("|")[2].removesuffix(" (setup)").removesuffix(" (call)").removesuffix(" (teardown)")
+
+
+def importers(file: str) -> list[str]:
+    """List the test files that import a module of the product, or its room if none does."""
+    module = file.removesuffix(".py").removesuffix("/__init__").removeprefix("eval/").removeprefix("sycl_kernels/")
+    names = [module.replace("/", "."), module.replace("/", ".").rpartition(".")[0]]
+    by_file = {path: set(_imported(path)) for path in sorted((ROOT / "tests").rglob("test_*.py"))}
+    for name in names:
+        if found := [str(path.relative_to(ROOT)) for path, imported in by_file.items() if name in imported]:
+            return found
+    return []
+
+
+def _imported(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{one.name}" for one in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (one.name for one in node.names)
+
+
+class Outcome(NamedTuple):
+    """tests: how many were chosen. found: the tests that failed. seconds: of the run."""
+
+    tests: int
+    found: list[str]
+    seconds: float
+
+
+def tell(number: int, fault: Fault, outcome: Outcome) -> None:
+    """Print a fault with what found it, or with its lines before and after."""
+    found = outcome.found[0] if outcome.found else f"SURVIVES {outcome.tests} tests"
+    place = f"{fault.file}:{fault.lines[0]} {fault.function} [{fault.kind}]"
+    print(f"{number:3} {outcome.seconds:6.1f} s  {place}: {found}", flush=True)
+    if not outcome.found:
+        old = (ROOT / fault.file).read_bytes()[fault.start : fault.end].decode()
+        print(f"      - {old}\n      + {fault.new}", flush=True)
 
 
 def read_settings() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="tells which faults the tests find: see this file's first lines")
-    parser.add_argument("--tree", type=lambda path: Path(path).resolve(), default=DATA.resolve().parent.parent)
-    parser.add_argument("--only", type=lambda text: [int(number) for number in text.split(",")])
-    parser.add_argument("--tier", choices=("quick", "full", "hints"), default="quick")
+    parser = argparse.ArgumentParser(
+        description="tells which faults the tests do not find: see this file's first lines"
+    )
+    parser.add_argument("--count", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--files", nargs="+", default=PRODUCT, help="files and folders that get the faults")
+    parser.add_argument("--kinds", help="of these kinds alone, with commas between")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--limit", type=float, default=240.0, help="seconds for the tests near a fault")
-    parser.add_argument("--tier-limit", type=float, default=7200.0, help="seconds for a whole tier")
-    parser.add_argument("--out", help="a JSON file, written after every fault")
-    parser.add_argument("pytest", nargs="*", help="words for pytest, after --")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of the tests that are tried for a fault")
+    parser.add_argument("--record", action="store_true", help="note anew which tests run which lines")
     return parser.parse_args()
 
 
 def main() -> None:
-    settings, every, copies = read_settings(), read_faults(), queue.Queue[Copy]()
-    faults = {number: every[number] for number in settings.only or every}
-    results = Results(faults, settings.out)
-    # a tree whose tests have no tiers yet runs them all
-    full = settings.tier == "full" and '"--full"' in (settings.tree / "tests/conftest.py").read_text()
-    tier = [*["--full"] * full, *settings.pytest]
+    settings = read_settings()
+    if settings.record or not (RECORD / "root").exists():
+        record(settings.workers)
+    listed = ["git", "ls-files", *settings.files]
+    files = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    every = [fault for file in files if file.endswith(".py") for fault in faults_of(ROOT, file)]
+    if settings.kinds:
+        every = [fault for fault in every if fault.kind in settings.kinds.split(",")]
+    nearest, copies = Nearest(), queue.Queue[Copy]()
 
-    def run(numbers: Sequence[int], words: Sequence[str], limit_s: float) -> Outcome:
-        copy = copies.get()
+    def run(fault: Fault) -> Outcome:
+        tests, begun, copy = nearest(fault, settings.seconds), time.monotonic(), copies.get()
         try:
-            return copy.run([faults[number] for number in numbers], [*tier, *words], limit_s)
+            with copy.with_fault(fault.file, fault.applied((ROOT / fault.file).read_bytes())):
+                found = copy.failed(["-x", *tests], 60 + 3 * settings.seconds) if tests else []
         finally:
             copies.put(copy)
-
-    def run_each(words: Mapping[int, Sequence[str]], limit_s: float, by: str) -> None:
-        """Each of some faults by itself."""
-        jobs = {pool.submit(run, [number], of_fault, limit_s): number for number, of_fault in words.items()}
-        for job in as_completed(jobs):
-            found, seconds, error = job.result()
-            results.note(jobs[job], by, next(iter(found), None), error, seconds)
+        return Outcome(len(tests), found, time.monotonic() - begun)
 
     with contextlib.ExitStack() as stack:
         for _ in range(settings.workers):
             folder = tempfile.TemporaryDirectory(prefix="m-", ignore_cleanup_errors=True)
-            copies.put(Copy(settings.tree, Path(stack.enter_context(folder))))
+            copies.put(Copy(Path(stack.enter_context(folder))))
         pool = ThreadPoolExecutor(settings.workers)
         stack.callback(pool.shutdown, cancel_futures=True)
-        run_each({number: fault.near for number, fault in faults.items()}, settings.limit, "near")
-        left = results.missed()
-        if left and settings.tier != "hints":
-            found, seconds, error = run(left, [], settings.tier_limit)
-            print(f"{len(left)} together: {found or error or 'not found'} ({seconds} s)", flush=True)
-            if found or error:
-                run_each(dict.fromkeys(left, ()), settings.tier_limit, "tier")
-        ended = {row["found"] for row in results.rows.values() if "::" in (row["found"] or "")}
-        names = sorted(name for name in ended if not name.endswith("(did not end)"))
-        failing = run([], names, settings.tier_limit).found if names else []
-        for number in [number for number, row in results.rows.items() if row["found"] in failing]:
-            row = results.rows[number]
-            results.note(number, row["by"], None, f"{row['found']} fails without the fault too")
-    found_all = len(faults) - len(results.missed()) - len(results.unfit())
-    print(f"{found_all} of {len(faults)} faults were found; not: {results.missed()}")
-    sys.exit(f"these do not fit the tree: {results.unfit()}" if results.unfit() else 0)
+        faults = drawn(ROOT, every, settings.count, settings.seed)
+        jobs = {pool.submit(run, fault): number for number, fault in enumerate(faults, start=1)}
+        outcomes: dict[int, Outcome] = {}
+        for job in as_completed(jobs):
+            number = jobs[job]
+            outcomes[number] = job.result()
+            tell(number, faults[number - 1], outcomes[number])
+        by = {outcome.found[0] for outcome in outcomes.values() if outcome.found}
+        names = sorted(name for name in by if "::" in name and not name.endswith("(did not end)"))
+        wrong = {*(copies.get().failed(names, 3600) if names else [])}
+    survivors = [n for n, outcome in sorted(outcomes.items()) if not outcome.found or outcome.found[0] in wrong]
+    print(f"{len(faults) - len(survivors)} of {len(faults)} faults were found; not: {survivors}")
+    if wrong:
+        print(f"these fail without a fault too, and find none: {sorted(wrong)}")
+    sys.exit(bool(survivors))
 
 
 if __name__ == "__main__":

@@ -89,6 +89,12 @@ def forked(
     return done
 
 
+def note_test() -> None:
+    """Note what a forked process runs as its test's, where coverage is on (`mutate.py`)."""
+    if "coverage" in sys.modules and (running := sys.modules["coverage"].Coverage.current()):
+        running.switch_context(os.environ.get("PYTEST_CURRENT_TEST", ""))
+
+
 def _run(
     module: str,
     words: list[str],
@@ -108,6 +114,7 @@ def _run(
     sys.stdout, sys.stderr = (os.fdopen(os.dup(n), "w", buffering=1) for n in (1, 2))
     os.environ.clear()
     os.environ.update(environment)
+    note_test()
     os.chdir(folder)
     sys.argv = [module, *words]
     sys.exit(import_module(module).main())

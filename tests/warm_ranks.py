@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from launching import TESTS, mpiexec
-from warm import FORKS, start_server
+from warm import FORKS, note_test, start_server
 
 RANK = TESTS / "warm_rank.py"
 
@@ -126,6 +126,7 @@ def run_rank(given: dict[str, Any], files: list[File]) -> None:
     sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
     os.environ.clear()
     os.environ.update(given["environment"], PMI_FD=str(manager.number))
+    note_test()
     os.chdir(given["folder"])
     code: object = 0
     try:
