@@ -184,15 +184,12 @@ def test_a_class_of_the_library_has_a_name_of_its_own():
     assert {name for name in classes if classes.count(name) > 1} == {"SiteState"}
 
 
-def test_packages_of_the_library_say_what_they_are_for():
-    packages = [path for path in SOURCES if path.name == "__init__.py" and in_library(path)]
-    assert [str(path.relative_to(ROOT)) for path in packages if not ast.get_docstring(syntax(path))] == []
-
-
 @pytest.mark.parametrize("path", [path for path in SOURCES if path.name == "__init__.py"], ids=module_name)
-def test_packages_name_modules_that_are_there(path):
+def test_packages_of_the_library_say_what_they_are_for_and_name_modules_that_are_there(path):
     """Lower-case names in a package's docstring are modules of its own, or begin a path from the top."""
-    for module, inner in re.findall(r"`([a-z_]+)(?:\.py|\.(?!html)(\w+))?`", ast.get_docstring(syntax(path)) or ""):
+    told = ast.get_docstring(syntax(path)) or ""
+    assert told or not in_library(path)
+    for module, inner in re.findall(r"`([a-z_]+)(?:\.py|\.(?!html)(\w+))?`", told):
         below = [path.with_name(f"{module}.py"), path.with_name(module) / "__init__.py"]
         there = next((one for one in below if one in SOURCES), None)
         assert there or module in TOPS, f"{path}: no module {module}"
