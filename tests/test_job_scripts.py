@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from launching import fake
 
 from cocodiff.comm.launch import detect
 
@@ -108,13 +109,15 @@ def test_other_clusters(tmp_path):
     assert " --no-python /venv/bin/cocodiff inpaint " in slurm
 
 
-def fake(path: Path, body: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/usr/bin/env bash\n{body}\n")
-    path.chmod(0o755)
-
-
 ON_A_NODE = 'case "$*" in *" --ppn 1 "*) exec "${@:7}";; esac'  # an mpiexec that runs what is for each node
+
+
+def started(script: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs a copy of a script for real, with the programs that are fakes beside its folder."""
+    folder = script.parents[1]
+    path = f"{folder / 'bin'}:{os.environ['PATH']}"
+    environment = clean_environment(PATH=path, PBS_O_WORKDIR=str(folder), **environment)
+    return subprocess.run(["bash", script], env=environment, capture_output=True, text=True, check=False)
 
 
 def job(tmp_path: Path, weights: str = "model", **fakes: str) -> subprocess.CompletedProcess[str]:
@@ -125,23 +128,12 @@ def job(tmp_path: Path, weights: str = "model", **fakes: str) -> subprocess.Comp
     (tmp_path / weights).mkdir(parents=True, exist_ok=True)
     (tmp_path / weights / "weights").write_text("the user's")
     (tmp_path / "nodes").write_text("x1.host\n")
-    fake(tmp_path / "bin/module", "true")
-    fake(
-        tmp_path / "bin/mpiexec",
-        f'echo "$CCL_ATL_TRANSPORT $MASTER_ADDR ${{CCL_OP_SYNC-none}} $*" >>"{record}"\n'
-        + fakes.get("mpiexec", "true"),
-    )
-    fake(tmp_path / "venv/bin/cocodiff", "true")
+    told = f'echo "$CCL_ATL_TRANSPORT $MASTER_ADDR ${{CCL_OP_SYNC-none}} $*" >>"{record}"'
+    fake(tmp_path / "bin/mpiexec", f"{told}\n{fakes.get('mpiexec', 'true')}")
+    fake(tmp_path / "bin/module")
+    fake(tmp_path / "venv/bin/cocodiff")
     fake(tmp_path / "venv/bin/pip", fakes.get("pip", "exit 1"))
-    environment = clean_environment(
-        PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}",
-        VENV=str(tmp_path / "venv"),
-        CCL_OP_SYNC="1",
-        SAFE=fakes.get("safe", ""),
-        PBS_NODEFILE=str(tmp_path / "nodes"),
-        PBS_O_WORKDIR=str(tmp_path),
-    )
-    return subprocess.run(["bash", script], env=environment, capture_output=True, text=True, check=False)
+    return started(script, VENV="venv", CCL_OP_SYNC="1", SAFE=fakes.get("safe", ""), PBS_NODEFILE="nodes")
 
 
 @pytest.mark.parametrize(("safe", "waits"), [("", "none"), ("1", "1")])
@@ -181,19 +173,15 @@ case "$*" in
 esac
 while [ $# -gt 1 ]; do [ "$1" = --out ] && mkdir -p "$2" && touch "$2/bench.json" "$2/report.html"; shift; done
 true"""
-    fake(tmp_path / "bin/module", "true")
+    fake(tmp_path / "bin/module")
     fake(tmp_path / "bin/mpiexec", ends)
     fake(tmp_path / "venv/bin/cocodiff", f'echo "$*" >>"{record}"')
     fake(tmp_path / "venv/bin/pip", "exit 1")
-    words = {"MODELS": "sd3.5", "SIZES": "768", "VENV": str(tmp_path / "venv"), "NODES": "1", "OUT": "out"}
-    environment = clean_environment(
-        PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}", PBS_O_WORKDIR=str(tmp_path), **words
-    )
+    words = {"MODELS": "sd3.5", "SIZES": "768", "VENV": "venv", "NODES": "1", "OUT": "out"}
 
     def start() -> tuple[int, list[str]]:
         record.unlink(missing_ok=True)
-        script = ["bash", tmp_path / "launch/campaign.pbs"]
-        done = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
+        done = started(tmp_path / "launch/campaign.pbs", **words)
         return done.returncode, [line for line in record.read_text().splitlines() if " bench " in line]
 
     code, first = start()

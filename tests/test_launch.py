@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from launching import fake
 
 pytestmark = pytest.mark.processes
 
@@ -30,16 +31,8 @@ def launch(checkout: Path, script: str, *words: str, **environment: str) -> subp
     )
 
 
-def fake(path: Path, body: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/usr/bin/env bash\n{body}\n")
-    path.chmod(0o755)
-
-
-def test_scripts_are_executable_and_parse() -> None:
-    for script in SCRIPTS:
-        assert os.access(ROOT / script, os.X_OK), script
-        subprocess.run(["bash", "-n", ROOT / script], check=True)
+def test_scripts_are_executable() -> None:
+    assert [script for script in SCRIPTS if not os.access(ROOT / script, os.X_OK)] == []
 
 
 @pytest.mark.parametrize(
@@ -126,11 +119,9 @@ def test_a_failed_installation_is_not_taken_for_done(checkout: Path) -> None:
     [
         ((), 0, 1, 0, 0, 1),  # the first tier has nothing that runs alone
         ((), 0, 0, 1, 1, 1),
-        (("--full",), 0, 0, 0, 0, 2),
-        (("tests/comm",), 5, 0, 0, 0, 2),  # 5: no test was chosen
-        (("tests/comm",), 0, 5, 0, 0, 2),
+        (("--full",), 0, 5, 0, 0, 2),  # 5: no test was chosen
         (("tests/comm",), 5, 5, 0, 5, 2),
-        (("tests/comm",), 0, 1, 0, 1, 2),
+        (("tests/comm",), 5, 1, 0, 1, 2),
         (("tests/comm",), 2, 0, 0, 2, 2),
     ],
 )

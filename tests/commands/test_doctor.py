@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import mpiexec, run
+from launching import fake, mpiexec, run
 
 from cocodiff.cli.doctor import command as doctor
 from cocodiff.cli.doctor.facts import environment
@@ -60,9 +60,7 @@ def test_ranks_under_mpiexec_are_healthy(tmp_path: Path) -> None:
 @pytest.mark.alone
 def test_a_faulty_environment_ends_with_1_and_remedies(tmp_path: Path) -> None:
     """Another plane map, a second MPI, a NIC that is not there, kernels that cannot be built; and CCL_OP_SYNC."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "mpiexec").write_text("#!/bin/sh\n")
-    (tmp_path / "bin" / "mpiexec").chmod(0o755)
+    fake(tmp_path / "bin" / "mpiexec")
     wheel = tmp_path / "site" / "impi_rt-2021.17.2.dist-info"
     wheel.mkdir(parents=True)
     (wheel / "METADATA").write_text("Metadata-Version: 2.1\nName: impi-rt\nVersion: 2021.17.2\n")
@@ -81,10 +79,8 @@ def test_a_faulty_environment_ends_with_1_and_remedies(tmp_path: Path) -> None:
     assert {check for check, of in found.items() if "fault" in of} == {"planes", "mpi", "nics", "sycl"}
     assert found["settings"] == {"warning"} and found["all-to-all"] == {"ok"} and not document["healthy"]
     assert "not healthy: 4 rank(s)" in done.stdout and "-> unset FI_CXI_DEVICE_NAME" in done.stdout
-    ranks = document["facts"]["ranks"]
-    assert [(one["launcher"], one["local_rank"], one["local_size"]) for one in ranks] == [
-        ("forked", rank, 4) for rank in range(4)
-    ]
+    places = [(one["launcher"], one["local_rank"], one["local_size"]) for one in document["facts"]["ranks"]]
+    assert places == [("forked", rank, 4) for rank in range(4)]
 
 
 def test_what_doctor_writes_gives_access_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,15 +103,7 @@ def test_what_doctor_writes_gives_access_to_nothing(monkeypatch: pytest.MonkeyPa
         (("--machine", "aurora"), None, 2, "machine aurora has nodes of 12 ranks"),
     ],
 )
-def test_too_little_memory_and_mistakes(
-    words: tuple[str, ...],
-    free: int | None,
-    code: int,
-    said: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_too_little_memory_and_mistakes(words, free, code, said, tmp_path, capsys, monkeypatch):
     """A fault ends with 1 and is written down, a mistake with 2 and nothing."""
     monkeypatch.setattr("cocodiff.cli.doctor.facts.free_memory", lambda *_: free)
     assert main(["doctor", *words, "--kernels", "torch", "--out", str(tmp_path / "d")]) == code

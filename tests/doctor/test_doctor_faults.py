@@ -19,25 +19,14 @@ from cocodiff.cli.doctor import facts
 from cocodiff.cli.doctor.checks import CHECKS, FAULT, LEAST, WARNING, Finding, examine, is_healthy, planes_of, spelled
 from cocodiff.cli.doctor.command import table
 from cocodiff.cli.doctor.facts import AllToAll, Card, Facts, Issue, Nic, Overlap, RankFacts
+from cocodiff.config.config import read_yaml
 from cocodiff.kernels.trial import KernelTrial
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
-VERSIONS: dict[str, str | None] = {
-    "cocodiff": "0.1.0",
-    "python": "3.12.1",
-    "torch": "2.10.0a0+git5",
-    "diffusers": "0.42.1",
-    "transformers": "5.1.0",
-    "mpi4py": "4.1.2",
-    "impi-rt": None,
-    "intel_extension_for_pytorch": "2.10.10+xpu",
-    "mpi": "MPICH Version: 5.0",
-}
 IPEX = "intel_extension_for_pytorch"
 PLANES = "plane:{0,3,4,6,8,11},{1,2,5,7,9,10}"
-LINES = Path(__file__).with_name("aurora.env").read_text().splitlines()
-ENVIRONMENT = dict(line.split("=", 1) for line in LINES if not line.startswith("#"))
+NODES = read_yaml(Path(__file__).with_name("nodes.yaml"))
 NICS = tuple(Nic(f"cxi{n}", (n // 4,)) for n in range(8))
 Change = Callable[[Facts], Facts]
 
@@ -46,33 +35,10 @@ def healthy_rank(rank: int, world: int, host: str) -> RankFacts:
     local = rank % 12
     socket = local // 6
     first = 4 + 4 * local if local < 6 else 56 + 4 * (local - 6)
-    return RankFacts(
-        rank=rank,
-        host=host,
-        local_rank=local,
-        launcher="mpi",
-        local_size=12,
-        world=world,
-        versions=dict(VERSIONS),
-        environment=dict(ENVIRONMENT),
-        library="xccl",
-        device=f"xpu:{local}",
-        tile=f"uuid-{local}",
-        tiles_seen=12,
-        card=Card(f"0000:{local // 2:02x}:00.0", (socket,)),
-        cores=tuple(range(first, first + 4)),
-        sockets=(socket,),
-        host_cores=208,
-        nics=NICS,
-        free=60 * GIB,
-        total=64 * GIB,
-        kernels="auto",
-        sycl="" if local else "Intel(R) Data Center GPU Max 1550 (level_zero)",
-        no_sycl="",
-        mpi_library="/opt/mpich/lib/libmpi.so.12",
-        system_mpi="/opt/mpich/bin/mpiexec",
-        python_prefix="/venv",
-    )
+    own = {"rank": rank, "world": world, "host": host, "local_rank": local, "tile": f"uuid-{local}", "nics": NICS}
+    own |= {"card": Card(f"0000:{local // 2:02x}:00.0", (socket,)), "cores": tuple(range(first, first + 4))}
+    own |= {"sockets": (socket,), "device": f"xpu:{local}"} | ({"sycl": ""} if local else {})
+    return RankFacts(**NODES["aurora"] | own)
 
 
 def healthy_job(world: int = 12, host_of: Callable[[int], int] = lambda rank: rank // 12) -> Facts:
@@ -120,18 +86,7 @@ def wrong_trials(*at_once: int) -> Change:
     return lambda job: replace(job, alltoalls=[*job.alltoalls, *trials])
 
 
-ON_CPU = ranks(
-    device="cpu",
-    tile="",
-    tiles_seen=0,
-    card=None,
-    library="mpi",
-    nics=(),
-    cores=(0, 1),
-    host_cores=4,
-    sycl="",
-    no_sycl="no runtime",
-)
+ON_CPU = ranks(**NODES["cpu"])
 PYPI_MPI = ranks(versions={"impi-rt": "2021.17.2"})
 SAFE = setting(CCL_OP_SYNC="1", CCL_ATL_SYNC_COLL="1")
 SHORT = "/dev/shm has 64 KiB free, and MPI needs 6144: enlarge it (docker ...)"
@@ -339,7 +294,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("environment", "tiles", "card"),
     [
-        (ENVIRONMENT, 4, Card("0000:18:00.0", (1,))),  # whose module always selects all GPUs
+        (NODES["aurora"]["environment"], 4, Card("0000:18:00.0", (1,))),  # whose module always selects all GPUs
         ({"ONEAPI_DEVICE_SELECTOR": "*:gpu"}, 8, Card("0000:08:00.0", (0,))),
         ({"ONEAPI_DEVICE_SELECTOR": "level_zero:0,1"}, 4, None),
         ({"ONEAPI_DEVICE_SELECTOR": "opencl:gpu;level_zero:1"}, 4, None),

@@ -14,7 +14,7 @@ from cocodiff_bench.command import module_of
 from cocodiff_bench.model_step import FITTED, over_schedule
 from cocodiff_studies import emulate as emulation
 from cocodiff_studies.emulate import is_this_cocodiff
-from launching import assert_succeeded
+from launching import assert_succeeded, fake
 from warm import forked
 
 from cocodiff.cli.main import main
@@ -53,8 +53,7 @@ def test_the_cocodiff_that_runs_here_is_known_by_its_path_too(tmp_path, capsys):
     """It gets the machine, and is forked from here; all others are executed as they stand."""
     ours = Path(sys.executable).parent
     (tmp_path / "link").symlink_to(ours / "cocodiff")
-    (tmp_path / "cocodiff").write_text("#!/bin/sh\n")
-    (tmp_path / "cocodiff").chmod(0o755)
+    fake(tmp_path / "cocodiff")
     for program in ("cocodiff", str(ours / "cocodiff"), str(tmp_path / "link")):
         assert is_this_cocodiff(program), program
         assert main(["emulate", "--", program, "bench", "alltoall", "--machine", "local"]) == 2
