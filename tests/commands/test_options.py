@@ -16,18 +16,8 @@ from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
 from cocodiff.config.setting import settings_of
 from cocodiff.demo_model import SAMPLES
-from cocodiff.jobs.options import (
-    MOST,
-    PARTITION_OPTIONS,
-    RUN_OPTIONS,
-    Option,
-    check_counts,
-    check_strength,
-    engine_settings,
-    parse,
-    preset_configs,
-    with_settings,
-)
+from cocodiff.jobs import options as jobs
+from cocodiff.jobs.options import Option, check_counts, check_strength, parse, preset_configs, with_settings
 
 OPTIONS = (
     Option("input", "files to read", many=True, required=True),
@@ -43,7 +33,7 @@ OPTIONS = (
     Option("truth", "the original"),
 )
 DEFAULTS = {option.name: option.default for option in OPTIONS}
-EVERY = with_settings(RUN_OPTIONS)
+EVERY = with_settings(jobs.RUN_OPTIONS)
 
 
 def parsed(line: str, options: tuple[Option, ...] = OPTIONS) -> dict[str, Any]:
@@ -117,7 +107,7 @@ def test_what_a_command_line_takes(line, changed):
     ],
 )
 def test_what_a_command_line_is_refused_for(line, values):
-    message = mistake(f"--input a {line}", (*PARTITION_OPTIONS, *OPTIONS))
+    message = mistake(f"--input a {line}", (*jobs.PARTITION_OPTIONS, *OPTIONS))
     assert [value for value in values.split() if value not in message] == [], message
 
 
@@ -169,20 +159,20 @@ def test_a_settings_file_without_a_value_and_the_command_line_over_it(tmp_path, 
 )
 def test_what_a_settings_file_is_refused_for(tmp_path, text, values):
     (tmp_path / "run.yaml").write_text(text if "input" in text else f"input: a\n{text}\n")
-    message = mistake(f"--config {tmp_path / 'run.yaml'}", (*PARTITION_OPTIONS, *OPTIONS))
+    message = mistake(f"--config {tmp_path / 'run.yaml'}", (*jobs.PARTITION_OPTIONS, *OPTIONS))
     assert [value for value in values.split() if value not in message] == [] and len(message) < 600
     assert "--" in values or "run.yaml" in message
 
 
 def test_numbers_have_bounds():
-    for name, most in MOST.items():
+    for name, most in jobs.MOST.items():
         check_counts({name: most}, name)
         check_counts({name: [1, None, most]}, name)
         for value, said in ((0, "at least 1"), (most + 1, f"at most {most:,}"), (2**70, "more than 64 bits: at most")):
             for given in (value, [1, value]):
                 with pytest.raises(UserError, match=f"--{name} .*{said}"):
                     check_counts({name: given}, name)
-    check_strength(1.0, [MOST["steps"]])
+    check_strength(1.0, [jobs.MOST["steps"]])
     check_strength(0.001, [50, 1000])
     for strength in (0.0, -1.0, 1.1, float("nan"), float("inf")):
         with pytest.raises(UserError, match="above 0 and up to 1"):
@@ -225,7 +215,7 @@ def test_mistakes_of_the_engines_settings():
     assert "'auto', 'topology', 'usp'" in mistake("--placement up", EVERY)
     wrong = parsed("--selection v_major --ratio 1.5", EVERY)
     with pytest.raises(UserError, match=r"ratio is 1\.5: give a fraction from 0 to 1"):
-        Config.preset("tapa", **engine_settings(wrong))
+        Config.preset("tapa", **jobs.engine_settings(wrong))
     with pytest.raises(UserError, match="names none; choose from ahead, cocodiff"):
         preset_configs(wrong | {"preset": [","]})
 
