@@ -24,7 +24,7 @@ XPU = torch.device("xpu", 0)
 
 
 class FakeXpu:
-    """What device.py asks of torch.xpu, with streams and events that do nothing."""
+    """The part of torch.xpu that device.py asks, with streams and events that do nothing."""
 
     Event = Stream = Mock
 

@@ -138,7 +138,7 @@ def job(tmp_path: Path, weights: str = "model", **fakes: str) -> subprocess.Comp
 
 @pytest.mark.parametrize(("safe", "waits"), [("", "none"), ("1", "1")])
 def test_a_job_sets_its_environment_and_cleans_up(tmp_path, safe, waits):
-    """In safe mode oneCCL waits for each call, else it does not, whatever the user has set."""
+    """SAFE=1 has oneCCL wait for each call; else it does not, whatever the user has set."""
     done = job(tmp_path, safe=safe)
     assert done.returncode == 0, done.stderr
     calls = (tmp_path / "record").read_text().splitlines()

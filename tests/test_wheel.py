@@ -32,7 +32,7 @@ def run(*command: object, cwd: Path, **more: str) -> str:
 
 
 def copy_project(folder: Path) -> Path:
-    """What a wheel is built of: a build leaves files where it is made."""
+    """Copies the parts that a wheel is built of: a build leaves files where it is made."""
     for name in ("cocodiff", "configs", "eval", "sycl_kernels"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):

@@ -109,7 +109,7 @@ def sibling(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
 def test_a_start_that_is_never_complete_ends_with_its_reason(
     folder: Path, sibling: subprocess.Popen[bytes], ranks: int, start_s: float, fault: int, said: str
 ) -> None:
-    """That of the first rank that is ended is also told by one that comes when this is dead."""
+    """A rank that comes when the first one is dead tells the same reason."""
     waiting = started(WAITS, folder, ranks, start_s, 0)
     assert waiting.stdout is not None and waiting.stdout.readline() == "waits\n"
     sibling.send_signal(fault)
@@ -149,7 +149,7 @@ def test_a_job_is_known_by_what_its_launcher_says() -> None:
 
 
 def environment_of(size: int, host: str = "127.0.0.1", start_s: float = 60.0) -> dict[str, object]:
-    """What tells ranks of a free port to meet at."""
+    """Variables that tell ranks of a free port to meet at."""
     with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         port = probe.getsockname()[1]
     return {"WORLD_SIZE": size, "MASTER_ADDR": host, "MASTER_PORT": port, "START_S": start_s}
@@ -172,7 +172,7 @@ def test_a_port_that_another_program_has_is_named() -> None:
 
 
 def join_as_rank_1(monkeypatch: pytest.MonkeyPatch, port: int, start_s: float) -> str:
-    """What a rank of this process says that cannot join rank 0 at a port."""
+    """The error of a rank in this process that cannot join rank 0 at a port."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
     with pytest.raises(PeerLost) as caught:
@@ -213,7 +213,7 @@ needs_ipv6 = pytest.mark.skipif(not has_ipv6_loopback(), reason="this kernel has
 
 @pytest.mark.parametrize("host", ["127.0.0.3", pytest.param("::1", marks=needs_ipv6)])
 def test_ranks_meet_where_their_launcher_says_and_are_reached_nowhere_else(host: str) -> None:
-    """Also on one host: they may be in network namespaces of their own, which share no loopback."""
+    """Ranks of one host may be in network namespaces of their own, which share no loopback."""
     where = environment_of(2, host)
     ranks = [started(JOINS, RANK=rank, **where) for rank in range(2)]
     of_rank_0, of_rank_1 = (json.loads(rank.communicate(timeout=60)[0]) for rank in ranks)
@@ -224,7 +224,7 @@ def test_ranks_meet_where_their_launcher_says_and_are_reached_nowhere_else(host:
 @needs_ipv6
 @pytest.mark.parametrize(("one_host", "interface"), [(True, "::1"), (False, "::")])
 def test_rank_0_answers_at_an_ipv6_address(one_host: bool, interface: str) -> None:
-    """On every interface, where others know it by another address, at those of IPv4 as well."""
+    """Sockets on every interface, where others know rank 0 by another address, are reached by IPv4 as well."""
     with listening_socket("::1", 0, one_host, 2) as listener:
         found, port, *_ = listener.getsockname()
         assert found == interface

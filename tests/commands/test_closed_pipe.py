@@ -70,7 +70,7 @@ CLOSED = (">&-", "2>&-", "<&- >&- 2>&-")
 def test_commands_end_with_their_code_where_streams_are_closed(
     tmp_path: Path, words: str, code: int, out: str, err: str, closed: str
 ) -> None:
-    """What goes to a stream that is open comes there, and nothing else."""
+    """Text for a stream that is open comes there, and nothing else."""
     assert run_closed(words, closed, tmp_path) == code
     for name, start, sign in (("stdout", out, ">&-"), ("stderr", err, "2>&-")):
         said = (tmp_path / name).read_text()

@@ -246,7 +246,7 @@ def test_the_truth_under_the_mask_cannot_reach_the_output(restore: Restore, tmp_
 
 
 def test_a_mask_file_with_its_truth_is_judged(restore: Restore, tmp_path: Path) -> None:
-    """By the errors of what is in the file, and beside a biharmonic continuation, in units of the range."""
+    """The figures are those of the file's own voxels and of a biharmonic continuation, in units of the range."""
     image, hole = noise((64, 64), np.uint8), hole_of((64, 64))
     for name, array in (("scan", image), ("truth", image), ("hole", hole)):
         tifffile.imwrite(tmp_path / f"{name}.tif", array)

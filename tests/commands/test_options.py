@@ -200,7 +200,7 @@ def test_digits_that_are_no_number(word):
     ],
 )
 def test_run_options_become_the_engines_settings_over_what_presets_say(tmp_path, line, settings):
-    """On the command line and in a settings file."""
+    """The command line and a settings file say the same."""
     listed = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(listed))
     for words in (line, f"--config {tmp_path / 'run.yaml'}"):

@@ -1,4 +1,4 @@
-"""What doctor finds wrong, on jobs that are healthy but for it: twelve ranks of one Aurora node, as facts."""
+"""Faults that doctor finds, each on a job that is healthy but for it: twelve ranks of one Aurora node, as facts."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def wrong(findings: list[Finding]) -> list[Finding]:
 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_and_nothing_else_is_found_with_its_values_and_a_remedy(name: str) -> None:
-    """And each fault makes the job an unhealthy one, which no warning does."""
+    """Each fault makes the job an unhealthy one, which no warning does."""
     change, named, values = WRONG[name]
     findings = examine(change(healthy_job()))
     signs = {FAULT: "FAULT", WARNING: "warn"}
@@ -311,7 +311,7 @@ def test_a_tiles_card_is_known_unless_variables_select_among_them(
 
 
 def test_a_host_is_read_from_what_the_system_tells(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a name tells tiles of a host apart, also where the driver has no number for each."""
+    """A name tells tiles of a host apart, also where the driver has no number for each."""
     assert facts.nics() == (Nic("cxi0", (1,)), Nic("cxi1", (0,)))
     assert (facts.sockets_of([2, 3]), facts.sockets_of([1]), facts.sockets_of([99])) == ((0, 1), (0,), ())
     of_driver = SimpleNamespace(pci_domain_id=0, pci_bus_id=24, pci_device_id=0, total_memory=100, uuid="number")

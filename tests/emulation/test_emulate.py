@@ -40,7 +40,7 @@ def emulate(*words: str) -> list[str]:
 
 
 def found_in_processes(path: str, read: Callable[[Path], Any]) -> list[Any]:
-    """What is read in a place of each process that is there."""
+    """Contents of a file or link that each process has in /proc."""
     found = []
     for one in Path("/proc").glob(f"[0-9]*/{path}"):
         with contextlib.suppress(OSError):
