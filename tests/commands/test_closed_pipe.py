@@ -1,4 +1,5 @@
-"""`cocodiff ... | head -1`: whoever stops reading sees no traceback, and a run's results are written all the same."""
+"""How commands end: where nobody reads on or streams are closed (`cocodiff ... | head -1`) without a traceback and with
+a run's results, after a mistake with a line, and with the code of each."""
 
 from __future__ import annotations
 
@@ -8,12 +9,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import tifffile
 
-from cocodiff.cli.main import main
+from cocodiff.cli.main import main, run_command
+from cocodiff.comm.launch import Launch
+from cocodiff.config.errors import OwnRankError, UserError
 from cocodiff.jobs.terminal import progress_bar, reading_bar, say
 
 
@@ -113,3 +117,23 @@ def test_a_terminal_without_all_letters_shows_others() -> None:
     words = [sys.executable, "-m", "cocodiff", "inpaint", "--input", "Zähne.tif"]
     done = subprocess.run(words, env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, text=True)
     assert done.returncode == 2 and "Z\\xe4hne.tif" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "said"),
+    [
+        ([3], 3, ""),
+        (UserError("a name\nof two lines"), 2, "cocodiff: a name of two lines\n"),
+        (KeyboardInterrupt, 130, "cocodiff: interrupted\n"),
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 1, None])
+def test_a_command_ends_with_the_code_of_its_error_and_one_rank_tells_it(ending, code, said, rank, monkeypatch, capsys):
+    monkeypatch.setattr("cocodiff.cli.plan.start", Mock(side_effect=ending))
+    assert run_command(["plan"], Launch("torchrun", rank, 2)) == code
+    assert capsys.readouterr() == ("", "" if rank else said)
+
+
+def test_a_mistake_of_one_rank_alone_ends_with_1(monkeypatch, capsys):
+    monkeypatch.setattr("cocodiff.cli.plan.start", Mock(side_effect=OwnRankError("no tile")))
+    assert run_command(["plan"], Launch()) == 1 and capsys.readouterr().err == "cocodiff: no tile\n"

@@ -291,7 +291,7 @@ def test_a_lossy_run_reports_what_it_left_behind(tmp_path: Path) -> None:
     """Of two samples, which share calls: their mean against the exact run's mean."""
     tifffile.imwrite(tmp_path / "scan.tif", noise((96, 96), np.float32))
     presets = ("--preset", "tapa", "cocodiff", "cocodiff+", "ahead", "--tau", 2, "--samples", 2)
-    words = ("--input", tmp_path / "scan.tif", "--steps", 4, "--ranks", 4, "--quiet", "--out", tmp_path / "out")
+    words = ("--input", tmp_path / "scan.tif", "--steps", 6, "--ranks", 4, "--quiet", "--out", tmp_path / "out")
     assert_succeeded(forked("inpaint", *words, *presets, folder=tmp_path))
     exact, *lossy, ahead = json.loads((tmp_path / "out" / "metrics.json").read_text())["images"]
     assert "drift" not in exact and len(lossy) == 2
@@ -299,7 +299,7 @@ def test_a_lossy_run_reports_what_it_left_behind(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "run.yaml").read_text().startswith("# ahead: codec auto: none, as the machine file")
     assert exact["samples"] == 2 and exact["psnr_vs_exact_db"] is None
     for row in lossy:
-        assert [step["step"] for step in row["drift"]] == list(range(4))
+        assert [step["step"] for step in row["drift"]] == list(range(6))
         assert row["drift"][0] == {"step": 0, "change": None, "stable_fraction": 0.0}
         assert max(step["stable_fraction"] for step in row["drift"]) > 0
         assert row["psnr_vs_exact_db"] > 0
