@@ -111,7 +111,7 @@ DIES = "died: its connection closed"
 def test_a_rank_that_is_lost_is_named_once_by_each_survivor(fault: str, transport: str, said: str) -> None:
     """One whose main thread hangs is given up by the others, and ends."""
     start = mpiexec if fault == "killed at the start" else warm_mpiexec
-    done = start(RANKS, FAULTY, fault, transport, timeout_s=60)
+    done = start(RANKS, FAULTY, fault, transport, timeout_s=120)
     assert done.returncode != 0
     for survivor in (0, 2):
         assert done.stderr.count(f"[rank {survivor}] rank 1 {said}") == 1, done.stderr
