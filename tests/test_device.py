@@ -148,6 +148,11 @@ def test_free_memory_of_a_tile_counts_what_the_allocator_keeps(xpu):
     assert devices.free_memory(XPU, 12) == 192 * 31 // 32 - 10
 
 
+def test_free_memory_of_a_cpu_is_divided_among_its_ranks():
+    alone, shared = (devices.free_memory(torch.device("cpu"), ranks) for ranks in (1, 4))
+    assert alone and shared and 0.8 < 4 * shared / alone < 1.25
+
+
 @pytest.mark.parametrize(("ranks", "count"), [(12, 12), (5, 2), (7, 3), (2, 4), (1, 1), (3, 1)])
 def test_memory_is_divided_among_the_ranks_of_the_fullest_device(xpu, monkeypatch, ranks, count):
     monkeypatch.delenv("ZE_AFFINITY_MASK", raising=False)
