@@ -16,7 +16,18 @@ from hypothesis import strategies as st
 from worlds import topology_of
 
 from cocodiff.cli.doctor import facts
-from cocodiff.cli.doctor.checks import CHECKS, FAULT, LEAST, WARNING, Finding, examine, is_healthy, planes_of, spelled
+from cocodiff.cli.doctor.checks import (
+    CHECKS,
+    FAULT,
+    GOOD,
+    LEAST,
+    WARNING,
+    Finding,
+    examine,
+    is_healthy,
+    planes_of,
+    spelled,
+)
 from cocodiff.cli.doctor.command import table
 from cocodiff.cli.doctor.facts import AllToAll, Card, Facts, Issue, Nic, Overlap, RankFacts
 from cocodiff.config.config import read_yaml
@@ -181,6 +192,7 @@ def test_what_is_wrong_and_nothing_else_is_found_with_its_values_and_a_remedy(na
     told = "\n".join(f"{one.text} {one.remedy}" for one in wrong(findings))
     assert [value for value in values.split() if value not in told] == [], told
     assert is_healthy(findings) is ("FAULT" not in named)
+    assert {one.check for one in wrong(findings)}.isdisjoint(one.check for one in findings if one.severity == GOOD)
     assert name == "memory that nobody knows" or all(one.remedy for one in wrong(findings))
 
 
@@ -219,6 +231,7 @@ JUST_ENOUGH: dict[str, Change] = {
     "half hidden": job(overlap=Overlap(2.0, 1.0, 2.5)),
     "calls that return in time": job(issues=[Issue("a", 64, 10, 2e-4, 2e-4), Issue("a", 64, 1, 1e-3, 2e-3)]),
     "a NIC of the rank's socket": setting(3, FI_CXI_DEVICE_NAME="cxi3, cxi4"),
+    "a colour of more tiles than ranks": setting(CCL_TOPO_COLOR=f"{PLANES},{{12,13}}"),
     "copies of a host": both(ranks(library="host memory over mpi"), job(issues=BLOCKED)),
     "ranks on a tile, by its host": both(ranks(5, tile="uuid-4"), ranks(library="host memory over mpi")),
     "a value that switches nothing on": setting(CCL_OP_SYNC="0"),
@@ -240,7 +253,7 @@ def test_what_just_suffices_is_not_wrong(name: str) -> None:
         (setting(*range(12, 24), CCL_WORKER_AFFINITY="8"), "cores", "rank 13 x2"),
         (ranks(*range(12, 24), nics=NICS[1:]), "nics", "x2, 8"),
         (setting(*range(12, 24), CCL_TOPO_COLOR=PLANES.replace("3,4", "4,3,2").replace("1,2", "1")), "planes", "x2"),
-        (ranks(12, sycl="", no_sycl="no icpx"), "sycl", "x2 icpx"),
+        (both(ranks(13, no_sycl="no gcc"), ranks(12, sycl="", no_sycl="no icpx")), "sycl", "x2 icpx"),
         (ranks(20, kernel_trials=(WRONG_KERNEL,), sycl="Max"), "kernels", "x2 l1_score Max"),
         (ranks(20, free=GIB), "memory", "20, 1.00"),
     ],
@@ -282,6 +295,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             f"{card}/local_cpulist": cores,
         }
         files[f"class/cxi/cxi{1 - number}/device/local_cpulist"] = cores
+    files["class/cxi/cxi2/device/local_cpulist"] = "1-3"
     files |= {"bus/pci/devices/0000:00:00.0/vendor": facts.INTEL, "bus/pci/devices/0000:00:00.0/class": "0x0c8000"}
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -312,7 +326,7 @@ def test_a_tiles_card_is_known_unless_variables_select_among_them(
 
 def test_a_host_is_read_from_what_the_system_tells(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A name tells tiles of a host apart, also where the driver has no number for each."""
-    assert facts.nics() == (Nic("cxi0", (1,)), Nic("cxi1", (0,)))
+    assert facts.nics() == (Nic("cxi0", (1,)), Nic("cxi1", (0,)), Nic("cxi2", (0, 1)))
     assert (facts.sockets_of([2, 3]), facts.sockets_of([1]), facts.sockets_of([99])) == ((0, 1), (0,), ())
     of_driver = SimpleNamespace(pci_domain_id=0, pci_bus_id=24, pci_device_id=0, total_memory=100, uuid="number")
     monkeypatch.setattr(facts, "properties_of", lambda device: of_driver)
