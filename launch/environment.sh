@@ -13,6 +13,11 @@ has_sycl() {
     [ "$(uname -sm)" = "Linux x86_64" ]
 }
 
+# Whether this machine can emulate others: root who may make network namespaces, with iproute2.
+can_emulate() {
+    [ "$(id -u)" -eq 0 ] && unshare --net true 2>/dev/null && command -v ip >/dev/null && command -v tc >/dev/null
+}
+
 # Whether mpi4py finds an MPI library. It is not initialised: outside a job some machines refuse that.
 loads_mpi() {
     .venv/bin/python -c 'import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI'

@@ -76,6 +76,13 @@ def run(command: Sequence[str], timeout_s: float = 240.0) -> subprocess.Complete
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
+def fake(program: Path, body: str = "true") -> None:
+    """Writes a program that is a script."""
+    program.parent.mkdir(parents=True, exist_ok=True)
+    program.write_text(f"#!/usr/bin/env bash\n{body}\n")
+    program.chmod(0o755)
+
+
 def end_group(leader: int) -> None:
     """Kills what is left of a process group."""
     try:

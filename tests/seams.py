@@ -5,6 +5,8 @@ Every other test file is kept from private attributes by ruff (SLF001). Prefer w
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,3 +18,17 @@ def hooks_of(module: torch.nn.Module) -> list[Any]:
     for part in module.modules():
         found += [*part._forward_pre_hooks.values(), *part._forward_hooks.values()]
     return found
+
+
+def noise_of(inpainter: Any, keys: Sequence[int]) -> list[torch.Generator]:
+    """Give the generators that an inpainter draws the noise of images with these keys from."""
+    return list(inpainter._generators(keys))
+
+
+@contextmanager
+def unpacking_changed(pipe: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """A FLUX.2 pipeline that changes its latents before it unpacks them, while the block lasts."""
+    unpack = type(pipe)._unpatchify_latents
+    pipe._unpatchify_latents = lambda latents: unpack(change(latents))
+    yield
+    del pipe._unpatchify_latents

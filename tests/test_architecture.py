@@ -15,33 +15,16 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-# Rooms, each of which may import those above it and itself. A name covers what is below it.
-ROOMS = (
-    "cocodiff_sycl",
-    "cocodiff.config",
-    "cocodiff.topology",
-    "cocodiff.kernels",
-    "cocodiff.comm",
-    "cocodiff.exchange",
-    "cocodiff.attention",
-    "cocodiff.models",
-    "cocodiff.engine",
-    "cocodiff.planner",
-    "cocodiff.demo_model",
-    "cocodiff.jobs",
-    "cocodiff.__init__",
-    "cocodiff.cli",
-    "cocodiff.__main__",
-    "cocodiff_eval.data",
-    "cocodiff_eval.restore",
-    "cocodiff_eval.quality",
-    "cocodiff_eval.report",
-    "cocodiff_eval.harness",
-    "cocodiff_eval.cli",
-    "cocodiff_eval.__init__",
-    "cocodiff_bench",
-    "cocodiff_studies",
-)
+PAGE = (ROOT / "docs" / "design.md").read_text()
+OF_ENGINE = re.findall(r"(?m)^\| `(\w+)/` \|", PAGE)
+OF_HARNESS = re.findall(r"`(\w+)/`", PAGE.partition("`eval/cocodiff_eval/` is")[2].partition("`eval/")[0])
+# Rooms, in the order of that page: each may import those before it and itself. A name covers what is below it.
+ROOMS = [
+    *("cocodiff_sycl", *(f"cocodiff.{room}" for room in OF_ENGINE[:-1])),
+    *("cocodiff.__init__", f"cocodiff.{OF_ENGINE[-1]}", "cocodiff.__main__"),
+    *(*(f"cocodiff_eval.{room}" for room in OF_HARNESS), "cocodiff_eval.__init__"),
+    *("cocodiff_bench", "cocodiff_studies"),
+]
 TOPS = {
     "cocodiff": ROOT,
     "cocodiff_bench": ROOT / "eval",
@@ -125,13 +108,10 @@ def test_outer_rooms_are_used_by_few(inner, users):
     assert {name for name in importers if not any(covers(user, name) for user in users)} == set()
 
 
-def test_rooms_are_few_and_named_in_the_design():
+def test_rooms_are_few_and_every_file_is_in_one_that_the_design_names():
     """Whoever reads the list of folders has read the architecture."""
-    page = (ROOT / "docs" / "design.md").read_text()
-    for folder, most in (("cocodiff", 14), ("eval/cocodiff_eval", 8)):
-        rooms = {path.relative_to(ROOT / folder).parts[0] for path in SOURCES if path.is_relative_to(ROOT / folder)}
-        assert len(rooms) <= most
-        assert [room for room in sorted(rooms) if "." not in room and f"`{room}/`" not in page] == []
+    assert len(OF_ENGINE) <= 12 and len(OF_HARNESS) <= 6 and OF_ENGINE[-1] == "cli"
+    assert [str(path) for path in SOURCES if room_of(module_name(path)) < 0] == []
     assert len(SOURCES) <= 220
 
 
@@ -184,15 +164,12 @@ def test_a_class_of_the_library_has_a_name_of_its_own():
     assert {name for name in classes if classes.count(name) > 1} == {"SiteState"}
 
 
-def test_packages_of_the_library_say_what_they_are_for():
-    packages = [path for path in SOURCES if path.name == "__init__.py" and in_library(path)]
-    assert [str(path.relative_to(ROOT)) for path in packages if not ast.get_docstring(syntax(path))] == []
-
-
 @pytest.mark.parametrize("path", [path for path in SOURCES if path.name == "__init__.py"], ids=module_name)
-def test_packages_name_modules_that_are_there(path):
+def test_packages_of_the_library_say_what_they_are_for_and_name_modules_that_are_there(path):
     """Lower-case names in a package's docstring are modules of its own, or begin a path from the top."""
-    for module, inner in re.findall(r"`([a-z_]+)(?:\.py|\.(?!html)(\w+))?`", ast.get_docstring(syntax(path)) or ""):
+    told = ast.get_docstring(syntax(path)) or ""
+    assert told or not in_library(path)
+    for module, inner in re.findall(r"`([a-z_]+)(?:\.py|\.(?!html)(\w+))?`", told):
         below = [path.with_name(f"{module}.py"), path.with_name(module) / "__init__.py"]
         there = next((one for one in below if one in SOURCES), None)
         assert there or module in TOPS, f"{path}: no module {module}"

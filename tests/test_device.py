@@ -1,4 +1,4 @@
-"""Accelerators by stand-ins: the order between streams, which tile is taken, IPEX. Nothing here ran on a GPU."""
+"""Accelerators by stand-ins: which tile is taken, its memory, IPEX. The order of streams: test_simulated_device.py."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from importlib import metadata
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,26 +24,13 @@ XPU = torch.device("xpu", 0)
 
 
 class FakeXpu:
-    """What device.py asks of torch.xpu. Streams log what they are told; events know where they were recorded."""
+    """The part of torch.xpu that device.py asks, with streams and events that do nothing."""
+
+    Event = Stream = Mock
 
     def __init__(self, count: int = 12) -> None:
-        self.count, self.log, self.chosen = count, [], []
-        self._threads = threading.local()
-        outer = self
-
-        class Event:
-            def record(self, stream: Any) -> None:
-                self.at = (stream.name, len(outer.log))
-
-        class Stream:
-            def __init__(self, device: Any = None, name: str = "lane") -> None:
-                self.name = name
-
-            def wait_event(self, event: Any) -> None:
-                outer.log.append((self.name, "waits for", event.at[0]))
-
-        self.Event, self.Stream = Event, Stream
-        self.default = Stream(name="main")
+        self.count, self.chosen = count, []
+        self._threads, self._default = threading.local(), Mock()
 
     def is_available(self) -> bool:
         return self.count > 0
@@ -54,7 +42,7 @@ class FakeXpu:
         self.chosen.append(device)
 
     def current_stream(self, _: Any = None) -> Any:
-        return getattr(self._threads, "stream", self.default)
+        return getattr(self._threads, "stream", self._default)
 
     @contextmanager
     def stream(self, stream: Any) -> Any:
@@ -71,16 +59,13 @@ def xpu(monkeypatch: pytest.MonkeyPatch) -> FakeXpu:
     return fake
 
 
-def test_a_lane_and_its_user_wait_for_each_other_on_the_device(xpu):
-    """The lane's stream begins after what the caller's holds, the caller's goes on after the job: by events, in this
-    order, and the lane's thread has chosen the tile before."""
+def test_a_lanes_jobs_run_on_its_tile_and_on_a_stream_of_its_own(xpu):
     lane = Lane("plane", XPU, Health())
-    ran_on: list[str] = []
-    pending = lane.submit(lambda: ran_on.append(xpu.current_stream().name))
-    pending.wait()
+    ran_on: list[Any] = []
+    for _ in range(2):
+        lane.submit(lambda: ran_on.append(xpu.current_stream())).wait()
     lane.close()
-    assert ran_on == ["lane"] and xpu.chosen == [XPU]
-    assert xpu.log == [("lane", "waits for", "main"), ("main", "waits for", "lane")]
+    assert ran_on[0] is ran_on[1] is not xpu.current_stream() and {*xpu.chosen} == {XPU}
 
 
 def test_on_a_cpu_there_is_nothing_to_mark(monkeypatch):
@@ -161,6 +146,11 @@ def test_free_memory_of_a_tile_counts_what_the_allocator_keeps(xpu):
 
     xpu.mem_get_info = without_sysman
     assert devices.free_memory(XPU, 12) == 192 * 31 // 32 - 10
+
+
+def test_free_memory_of_a_cpu_is_divided_among_its_ranks():
+    alone, shared = (devices.free_memory(torch.device("cpu"), ranks) for ranks in (1, 4))
+    assert alone and shared and 0.8 < 4 * shared / alone < 1.25
 
 
 @pytest.mark.parametrize(("ranks", "count"), [(12, 12), (5, 2), (7, 3), (2, 4), (1, 1), (3, 1)])

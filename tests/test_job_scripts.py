@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
@@ -11,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from launching import fake
 
 from cocodiff.comm.launch import detect
 
@@ -84,9 +86,10 @@ def test_weights_are_copied_to_every_node_and_used_from_there(tmp_path):
     assert "-n 24 --ppn 12" in lines[-1] and f"--model {ours}/sd3.5" in lines[-1] and "--no-vni" in lines[-1]
 
 
-def test_a_job_that_was_cut_short_goes_on(tmp_path):
+def test_a_job_that_was_cut_short_goes_on():
     doctor, restored = dry_run(LAUNCH / "aurora.pbs", VENV="/venv", RESUME="1")[-2:]
     assert restored.endswith("--out restored/aurora --resume") and doctor.endswith("--overwrite")
+    assert dry_run(LAUNCH / "aurora.pbs", VENV="/venv")[-1].endswith("--out restored/aurora --overwrite")
 
 
 def test_words_with_blanks_stay_whole(tmp_path):
@@ -106,13 +109,15 @@ def test_other_clusters(tmp_path):
     assert " --no-python /venv/bin/cocodiff inpaint " in slurm
 
 
-def fake(path: Path, body: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/usr/bin/env bash\n{body}\n")
-    path.chmod(0o755)
-
-
 ON_A_NODE = 'case "$*" in *" --ppn 1 "*) exec "${@:7}";; esac'  # an mpiexec that runs what is for each node
+
+
+def started(script: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs a copy of a script for real, with the programs that are fakes beside its folder."""
+    folder = script.parents[1]
+    path = f"{folder / 'bin'}:{os.environ['PATH']}"
+    environment = clean_environment(PATH=path, PBS_O_WORKDIR=str(folder), **environment)
+    return subprocess.run(["bash", script], env=environment, capture_output=True, text=True, check=False)
 
 
 def job(tmp_path: Path, weights: str = "model", **fakes: str) -> subprocess.CompletedProcess[str]:
@@ -123,38 +128,23 @@ def job(tmp_path: Path, weights: str = "model", **fakes: str) -> subprocess.Comp
     (tmp_path / weights).mkdir(parents=True, exist_ok=True)
     (tmp_path / weights / "weights").write_text("the user's")
     (tmp_path / "nodes").write_text("x1.host\n")
-    fake(tmp_path / "bin/module", "true")
-    fake(
-        tmp_path / "bin/mpiexec",
-        f'echo "$CCL_ATL_TRANSPORT $MASTER_ADDR ${{CCL_OP_SYNC-none}} $*" >>"{record}"\n'
-        + fakes.get("mpiexec", "true"),
-    )
-    fake(tmp_path / "venv/bin/cocodiff", "true")
+    told = f'echo "$CCL_ATL_TRANSPORT $MASTER_ADDR ${{CCL_OP_SYNC-none}} $*" >>"{record}"'
+    fake(tmp_path / "bin/mpiexec", f"{told}\n{fakes.get('mpiexec', 'true')}")
+    fake(tmp_path / "bin/module")
+    fake(tmp_path / "venv/bin/cocodiff")
     fake(tmp_path / "venv/bin/pip", fakes.get("pip", "exit 1"))
-    environment = clean_environment(
-        PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}",
-        VENV=str(tmp_path / "venv"),
-        CCL_OP_SYNC="1",
-        SAFE=fakes.get("safe", ""),
-        PBS_NODEFILE=str(tmp_path / "nodes"),
-        PBS_O_WORKDIR=str(tmp_path),
-    )
-    return subprocess.run(["bash", script], env=environment, capture_output=True, text=True, check=False)
+    return started(script, VENV="venv", CCL_OP_SYNC="1", SAFE=fakes.get("safe", ""), PBS_NODEFILE="nodes")
 
 
-def test_a_job_sets_its_environment_and_cleans_up(tmp_path):
-    done = job(tmp_path)
+@pytest.mark.parametrize(("safe", "waits"), [("", "none"), ("1", "1")])
+def test_a_job_sets_its_environment_and_cleans_up(tmp_path, safe, waits):
+    """SAFE=1 has oneCCL wait for each call; else it does not, whatever the user has set."""
+    done = job(tmp_path, safe=safe)
     assert done.returncode == 0, done.stderr
     calls = (tmp_path / "record").read_text().splitlines()
     assert [call.split("--ppn ")[1].split()[0] for call in calls] == ["1", "1", "1", "12", "12", "1"]
-    assert all(call.startswith("mpi x1.hsn.cm.aurora.alcf.anl.gov none ") for call in calls)
+    assert all(call.startswith(f"mpi x1.hsn.cm.aurora.alcf.anl.gov {waits} ") for call in calls)
     assert re.search(rf"rm -rf -- {tmp_path}/scratch/cocodiff-\d+-[0-9a-f]{{16}}$", calls[-1])
-
-
-def test_safe_mode_makes_oneccl_wait(tmp_path):
-    assert job(tmp_path, safe="1").returncode == 0
-    calls = (tmp_path / "record").read_text().splitlines()
-    assert all(call.startswith("mpi x1.hsn.cm.aurora.alcf.anl.gov 1 ") for call in calls)
 
 
 @pytest.mark.parametrize(("nodes", "measured"), [(1, 41), (2, 46), (4, 51), (8, 56)])
@@ -183,19 +173,15 @@ case "$*" in
 esac
 while [ $# -gt 1 ]; do [ "$1" = --out ] && mkdir -p "$2" && touch "$2/bench.json" "$2/report.html"; shift; done
 true"""
-    fake(tmp_path / "bin/module", "true")
+    fake(tmp_path / "bin/module")
     fake(tmp_path / "bin/mpiexec", ends)
     fake(tmp_path / "venv/bin/cocodiff", f'echo "$*" >>"{record}"')
     fake(tmp_path / "venv/bin/pip", "exit 1")
-    words = {"MODELS": "sd3.5", "SIZES": "768", "VENV": str(tmp_path / "venv"), "NODES": "1", "OUT": "out"}
-    environment = clean_environment(
-        PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}", PBS_O_WORKDIR=str(tmp_path), **words
-    )
+    words = {"MODELS": "sd3.5", "SIZES": "768", "VENV": "venv", "NODES": "1", "OUT": "out"}
 
     def start() -> tuple[int, list[str]]:
         record.unlink(missing_ok=True)
-        script = ["bash", tmp_path / "launch/campaign.pbs"]
-        done = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
+        done = started(tmp_path / "launch/campaign.pbs", **words)
         return done.returncode, [line for line in record.read_text().splitlines() if " bench " in line]
 
     code, first = start()
@@ -231,27 +217,26 @@ def test_a_folder_of_the_models_name_in_scratch_is_neither_added_to_nor_removed(
     assert contents(tmp_path / "model") == {"weights": "the user's"}
 
 
-@pytest.mark.parametrize("ending", ["exit 3", "kill -TERM $PPID; sleep 0.2", "kill -HUP $PPID; sleep 0.2"])
-def test_only_the_copy_goes_however_a_job_ends(tmp_path, ending):
+@pytest.mark.parametrize(
+    ("at", "ending", "code"),
+    [
+        ("cocodiff doctor", "exit 1", 1),  # a fault that it finds
+        ("cocodiff doctor", "exit 3", 3),
+        ("cocodiff doctor", "kill -TERM $PPID; sleep 0.2", -15),
+        ("cocodiff doctor", "kill -HUP $PPID; sleep 0.2", -1),
+        (" cp ", 'mkdir "${@: -1}"; exit 1', 1),
+        ("cocodiff inpaint", "exit 2", 2),
+    ],
+)
+def test_only_the_copy_goes_however_a_job_ends_and_nothing_is_started_after_it(tmp_path, at, ending, code):
     there = f'find "{tmp_path}/scratch" -type f -printf "copied %P\\n"'
-    done = job(tmp_path, mpiexec=f'case "$*" in *"cocodiff doctor"*) {there}; {ending};; esac; {ON_A_NODE}')
-    assert done.returncode != 0 and re.search(r"copied cocodiff-\d+-\w{16}/model/weights", done.stdout)
+    done = job(tmp_path, mpiexec=f'case "$*" in *"{at}"*) {there}; {ending};; esac; {ON_A_NODE}')
+    assert done.returncode == code, done.stderr
+    assert bool(re.search(r"copied cocodiff-\d+-\w{16}/model/weights", done.stdout)) is (at != " cp ")
     assert list((tmp_path / "scratch").iterdir()) == []
     assert contents(tmp_path / "model") == {"weights": "the user's"}
-
-
-def test_a_copy_that_fails_ends_the_job_and_leaves_nothing(tmp_path):
-    broken = f'case "$*" in *" cp "*) mkdir "${{@: -1}}"; exit 1;; esac; {ON_A_NODE}'
-    done = job(tmp_path, mpiexec=broken)
-    assert done.returncode == 1 and "12" not in (tmp_path / "record").read_text().split()
-    assert list((tmp_path / "scratch").iterdir()) == []
-
-
-def test_a_fault_that_doctor_finds_ends_the_job(tmp_path):
-    done = job(tmp_path, mpiexec='case "$*" in *"cocodiff doctor"*) exit 1;; esac')
-    assert done.returncode == 1
-    calls = (tmp_path / "record").read_text().splitlines()
-    assert not any(" inpaint " in call for call in calls) and "rm -rf" in calls[-1]
+    *_, last, removal = (tmp_path / "record").read_text().splitlines()
+    assert at in last and "rm -rf" in removal
 
 
 def test_an_environment_with_an_mpi_of_its_own_is_refused(tmp_path):
@@ -259,17 +244,10 @@ def test_an_environment_with_an_mpi_of_its_own_is_refused(tmp_path):
     assert done.returncode == 1 and "impi-rt of PyPI" in done.stderr and not (tmp_path / "record").exists()
 
 
-def set_variables() -> set[str]:
-    """What the scripts export or unset."""
-    text = (LAUNCH / "ranks.sh").read_text()
-    found: set[str] = set()
-    for line in re.findall(r"(?m)^\s*(?:export|unset) ([^#\n]*)", text):
-        found |= {word.split("=")[0] for word in line.split()}
-    return found
-
-
-def test_every_variable_flag_and_module_is_explained():
-    names = set_variables()
+def test_every_variable_flag_and_module_is_explained_and_has_its_source_beside_it():
+    lines = re.findall(r"(?m)^\s*((?:export|unset) .*)", (LAUNCH / "ranks.sh").read_text())
+    assert [line for line in lines if "#" not in line] == []
+    names = {word.split("=")[0] for line in lines for word in line.partition("#")[0].split()[1:]}
     assert {"CCL_OP_SYNC", "ZE_FLAT_DEVICE_HIERARCHY", "MASTER_ADDR", "https_proxy"} <= names
     assert {name for name in names if f"`{name}" not in GUIDE} == set()
     flags = {flag for script in JOBS for line in dry_run(LAUNCH / script) for flag in launcher_flags(line)}
@@ -280,18 +258,8 @@ def test_every_variable_flag_and_module_is_explained():
 
 def launcher_flags(line: str) -> list[str]:
     """The launcher's own flags in a printed line: those before the program that it starts."""
-    words = []
-    for word in line.split():
-        if "/bin/" in word:
-            break
-        words.append(word)
-    return [re.split(r"=", word)[0] for word in words if word.startswith("-")]
-
-
-def test_every_variable_has_its_source_beside_it():
-    lines = (LAUNCH / "ranks.sh").read_text().splitlines()
-    without = [line for line in lines if re.match(r"\s*(export|unset) ", line) and "#" not in line]
-    assert without == []
+    words = itertools.takewhile(lambda word: "/bin/" not in word, line.split())
+    return [word.partition("=")[0] for word in words if word.startswith("-")]
 
 
 @pytest.mark.parametrize("rank", [0, 13])

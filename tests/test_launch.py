@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from launching import fake
 
 pytestmark = pytest.mark.processes
 
@@ -30,29 +31,21 @@ def launch(checkout: Path, script: str, *words: str, **environment: str) -> subp
     )
 
 
-def fake(path: Path, body: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/usr/bin/env bash\n{body}\n")
-    path.chmod(0o755)
+def test_scripts_are_executable() -> None:
+    assert [script for script in SCRIPTS if not os.access(ROOT / script, os.X_OK)] == []
 
 
-def test_scripts_are_executable_and_parse() -> None:
-    for script in SCRIPTS:
-        assert os.access(ROOT / script, os.X_OK), script
-        subprocess.run(["bash", "-n", ROOT / script], check=True)
-
-
-def test_a_missing_venv_module_is_named_with_its_package(checkout: Path) -> None:
-    fake(checkout / "python", 'case "$*" in *venv*) exit 1;; *) exit 0;; esac')
+@pytest.mark.parametrize(
+    ("python", "said"),
+    [
+        ('case "$*" in *venv*) exit 1;; *) exit 0;; esac', "python3-venv"),
+        ('case "$*" in *version_info*) exit 1;; --version) echo Python 3.8;; esac', "3.10 or newer"),
+    ],
+)
+def test_a_python_without_venv_or_an_old_one_is_refused_in_a_line(checkout: Path, python: str, said: str) -> None:
+    fake(checkout / "python", python)
     done = launch(checkout, "launch/demo", COCODIFF_PYTHON=str(checkout / "python"))
-    assert done.returncode == 1
-    assert "python3-venv" in done.stderr and len(done.stderr.splitlines()) == 1
-
-
-def test_an_old_python_is_refused(checkout: Path) -> None:
-    fake(checkout / "python", 'case "$*" in *version_info*) exit 1;; --version) echo Python 3.8;; esac')
-    done = launch(checkout, "launch/demo", COCODIFF_PYTHON=str(checkout / "python"))
-    assert done.returncode == 1 and "3.10 or newer" in done.stderr
+    assert done.returncode == 1 and said in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 def installed(checkout: Path, mpi: bool = True) -> Path:
@@ -119,3 +112,43 @@ def test_a_failed_installation_is_not_taken_for_done(checkout: Path) -> None:
     assert done.returncode == 1
     assert "no such version" in done.stderr and ".venv/install.log" in done.stderr
     assert not (checkout / ".venv/ready").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "beside", "alone", "types", "code", "runs"),
+    [
+        ((), 0, 1, 0, 0, 1),  # the first tier has nothing that runs alone
+        ((), 0, 0, 1, 1, 1),
+        (("--full",), 0, 5, 0, 0, 2),  # 5: no test was chosen
+        (("tests/comm",), 5, 5, 0, 5, 2),
+        (("tests/comm",), 5, 1, 0, 1, 2),
+        (("tests/comm",), 2, 0, 0, 2, 2),
+    ],
+)
+def test_the_tests_end_with_what_failed(
+    checkout: Path, words: tuple[str, ...], beside: int, alone: int, types: int, code: int, runs: int
+) -> None:
+    installed(checkout)
+    launch(checkout, "launch/demo")
+    ends = f'case "$*" in *"not alone"*) exit {beside};; *pytest*) exit {alone};; esac'
+    fake(checkout / ".venv/bin/python", f'echo "$*" >>runs; {ends}')
+    fake(checkout / ".venv/bin/ruff", "true")
+    fake(checkout / ".venv/bin/mypy", f"echo types; exit {types}")
+    done = launch(checkout, "launch/test", *words)
+    assert (done.returncode, done.stdout.count("types")) == (code, 1), done.stderr
+    started = (checkout / "runs").read_text().splitlines()
+    assert len(started) == runs and all(line.endswith(" ".join(words)) for line in started)
+
+
+@pytest.mark.parametrize(("user", "may", "required"), [(0, 0, "1"), (1000, 0, ""), (0, 1, "")])
+def test_emulations_are_required_of_a_root_who_may_make_them(
+    checkout: Path, user: int, may: int, required: str
+) -> None:
+    installed(checkout)
+    for name, body in {"id": f"echo {user}", "unshare": f"exit {may}", "ip": "true", "tc": "true"}.items():
+        fake(checkout / "bin" / name, body)
+    for name in ("ruff", "mypy"):
+        fake(checkout / ".venv/bin" / name, "true")
+    fake(checkout / ".venv/bin/python", 'echo "required: $COCODIFF_REQUIRE_EMULATION" >>runs')
+    launch(checkout, "launch/test", PATH=f"{checkout / 'bin'}:{os.environ['PATH']}", COCODIFF_REQUIRE_EMULATION="")
+    assert (checkout / "runs").read_text().splitlines()[-1] == f"required: {required}"

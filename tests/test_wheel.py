@@ -23,29 +23,27 @@ pytestmark = pytest.mark.processes
 ROOT = Path(__file__).parents[1]
 
 
-def run(*command: object, cwd: Path) -> str:
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [str(word) for word in command],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+def run(*command: object, cwd: Path, **more: str) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | more
+    words = [str(word) for word in command]
+    done = subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def copy_project(folder: Path) -> Path:
+    """Copies the parts that a wheel is built of: a build leaves files where it is made."""
+    for name in ("cocodiff", "configs", "eval", "sycl_kernels"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    return folder
 
 
 @pytest.mark.full
 def test_a_wheel_in_a_bare_environment_restores_an_image(tmp_path: Path) -> None:
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
-    source = tmp_path / "source"  # a build leaves files where it is made
-    for name in ("cocodiff", "configs", "eval", "sycl_kernels"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
+    source = copy_project(tmp_path / "source")
     run(*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path / "wheel", source, cwd=tmp_path)
     (wheel,) = (tmp_path / "wheel").glob("*.whl")
     bare = tmp_path / "bare"
@@ -83,10 +81,7 @@ AURORA_TORCH = "2.10.0a0+git449b176"
 def test_the_lines_for_aurora_leave_the_modules_torch_in_place(tmp_path: Path, way: str) -> None:
     """A stand-in index has newer versions of all that the module has; the page's own lines are run."""
     source, module, index = (tmp_path / name for name in ("cocodiff", "module", "index"))
-    for name in ("cocodiff", "configs", "eval", "sycl_kernels"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
+    copy_project(source)
     module.mkdir()
     index.mkdir()
     for name, version in (("torch", AURORA_TORCH), ("mpi4py", "4.1.0"), ("numpy", "2.2.0")):
@@ -113,15 +108,6 @@ def test_the_lines_for_aurora_leave_the_modules_torch_in_place(tmp_path: Path, w
     rest = next(line for line in guide.replace("\\\n", "").splitlines() if "tomllib" in line)
     script = [constraints, *({"constraints": lines[:1], "list": [rest, lines[1]]}[way])]
     pip = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(index), "PIP_NO_BUILD_ISOLATION": "0"}
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", "\n".join(script)],
-        cwd=source,
-        env={**os.environ, **pip},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run("bash", "-euo", "pipefail", "-c", "\n".join(script), cwd=source, **pip)
     there = run(environment / "bin" / "python", "-m", "pip", "list", "--format=freeze", cwd=tmp_path).splitlines()
     assert {f"torch=={AURORA_TORCH}", "mpi4py==4.1.0", "numpy==2.2.0", "diffusers==99.0", "zarr==99.0"} <= set(there)

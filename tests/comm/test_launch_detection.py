@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
+from launching import fake
 
 from cocodiff.cli.main import main
 from cocodiff.comm.connect import environment_store
@@ -78,9 +81,7 @@ def test_another_environments_mpiexec_is_passed_over(tmp_path, monkeypatch):
     """Ours comes first, then the system's; an activated environment, or conda's, may bring one that is not for us."""
     folders = [tmp_path / name for name in ("venv", "conda", "system", "ours")]
     for folder in folders:
-        (folder / "bin").mkdir(parents=True)
-        (folder / "bin" / "mpiexec").write_text("#!/bin/sh\n")
-        (folder / "bin" / "mpiexec").chmod(0o755)
+        fake(folder / "bin" / "mpiexec")
     venv, conda, system, ours = folders
     (venv / "pyvenv.cfg").touch()
     (conda / "conda-meta").mkdir()
@@ -98,8 +99,7 @@ def test_another_environments_mpiexec_is_passed_over(tmp_path, monkeypatch):
 
 
 def test_the_command_line_says_it_in_a_line(monkeypatch, capsys):
-    for name, value in (TORCHRUN | {"RANK": "abc"}).items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "environ", TORCHRUN | {"RANK": "abc"})
     assert main(["plan"]) == 2
     said = capsys.readouterr()
     assert said.out == "" and said.err.startswith("cocodiff: RANK='abc'") and len(said.err.splitlines()) == 1

@@ -17,34 +17,21 @@ HELLO = {"hello": 1, "settings": {}}
 
 
 @pytest.mark.parametrize(
-    "word",
-    [
-        json.dumps(HELLO | {"key": "another run's word"}),
-        json.dumps(HELLO),
-        json.dumps({"key": Watches.KEY}),
-        json.dumps([1, 2]),
-        "GET / HTTP/1.1",
-    ],
-    ids=["wrong key", "no key", "no rank", "no mapping", "no JSON"],
-)
-def test_a_stranger_is_turned_away(watches, word):
-    strangers: list[socket.socket] = []
-
-    def meet(port: int) -> None:
-        strangers.append(socket.create_connection(("127.0.0.1", port)))
-        strangers[0].sendall(word.encode() + b"\n")
-
-    ranks = watches.open(range(3), 3, meet=meet)
-    assert all(isinstance(watch, Watch) for watch in ranks), ranks
-    assert strangers[0].recv(100) == b""
-
-
-@pytest.mark.parametrize(
     "data",
-    [b"[" * 60_000, b"x" * 100_000, b"", b'{"hello": 1, "ke'],
-    ids=["deeply nested", "a line without end", "silent", "half a line"],
+    [
+        json.dumps(HELLO | {"key": "another run's word"}).encode() + b"\n",
+        json.dumps(HELLO).encode() + b"\n",
+        json.dumps({"key": Watches.KEY}).encode() + b"\n",
+        b"[1, 2]\n",
+        b"GET / HTTP/1.1\n",
+        b"[" * 60_000,
+        b"x" * 100_000,
+        b"",
+        b'{"hello": 1, "ke',
+    ],
+    ids=["wrong key", "no key", "no rank", "no mapping", "no JSON", "nested", "without end", "silent", "half a line"],
 )
-def test_strangers_hold_nobody_up(watches, data):
+def test_strangers_are_turned_away_and_hold_nobody_up(watches, data):
     """More connections than there is room for, which say nothing of use: the ranks meet at once all the same."""
     strangers: list[socket.socket] = []
 

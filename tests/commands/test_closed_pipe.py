@@ -1,4 +1,5 @@
-"""`cocodiff ... | head -1`: whoever stops reading sees no traceback, and a run's results are written all the same."""
+"""How commands end: where nobody reads on or streams are closed (`cocodiff ... | head -1`) without a traceback and with
+a run's results, after a mistake with a line, and with the code of each."""
 
 from __future__ import annotations
 
@@ -6,14 +7,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import tifffile
 
-from cocodiff.cli.main import main
+from cocodiff.cli.main import main, run_command
+from cocodiff.comm.launch import Launch
+from cocodiff.config.errors import OwnRankError, UserError
 from cocodiff.jobs.terminal import progress_bar, reading_bar, say
 
 
@@ -22,15 +26,11 @@ def unread() -> Iterator[None]:
     """Output and errors go to a pipe that nobody reads."""
     reader, writer = os.pipe()
     os.close(reader)
-    before = sys.stdout, sys.stderr
     stream = os.fdopen(writer, "w", buffering=1)
-    sys.stdout = sys.stderr = stream
-    try:
+    with redirect_stdout(stream), redirect_stderr(stream):
         yield
-    finally:
-        sys.stdout, sys.stderr = before
-        with suppress(BrokenPipeError):
-            stream.close()
+    with suppress(BrokenPipeError):
+        stream.close()
 
 
 def test_what_is_printed_alone_ends_as_sigpipe_would_end_it() -> None:
@@ -50,7 +50,7 @@ def test_lines_and_bars_are_lost() -> None:
 
 
 def test_a_run_goes_on_to_its_results(tmp_path: Path) -> None:
-    tifffile.imwrite(tmp_path / "scan.tif", np.random.default_rng(0).integers(0, 255, (40, 40), dtype=np.uint8))
+    write_slice(tmp_path / "scan.tif")
     out = tmp_path / "out"
     with unread():
         code = main(["inpaint", "--input", str(tmp_path / "scan.tif"), "--steps", "1", "--no-exact", "--out", str(out)])
@@ -62,25 +62,43 @@ CLOSED = (">&-", "2>&-", "<&- >&- 2>&-")
 
 
 @pytest.mark.parametrize("closed", CLOSED)
-@pytest.mark.parametrize(("words", "code"), [("--version", 0), ("plan", 2), ("inpaint --help", 0), ("nothing", 2)])
+@pytest.mark.parametrize(
+    ("words", "code", "out", "err"),
+    [
+        ("--version", 0, "cocodiff ", ""),
+        ("plan", 2, "", "cocodiff: "),
+        ("inpaint --help", 0, "usage: cocodiff inpaint ", ""),
+        ("nothing", 2, "", "cocodiff: "),
+    ],
+)
 def test_commands_end_with_their_code_where_streams_are_closed(
-    tmp_path: Path, words: str, code: int, closed: str
+    tmp_path: Path, words: str, code: int, out: str, err: str, closed: str
 ) -> None:
+    """Text for a stream that is open comes there, and nothing else."""
     assert run_closed(words, closed, tmp_path) == code
-    said = (tmp_path / "stdout").read_text() + (tmp_path / "stderr").read_text()
-    assert "Error" not in said and ("2>&-" not in closed or code == 0 or not said)
+    for name, start, sign in (("stdout", out, ">&-"), ("stderr", err, "2>&-")):
+        said = (tmp_path / name).read_text()
+        if sign in closed.split() or not start:
+            assert said == ""
+        else:
+            assert said.startswith(start) and said.endswith("\n") and (name == "stdout" or said.count("\n") == 1)
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
 @pytest.mark.parametrize("closed", [*(pytest.param(one, marks=pytest.mark.full) for one in CLOSED[:2]), CLOSED[2]])
 def test_a_run_without_streams_writes_its_results(tmp_path: Path, closed: str, ranks: int) -> None:
-    slice_YX = np.random.default_rng(0).integers(0, 255, (40, 40), dtype=np.uint8)
-    tifffile.imwrite(tmp_path / "scan.tif", slice_YX)
+    slice_YX = write_slice(tmp_path / "scan.tif")
     words = f"inpaint --input scan.tif --mask center --steps 1 --no-exact --out out --ranks {ranks}"
     assert run_closed(words, closed, tmp_path) == 0
     restored_YX = tifffile.imread(tmp_path / "out" / "images" / "scan_center_tapa.tif")
     assert (restored_YX[0] == slice_YX[0]).all() and (restored_YX != slice_YX).any()
     assert (tmp_path / "out" / "report.html").exists()
+
+
+def write_slice(path: Path) -> np.ndarray:
+    slice_YX = np.random.default_rng(0).integers(0, 255, (40, 40), dtype=np.uint8)
+    tifffile.imwrite(path, slice_YX)
+    return slice_YX
 
 
 def run_closed(words: str, closed: str, folder: Path) -> int:
@@ -90,17 +108,32 @@ def run_closed(words: str, closed: str, folder: Path) -> int:
 
 
 def test_lines_to_a_full_disk_are_lost() -> None:
-    before = sys.stdout
-    with Path("/dev/full").open("w") as full:
-        sys.stdout = full
-        try:
-            say("one")
-            say("two")
-        finally:
-            sys.stdout = before
+    with Path("/dev/full").open("w") as full, redirect_stdout(full):
+        for text in ("one", "two"):
+            say(text)
 
 
 def test_a_terminal_without_all_letters_shows_others() -> None:
     words = [sys.executable, "-m", "cocodiff", "inpaint", "--input", "Zähne.tif"]
     done = subprocess.run(words, env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, text=True)
     assert done.returncode == 2 and "Z\\xe4hne.tif" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "said"),
+    [
+        ([3], 3, ""),
+        (UserError("a name\nof two lines"), 2, "cocodiff: a name of two lines\n"),
+        (KeyboardInterrupt, 130, "cocodiff: interrupted\n"),
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 1, None])
+def test_a_command_ends_with_the_code_of_its_error_and_one_rank_tells_it(ending, code, said, rank, monkeypatch, capsys):
+    monkeypatch.setattr("cocodiff.cli.plan.start", Mock(side_effect=ending))
+    assert run_command(["plan"], Launch("torchrun", rank, 2)) == code
+    assert capsys.readouterr() == ("", "" if rank else said)
+
+
+def test_a_mistake_of_one_rank_alone_ends_with_1(monkeypatch, capsys):
+    monkeypatch.setattr("cocodiff.cli.plan.start", Mock(side_effect=OwnRankError("no tile")))
+    assert run_command(["plan"], Launch()) == 1 and capsys.readouterr().err == "cocodiff: no tile\n"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import mpiexec, run
+from launching import fake, mpiexec, run
 
 from cocodiff.cli.doctor import command as doctor
 from cocodiff.cli.doctor.facts import environment
@@ -21,29 +21,31 @@ from cocodiff.config.errors import OwnRankError
 pytestmark = pytest.mark.processes
 
 
-def report(out: Path) -> dict[str, Any]:
-    return json.loads((out / "doctor.json").read_text())
-
-
-def severities(document: dict[str, Any]) -> dict[str, set[str]]:
+def report(out: Path) -> tuple[dict[str, Any], dict[str, set[str]]]:
+    """doctor.json, and the severities of each check's findings."""
+    document = json.loads((out / "doctor.json").read_text())
     found: dict[str, set[str]] = {}
     for finding in document["findings"]:
         found.setdefault(finding["check"], set()).add(finding["severity"])
-    return found
+    return document, found
 
 
-def test_one_rank_alone(tmp_path, capsys):
-    assert main(["doctor", "--out", str(tmp_path / "d"), "--kernels", "torch"]) == 0
-    document, shown = report(tmp_path / "d"), capsys.readouterr().out
-    assert document["healthy"] and document["facts"]["ranks"][0]["rank"] == 0
-    assert "healthy: 1 rank(s) looked at" in shown and "torch was asked for" in shown
+def test_a_rank_alone_imports_no_diffusers(tmp_path: Path) -> None:
+    words = ["doctor", "--out", str(tmp_path / "d"), "--kernels", "torch"]
+    program = f"import sys; from cocodiff.cli.main import main; code = main({words!r}); "
+    program += "sys.exit(code or any(name in sys.modules for name in ('diffusers', 'transformers')))"
+    done = run([sys.executable, "-c", program])
+    assert done.returncode == 0, done.stdout + done.stderr
+    document, _ = report(tmp_path / "d")
+    assert document["healthy"] and [rank["rank"] for rank in document["facts"]["ranks"]] == [0]
+    assert "healthy: 1 rank(s) looked at" in done.stdout and "torch was asked for" in done.stdout
 
 
 @pytest.mark.alone
-def test_ranks_under_mpiexec_are_healthy(tmp_path):
+def test_ranks_under_mpiexec_are_healthy(tmp_path: Path) -> None:
     done = mpiexec(3, "-m", "cocodiff", "doctor", "--out", str(tmp_path / "d"), "--kernels", "torch")
     assert done.returncode == 0, done.stdout + done.stderr
-    document = report(tmp_path / "d")
+    document, found = report(tmp_path / "d")
     facts = document["facts"]
     assert document["healthy"] and [rank["library"] for rank in facts["ranks"]] == ["mpi"] * 3
     assert len(facts["alltoalls"]) == 15 and not any(trial["wrong"] for trial in facts["alltoalls"])
@@ -52,15 +54,13 @@ def test_ranks_under_mpiexec_are_healthy(tmp_path):
     calls = {(one["call"], one["bytes"]) for one in facts["issues"]}
     assert len(calls) == 12 and {size for _, size in calls} == {2**12, 2**16, 2**20, 2**24}
     assert all(0 < one["returns_s"] < one["complete_s"] for one in facts["issues"])
-    assert severities(document)["host"] == severities(document)["order"] == {"note"} and facts["order_rounds"] is None
+    assert found["host"] == found["order"] == {"note"} and facts["order_rounds"] is None
 
 
 @pytest.mark.alone
-def test_a_faulty_environment_ends_with_1_and_remedies(tmp_path):
+def test_a_faulty_environment_ends_with_1_and_remedies(tmp_path: Path) -> None:
     """Another plane map, a second MPI, a NIC that is not there, kernels that cannot be built; and CCL_OP_SYNC."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "mpiexec").write_text("#!/bin/sh\n")
-    (tmp_path / "bin" / "mpiexec").chmod(0o755)
+    fake(tmp_path / "bin" / "mpiexec")
     wheel = tmp_path / "site" / "impi_rt-2021.17.2.dist-info"
     wheel.mkdir(parents=True)
     (wheel / "METADATA").write_text("Metadata-Version: 2.1\nName: impi-rt\nVersion: 2021.17.2\n")
@@ -75,75 +75,57 @@ def test_a_faulty_environment_ends_with_1_and_remedies(tmp_path):
     words = ["doctor", "--ranks", "4", "--kernels", "sycl", "--out", str(tmp_path / "d")]
     done = run(["env", *(f"{k}={v}" for k, v in faulty.items()), sys.executable, "-m", "cocodiff", *words])
     assert done.returncode == 1, done.stdout + done.stderr
-    document = report(tmp_path / "d")
-    found = severities(document)
+    document, found = report(tmp_path / "d")
     assert {check for check, of in found.items() if "fault" in of} == {"planes", "mpi", "nics", "sycl"}
     assert found["settings"] == {"warning"} and found["all-to-all"] == {"ok"} and not document["healthy"]
     assert "not healthy: 4 rank(s)" in done.stdout and "-> unset FI_CXI_DEVICE_NAME" in done.stdout
-    assert all(rank["launcher"] == "forked" for rank in document["facts"]["ranks"])
+    places = [(one["launcher"], one["local_rank"], one["local_size"]) for one in document["facts"]["ranks"]]
+    assert places == [("forked", rank, 4) for rank in range(4)]
 
 
-def test_what_doctor_writes_gives_access_to_nothing(monkeypatch):
-    for name, value in (
-        ("PMI_SHARED_SECRET", "s3cret"),
-        ("https_proxy", "http://me:s3cret@proxy:3128"),
-        ("AWS_ID", "1"),
-    ):
+def test_what_doctor_writes_gives_access_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    secrets = {"PMI_SHARED_SECRET": "s3cret", "AWS_ID": "1", "https_proxy": "http://me:s3cret@proxy:3128"}
+    for name, value in secrets.items():
         monkeypatch.setenv(name, value)
     told = environment()
     assert told["https_proxy"] == "http://...@proxy:3128" and "s3cret" not in str(told) and "AWS_ID" not in told
 
 
-def test_a_step_that_fails_is_named(tmp_path):
-    with (
-        pytest.raises(OwnRankError, match="all-to-alls: a message of 45 bytes"),
-        doctor.patience(60, 0, Health(), "all-to-alls"),
-    ):
-        raise ValueError("a message of 45 bytes is no value of ours")
+@pytest.mark.parametrize(
+    ("words", "free", "code", "said"),
+    [
+        ((), 2**28, 0, "0.25 GiB free on rank 0"),
+        ((), 2**28 - 1, 1, "any run needs 0.25 GiB on rank 0"),
+        (("--model", "qwen-image"), 2**30, 1, "the model needs"),
+        (("--patience_s", "0"), None, 2, "--patience_s 0.0: give a number"),
+        (("--machine", "auroa"), None, 2, "did you mean aurora?"),
+        (("--ranks", "0"), None, 2, "--ranks 0: at least 1"),
+        (("--machine", "aurora"), None, 2, "machine aurora has nodes of 12 ranks"),
+    ],
+)
+def test_too_little_memory_and_mistakes(words, free, code, said, tmp_path, capsys, monkeypatch):
+    """A fault ends with 1 and is written down, a mistake with 2 and nothing."""
+    monkeypatch.setattr("cocodiff.cli.doctor.facts.free_memory", lambda *_: free)
+    assert main(["doctor", *words, "--kernels", "torch", "--out", str(tmp_path / "d")]) == code
+    told = capsys.readouterr()
+    assert said in (told.err if code == 2 else told.out) and (tmp_path / "d").exists() is (code != 2)
+    assert code == 2 or report(tmp_path / "d")[0]["healthy"] is (code == 0)
 
 
-def test_a_model_that_does_not_fit(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("cocodiff.cli.doctor.facts.free_memory", lambda *_: 2**30)
-    words = ["--model", "qwen-image", "--kernels", "torch", "--out", str(tmp_path / "d")]
-    assert main(["doctor", *words]) == 1
-    assert "the model needs" in capsys.readouterr().out
-
-
-def test_a_step_that_hangs_is_named(monkeypatch):
+def test_a_step_that_fails_or_hangs_is_named_and_one_that_ends_is_let_be(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[int] = []
     said: list[bytes] = []
     monkeypatch.setattr(os, "_exit", ended.append)
     monkeypatch.setattr(os, "write", lambda _, text: said.append(text))
+    with pytest.raises(OwnRankError, match="a step: 45 bytes"), doctor.patience(0.3, 0, Health(), "a step"):
+        raise ValueError("45 bytes")
+    with doctor.patience(0.3, 3, Health(), "nothing"):
+        pass
+    time.sleep(0.5)
+    assert ended == []
     with doctor.patience(0.01, 3, Health(), "all-to-alls"):
         for _ in range(500):
             if ended:
                 break
             time.sleep(0.01)
     assert ended == [1] and b"rank 3 hangs since 0.01 s at all-to-alls" in said[0]
-    with doctor.patience(60, 3, Health(), "nothing"):
-        pass
-    assert ended == [1]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--patience_s", "0"], "--patience_s 0.0: give a number"),
-        (["--machine", "auroa"], "did you mean aurora?"),
-        (["--ranks", "0"], "--ranks 0: at least 1"),
-        (["--machine", "aurora"], "machine aurora has nodes of 12 ranks"),
-    ],
-)
-def test_mistakes_are_one_line(words, message, tmp_path, capsys):
-    assert main(["doctor", *words, "--kernels", "torch", "--out", str(tmp_path / "d")]) == 2
-    assert message in capsys.readouterr().err and not (tmp_path / "d").exists()
-
-
-def test_doctor_never_imports_diffusers(tmp_path):
-    program = (
-        "import sys; from cocodiff.cli.main import main; "
-        f"code = main(['doctor', '--kernels', 'torch', '--out', {str(tmp_path / 'd')!r}]); "
-        "sys.exit(code or any(name in sys.modules for name in ('diffusers', 'transformers')))"
-    )
-    done = run([sys.executable, "-c", program])
-    assert done.returncode == 0, done.stdout + done.stderr

@@ -73,7 +73,7 @@ def test_an_empty_folder_is_used(tmp_path):
 
 def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path):
     (tmp_path / "out").write_text("a file")
-    with pytest.raises(UserError, match="out is a file: name a folder"):
+    with pytest.raises(UserError, match="is a file: name a folder"):
         OutputFolder(str(tmp_path / "out"), overwrite=True)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from cocodiff_studies import phantoms
 from safetensors import safe_open
+from skimage.restoration import inpaint_biharmonic
 
 from cocodiff import demo_model
 from cocodiff.demo_model.training import center_mask
@@ -51,13 +52,19 @@ def restored_and_truth() -> tuple[np.ndarray, np.ndarray]:
     return restore(pipeline, truth_NHW, masks_NHW), truth_NHW
 
 
-def test_two_steps_already_beat_the_mean(restored_and_truth: tuple[np.ndarray, np.ndarray]) -> None:
+def test_two_steps_restore_more_than_what_is_smooth(restored_and_truth: tuple[np.ndarray, np.ndarray]) -> None:
+    """Errors are a third of the mean's, and less than half of those of a biharmonic continuation."""
     restored_NHW, truth_NHW = restored_and_truth
     assert restored_NHW.shape == (2, 96, 96) and np.isfinite(restored_NHW).all()
     hidden_HW = center_mask()
-    for restored, truth in zip(restored_NHW, truth_NHW, strict=True):
-        error, of_mean = restored[hidden_HW] - truth[hidden_HW], truth[~hidden_HW].mean() - truth[hidden_HW]
-        assert (error**2).mean() < (of_mean**2).mean()
+
+    def error(restored_HW: np.ndarray | float, truth_HW: np.ndarray) -> float:
+        return float(((restored_HW - truth_HW)[hidden_HW] ** 2).mean())
+
+    for restored_HW, truth_HW in zip(restored_NHW, truth_NHW, strict=True):
+        smooth_HW = inpaint_biharmonic(np.where(hidden_HW, 0, truth_HW), hidden_HW)
+        assert error(restored_HW, truth_HW) < 0.36 * error(truth_HW[~hidden_HW].mean(), truth_HW)
+        assert error(restored_HW, truth_HW) < 0.5 * error(smooth_HW, truth_HW)
 
 
 def test_pixels_under_the_mask_do_not_matter(restored_and_truth: tuple[np.ndarray, np.ndarray]) -> None:
@@ -77,7 +84,7 @@ def test_bfloat16_and_other_sizes() -> None:
     images_NHW = np.full((1, 64, 128), 0.5, np.float32)
     masks_NHW = np.zeros((1, 64, 128), bool)
     masks_NHW[:, 16:40, 32:80] = True
-    assert np.isfinite(restore(pipeline, images_NHW, masks_NHW)).all()
+    assert np.abs(restore(pipeline, images_NHW, masks_NHW) - 0.5).max() < 0.1
 
 
 @pytest.mark.full

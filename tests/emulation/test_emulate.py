@@ -5,30 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from cocodiff_studies.namespaces import Namespace
-from launching import find_mpiexec, run
+from launching import assert_succeeded, find_mpiexec, run
 
-
-def lacking() -> str:
-    """Why emulations cannot run here, "" where they can."""
-    if os.geteuid() != 0 or shutil.which("tc") is None or shutil.which("ip") is None:
-        return "emulation needs root, ip and tc (iproute2)"
-    try:
-        Namespace().close()
-    except PermissionError:
-        return "this root may not make network namespaces"
-    return ""
-
-
-pytestmark = [pytest.mark.processes, pytest.mark.alone, pytest.mark.skipif(bool(lacking()), reason=lacking() or "runs")]
+pytestmark = [pytest.mark.processes, pytest.mark.alone, pytest.mark.usefixtures("emulation")]
 SHOW = "readlink /proc/self/ns/net"
 MACHINE = """
 name: small
@@ -41,35 +29,36 @@ device: {memory_gib: 64, memory_gb_s: 1000, bf16_tflop_s: 256}
 
 
 @pytest.fixture
-def machine(tmp_path):
+def machine(tmp_path: Path) -> str:
     path = tmp_path / "small.yaml"
     path.write_text(MACHINE)
     return str(path)
 
 
-def emulate(*words):
+def emulate(*words: str) -> list[str]:
     return [sys.executable, "-m", "cocodiff", "emulate", *words]
+
+
+def found_in_processes(path: str, read: Callable[[Path], Any]) -> list[Any]:
+    """Contents of a file or link that each process has in /proc."""
+    found = []
+    for one in Path("/proc").glob(f"[0-9]*/{path}"):
+        with contextlib.suppress(OSError):
+            found.append(read(one))
+    return found
 
 
 def namespaces() -> set[str]:
     """The network namespaces that some process is in."""
-    found = set()
-    for path in Path("/proc").glob("[0-9]*/ns/net"):
-        with contextlib.suppress(OSError):
-            found.add(str(path.readlink()))
-    return found
+    return {str(link) for link in found_in_processes("ns/net", Path.readlink)}
 
 
 def processes(word: str) -> int:
     """How many processes have a word of their command line."""
-    found = 0
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            found += word.encode() in path.read_bytes().split(b"\0")
-    return found
+    return sum(word.encode() in line.split(b"\0") for line in found_in_processes("cmdline", Path.read_bytes))
 
 
-def test_programs_run_in_namespaces_of_their_own_and_leave_nothing(machine):
+def test_programs_run_in_namespaces_of_their_own_and_leave_nothing(machine: str) -> None:
     before = namespaces()
     done = run(emulate("--machine", machine, "--nodes", "2", "--", "sh", "-c", f"echo rank=$RANK; {SHOW}"))
     assert done.returncode == 0, done.stderr
@@ -82,7 +71,7 @@ def test_programs_run_in_namespaces_of_their_own_and_leave_nothing(machine):
         assert any(line.split()[:1] == [kind] and "Mbit/s of" in line for line in lines)
 
 
-def test_a_bad_rank_ends_all(machine):
+def test_a_bad_rank_ends_all(machine: str) -> None:
     for bad, code, said in (
         ("exit 7", 7, "rank 2 left with code 7"),
         ("kill -9 $$", 1, "rank 2 was killed by SIGKILL"),
@@ -93,112 +82,105 @@ def test_a_bad_rank_ends_all(machine):
         assert processes("70.25") == 0
 
 
-def started(machine, script):
+@contextlib.contextmanager
+def started(machine: str, script: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """An emulation whose ranks run a shell script, once the first of them does, and that rank's namespace."""
-    process = subprocess.Popen(
-        emulate("--machine", machine, "--", "sh", "-c", f"{SHOW}; {script}"), stdout=subprocess.PIPE, text=True
-    )
-    for line in process.stdout:
-        if line.startswith("net:"):
-            return process, line.strip()
-    raise AssertionError("the ranks did not start")
+    words = emulate("--machine", machine, "--", "sh", "-c", f"{SHOW}; {script}")
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process, next(line.strip() for line in process.stdout if line.startswith("net:"))
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
-def test_an_interrupt_ends_all(machine, number, tmp_path, monkeypatch):
+def test_an_interrupt_ends_all(
+    machine: str, number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    process, space = started(machine, "sleep 71.25 & sleep 71.25")
-    process.send_signal(number)
-    assert process.wait(timeout=30) == 130
-    process.stdout.close()
-    assert space not in namespaces() and processes("71.25") == 0
+    with started(machine, "sleep 71.25 & sleep 71.25") as (process, space):
+        process.send_signal(number)
+        assert process.wait(timeout=30) == 130
+        assert space not in namespaces() and processes("71.25") == 0
     assert list(tmp_path.glob("cocodiff-emulation-*")) == []
 
 
-def test_the_next_start_ends_what_a_killed_one_left_and_no_other(machine):
-    other, others_space = started(machine, "sleep 73.25")  # runs all the while
-    process, space = started(machine, "sleep 72.25 & sleep 72.25")
-    assert space != others_space
-    wait_until(lambda: processes("72.25") > 0)
-    process.kill()
-    process.wait()
-    process.stdout.close()
-    done = run(emulate("--machine", machine, "--", "true"))
-    assert done.returncode == 0, done.stderr
-    wait_until(lambda: processes("72.25") == 0 and space not in namespaces())
-    assert other.poll() is None and others_space in namespaces()
-    other.send_signal(signal.SIGTERM)
-    assert other.wait(timeout=30) == 130
-    other.stdout.close()
+def test_the_next_start_ends_what_a_killed_one_left_and_no_other(machine: str) -> None:
+    with started(machine, "sleep 73.25") as (other, others_space):  # runs all the while
+        with started(machine, "sleep 72.25 & sleep 72.25") as (process, space):
+            assert space != others_space
+            wait_until(lambda: processes("72.25") > 0)
+            process.kill()
+            process.wait()
+        assert_succeeded(run(emulate("--machine", machine, "--", "true")))
+        wait_until(lambda: processes("72.25") == 0 and space not in namespaces())
+        assert other.poll() is None and others_space in namespaces()
+        other.send_signal(signal.SIGTERM)
+        assert other.wait(timeout=30) == 130
     assert others_space not in namespaces() and processes("73.25") == 0
 
 
-def wait_until(holds, within_s=20):
+def wait_until(holds: Callable[[], bool], within_s: float = 20) -> None:
     deadline = time.monotonic() + within_s
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
-def test_alltoall_of_every_exchange_is_right_and_compared_with_the_bound(machine, tmp_path):
-    words = ["--sizes_mb", "0.2", "--repeats", "1", "--quiet", "--out", str(tmp_path / "bench")]
-    done = run(emulate("--machine", machine, "--", "cocodiff", "bench", "alltoall", *words, "--tune"))
-    assert done.returncode == 0, done.stdout + done.stderr
-    table = str(tmp_path / "bench" / "exchange.yaml")
-    more = ["--exchange_table", table, "--overwrite"]
-    done = run(emulate("--machine", machine, "--", "cocodiff", "bench", "alltoall", *words, *more))
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads((tmp_path / "bench" / "bench.json").read_text())["rows"]
-    found = [row["variant"] for row in rows]
-    assert found == ["flat", "flat_serial", "library", "tapa", "split", "auto", "bound"]
-    assert all(row["efficiency"] == pytest.approx(rows[6]["median_s"] / row["median_s"]) for row in rows[:7])
-    tapa = next(row for row in rows if row["variant"] == "tapa")
-    assert tapa["phase1_s"] > 0 and tapa["phase2_s"] > 0
+def bench(out: Path, how: list[str], kind: str, *words: str) -> list[dict[str, Any]]:
+    """The rows of a benchmark that runs on an emulated machine. RANK and WORLD_SIZE are of some other job, and tests of
+    MPI set I_MPI_FABRICS to shm."""
+    job = ["cocodiff", "bench", kind, "--repeats", "1", "--quiet", "--overwrite", "--out", str(out), *words]
+    assert_succeeded(run(["env", "-u", "I_MPI_FABRICS", "RANK=0", "WORLD_SIZE=1", *emulate(*how, "--", *job)]))
+    return json.loads((out / "bench.json").read_text())["rows"]
 
 
-def test_mpi_runs_over_the_emulated_links(tmp_path):
+def variants(rows: list[dict[str, Any]]) -> list[str]:
+    return [row["variant"] for row in rows]
+
+
+def test_alltoall_of_every_exchange_is_right_and_compared_with_the_bound(machine: str, tmp_path: Path) -> None:
+    words = (tmp_path / "bench", ["--machine", machine], "alltoall", "--sizes_mb", "0.2")
+    bench(*words, "--tune")
+    rows = bench(*words, "--exchange_table", str(tmp_path / "bench" / "exchange.yaml"))
+    assert variants(rows) == ["flat", "flat_serial", "library", "tapa", "split", "auto", "bound"]
+    assert all(row["efficiency"] == pytest.approx(rows[6]["median_s"] / row["median_s"]) for row in rows)
+    assert rows[3]["phase1_s"] > 0 and rows[3]["phase2_s"] > 0
+
+
+def test_mpi_runs_over_the_emulated_links(tmp_path: Path) -> None:
     find_mpiexec()
-    words = ["--sizes_mb", "0.05", "--repeats", "1", "--quiet", "--variants", "mpi,split", "--out", str(tmp_path / "b")]
-    ours = emulate(
-        "--machine", "local", "--ranks", "2", "--launcher", "mpiexec", "--", "cocodiff", "bench", "alltoall", *words
-    )
-    # The tests of MPI set I_MPI_FABRICS to shm; RANK and WORLD_SIZE are of some other job.
-    done = run(["env", "-u", "I_MPI_FABRICS", "RANK=0", "WORLD_SIZE=1", *ours])
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads((tmp_path / "b" / "bench.json").read_text())["rows"]
-    assert [row["variant"] for row in rows] == ["mpi", "split"]  # no figures, no bound
+    how = ["--machine", "local", "--ranks", "2", "--launcher", "mpiexec"]
+    rows = bench(tmp_path / "bench", how, "alltoall", "--sizes_mb", "0.05", "--variants", "mpi,split")
+    assert variants(rows) == ["mpi", "split"]  # no figures, no bound
 
 
-def test_a_step_of_a_models_shape(machine, tmp_path):
-    words = ["--model", "sd3.5", "--size", "64", "--repeats", "1", "--link_efficiency", "0.5", "--quiet"]
+def test_a_step_of_a_models_shape(machine: str, tmp_path: Path) -> None:
+    words = ["--model", "sd3.5", "--size", "64", "--link_efficiency", "0.5"]
     words += ["--variants", "flat_serial", "flat", "cocodiff", "ring", "token_ring"]
-    out = ["--out", str(tmp_path / "step")]
-    done = run(emulate("--machine", machine, "--scale", "100", "--", "cocodiff", "bench", "step", *words, *out))
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads((tmp_path / "step" / "bench.json").read_text())["rows"]
-    assert [row["variant"] for row in rows] == ["flat_serial", "flat", "cocodiff", "ring", "token ring"]
-    assert all(0 < row["communication_share"] < 1 for row in rows)
-    assert all(row["communication_share"] == pytest.approx(1 - row["compute_s"] / row["median_s"]) for row in rows)
+    rows = bench(tmp_path / "step", ["--machine", machine, "--scale", "100"], "step", *words)
+    assert variants(rows) == ["flat_serial", "flat", "cocodiff", "ring", "token ring"]
+    for row in rows:
+        assert 0 < row["communication_share"] < 1
+        assert row["communication_share"] == pytest.approx(1 - row["compute_s"] / row["median_s"])
 
 
 @pytest.mark.full
-def test_weights_that_cards_share_travel_beside_tokens(machine, tmp_path):
+def test_weights_that_cards_share_travel_beside_tokens(machine: str, tmp_path: Path) -> None:
     """And it is told how much of their way is hidden."""
     model = tmp_path / "tiny.yaml"
     text = "name: tiny\nfamily: FLUX.1\nheads: 4\nhead_dim: 64\njoint_layers: 2\nparameters: 1000000\n"
     model.write_text(text)
-    words = ["--model", str(model), "--size", "64", "--repeats", "1", "--link_efficiency", "1", "--quiet"]
-    words += ["--variants", "split", "split_card", "cocodiff_card", "--out", str(tmp_path / "step")]
-    done = run(emulate("--machine", machine, "--scale", "1000", "--", "cocodiff", "bench", "step", *words))
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads((tmp_path / "step" / "bench.json").read_text())["rows"]
-    assert [row["variant"] for row in rows] == ["split", "split card", "cocodiff card"]
-    whole, *shared = rows
+    words = ["--model", str(model), "--size", "64", "--link_efficiency", "1"]
+    words += ["--variants", "split", "split_card", "cocodiff_card"]
+    whole, *shared = bench(tmp_path / "step", ["--machine", machine, "--scale", "1000"], "step", *words)
+    assert variants([whole, *shared]) == ["split", "split card", "cocodiff card"]
     assert whole["hidden_share"] is None and all(0 <= row["hidden_share"] <= 1 for row in shared)
 
 
 @pytest.mark.full
-def test_a_campaign_that_is_killed_goes_on_to_its_page(machine, tmp_path):
+def test_a_campaign_that_is_killed_goes_on_to_its_page(machine: str, tmp_path: Path) -> None:
     """The course of launch/campaign.pbs on two emulated nodes with a small model."""
     (tmp_path / "toy.yaml").write_text(
         "{name: toy, family: FLUX.1, heads: 8, head_dim: 32, joint_layers: 1, parallel_layers: 1, mlp_ratio: 4, "

@@ -14,7 +14,7 @@ from cocodiff_bench.command import module_of
 from cocodiff_bench.model_step import FITTED, over_schedule
 from cocodiff_studies import emulate as emulation
 from cocodiff_studies.emulate import is_this_cocodiff
-from launching import assert_succeeded
+from launching import assert_succeeded, fake
 from warm import forked
 
 from cocodiff.cli.main import main
@@ -53,8 +53,7 @@ def test_the_cocodiff_that_runs_here_is_known_by_its_path_too(tmp_path, capsys):
     """It gets the machine, and is forked from here; all others are executed as they stand."""
     ours = Path(sys.executable).parent
     (tmp_path / "link").symlink_to(ours / "cocodiff")
-    (tmp_path / "cocodiff").write_text("#!/bin/sh\n")
-    (tmp_path / "cocodiff").chmod(0o755)
+    fake(tmp_path / "cocodiff")
     for program in ("cocodiff", str(ours / "cocodiff"), str(tmp_path / "link")):
         assert is_this_cocodiff(program), program
         assert main(["emulate", "--", program, "bench", "alltoall", "--machine", "local"]) == 2
@@ -62,12 +61,25 @@ def test_the_cocodiff_that_runs_here_is_known_by_its_path_too(tmp_path, capsys):
     assert not any(map(is_this_cocodiff, ["true", "python3", sys.executable, str(tmp_path / "cocodiff"), "none"]))
 
 
-def test_what_is_missing_is_said_all_at_once(monkeypatch, capsys):
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert main(["emulate", "--", "true"]) == 2
-    said = capsys.readouterr().err
-    assert "root" in said and "ip (Debian: apt install iproute2)" in said and "tc (Debian" in said
+@pytest.mark.parametrize(
+    ("user", "tools", "words", "values"),
+    [
+        (1000, (), ("--", "true"), "root ip tc iproute2"),  # all that is missing at once
+        (0, ("ip",), ("--", "true"), "tc"),
+        (0, ("ip", "tc"), ("--", "no-such-program"), "no-such-program executable"),
+        (0, ("ip", "tc"), ("--", "/"), "run / executable"),
+        (0, ("ip", "tc", "true"), ("--launcher", "mpiexec", "--", "true"), "I_MPI_FABRICS shm unset"),
+    ],
+)
+def test_what_is_missing_is_told_before_anything_is_built(user, tools, words, values, monkeypatch, capsys):
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    monkeypatch.setattr(shutil, "which", lambda name: name if name in tools else None)
+    monkeypatch.setenv("I_MPI_FABRICS", "shm:ofi")
+    assert main(["emulate", *words]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and len(said.err.splitlines()) == 1
+    assert [value for value in values.split() if value not in said.err] == [], said.err
+    assert ("root" in said.err) is (user != 0)
 
 
 def test_what_a_killed_emulation_left_is_ended_and_a_running_one_is_left_alone():
@@ -83,25 +95,6 @@ def test_what_a_killed_emulation_left_is_ended_and_a_running_one_is_left_alone()
     finally:
         assert emulation.kill_all(running, ()) == 1
         assert of_both[running].wait(60) == -signal.SIGKILL
-
-
-def test_a_program_that_is_not_there_is_told_before_anything_is_built(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(shutil, "which", lambda name: name if name in ("ip", "tc") else None)
-    for program in ("no-such-program", str(tmp_path)):
-        assert main(["emulate", "--machine", "local", "--ranks", "2", "--", program]) == 2
-        said = capsys.readouterr()
-        assert said.out == "" and said.err == (
-            f"cocodiff: emulate cannot run {program}: there is no such program, or it is not executable\n"
-        )
-
-
-def test_shared_memory_is_refused(monkeypatch, capsys):
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(shutil, "which", lambda name: name)
-    monkeypatch.setenv("I_MPI_FABRICS", "shm:ofi")
-    assert main(["emulate", "--launcher", "mpiexec", "--", "true"]) == 2
-    assert "past the emulated links: unset it" in capsys.readouterr().err
 
 
 def test_a_large_models_shape_needs_an_emulation(capsys, tmp_path):
