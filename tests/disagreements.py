@@ -21,6 +21,7 @@ from tiny_pipelines import TEXT_WIDTH, flux_pipeline
 from warm_ranks import warm_mpiexec
 
 from cocodiff.comm.launch import detect
+from cocodiff.config.config import Config
 from cocodiff.engine.engine import parallelize
 
 OWN = "one rank's own"  # an error that a script raises itself
@@ -40,19 +41,20 @@ class Case:
     ranks: int = 2
     odd: int = 1
     guided: bool = True  # the transformer is called twice a step
-    settings: dict[str, Any] = field(default_factory=dict)  # of `parallelize`
+    settings: dict[str, Any] = field(default_factory=dict)  # of a Config, and its preset
     others: dict[str, Any] | None = None  # the odd rank's, if they differ
 
     def end_of(self, pipe: Any, rank: int, **more: Any) -> str:
         """Make the calls of a rank. Return the error that ended them, "" for none."""
         odd = rank == self.odd
         calls = ["again", *(self.changed if odd else self.calls)]
-        settings = self.others if odd and self.others is not None else self.settings
+        settings = {**(self.others if odd and self.others is not None else self.settings)}
+        config = Config.preset(settings.pop("preset"), **settings)
         pipe.set_progress_bar_config(disable=True)
         try:
             while calls:
                 calls.pop(0)
-                with torch.no_grad(), parallelize(pipe, **settings, **more) as engine:
+                with torch.no_grad(), parallelize(pipe, config=config, **more) as engine:
                     while calls and calls[0] != "again":
                         try:
                             make_call(pipe, engine, calls.pop(0), self.guided)

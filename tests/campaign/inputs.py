@@ -54,6 +54,7 @@ from warm import forked
 
 from cocodiff.config.errors import UserError
 
+Maker = Callable[[Draw], Given]
 HANGS_S = 240.0
 WORDS = ("tiff", "sequence", "zarr", "h5", "npy", "mrc")
 NO_FORMAT = "MRC files hold no"  # the one refusal of a format
@@ -61,32 +62,16 @@ BOX = (slice(1, 3), slice(8, 14), slice(9, 17))  # the mask of results in every 
 REGION = {"slices": "1:4", "roi": "3:21,5:26"}
 ZARR_MARKS = (".zarray", ".zattrs", ".zgroup", ".cocodiff-files.json")
 # Makers that take voxels of any shape and of these types, any name, and what is odd; the others have something odd.
-TYPES: dict[Callable[[Draw], Given], tuple[str, ...]] = dict.fromkeys(
-    (tiff, sequence, npy, hdf5, frames, store), DTYPES
-)
+TYPES: dict[Maker, tuple[str, ...]] = dict.fromkeys((tiff, sequence, npy, hdf5, frames, store), DTYPES)
 TYPES |= {imagej: ("u1", "u2", "f4"), png: ("u1", "u2"), ome: tuple(sorted({*DTYPES} - {"u8", "i8", "f2"}))}
 MAKERS = (tiff, hdf5, mrc, store, values, sequence, placed, imagej, zarr_values, ome, elsewhere, png, frames, samples)
-MAKERS += (hdf5, values, npy, mrc, placed, store, nodata, hdf5, elsewhere)
+MAKERS += (hdf5, values, npy, mrc, placed, store, nodata, hdf5, tiff, elsewhere)
 # As many as have no common divisor with the makers: each pair comes up.
 TWISTS = ("none", "dtype", "shape", "values", "mask", "metadata", "cut", "flip", "gone", "name", "options", "storage")
 TWISTS += ("damaged mask",)
 OF_FILES = ("none", "dtype", "storage", "metadata", "none")
-NAMES = (
-    "a b",
-    "ü–漢字",
-    "a'b\"c",
-    "x" * 180,
-    "[1]",
-    "a\nb",
-    "%20",
-    ".hidden",
-    "a:b",
-    "a*b?",
-    "x.h5:y",
-    "x.zarr",
-    "-dash",
-)
-NAMES += ("$HOME", "a;b", "{x}", "labels", "1", "a,b", "\u202etxt", "nul", "~", "..a", "e\u0301")
+NAMES = ("a b", "ü–漢字", "a'b\"c", "[1]", "a\nb", "%20", ".hidden", "a:b", "a*b?", "x.h5:y", "x.zarr", "-dash")
+NAMES += ("$HOME", "a;b", "{x}", "labels", "1", "a,b", "nul", "~", "..a", "x" * 180, "\u202etxt", "e\u0301")
 
 
 @dataclass
@@ -104,7 +89,7 @@ class Outcome:
     seconds: float = 0.0
 
 
-def make_given(chance: random.Random, maker: Callable[[Draw], Given], twist: str, folder: Path) -> tuple[Given, Draw]:
+def make_given(chance: random.Random, maker: Maker, twist: str, folder: Path) -> tuple[Given, Draw]:
     """Write an input into an empty folder."""
     types, stem, wrong = TYPES.get(maker, ("u1", "u2")), "scan", False
     dtype = chance.choice([*types] if twist == "dtype" else [one for one in USUAL if one in types])
@@ -299,12 +284,11 @@ def run_command(found: Outcome, given: Given | None, command: Command, folder: P
 
 def contents(folder: Path) -> dict[str, str]:
     """Return what lies in a folder, by name: the checksum of files."""
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        if path.is_file() and not path.is_symlink()
-        else "no file"
-        for path in sorted(folder.rglob("*"))
-    }
+    found = {}
+    for path in folder.rglob("*"):
+        regular = path.is_file() and not path.is_symlink()
+        found[str(path.relative_to(folder))] = hashlib.sha256(path.read_bytes()).hexdigest() if regular else "no file"
+    return found
 
 
 def judge(

@@ -315,11 +315,9 @@ def read_mrc(path: Path) -> Plain:
     if head["mode"] == 0:
         name = "u1" if stamp == IMOD and not flags & 1 else "i1"
     shape = tuple(int(head[side]) for side in ("nz", "ny", "nx"))
-    found = {one: [float(head[name]) for name in names] for one, names in OF_AXES.items()}
-    found = {"origin": [*head["origin"].tolist()], "starts": found["starts"], "intervals": found["intervals"]}
-    found["side"] = [
-        cell / max(count, 1) for cell, count in zip(head["cella"].tolist(), found["intervals"], strict=True)
-    ]
+    found: Plain = {one: [float(head[name]) for name in names] for one, names in OF_AXES.items()}
+    found["side"] = np.array(head["cella"].tolist()) / np.maximum(found["intervals"], 1)
+    found["origin"] = head["origin"].tolist()
     voxels = np.frombuffer(data, np.dtype(order + name), shape[0] * shape[1] * shape[2], 1024 + size).reshape(shape)
     found |= {"order": order, "ispg": int(head["ispg"]), "label": bytes(head["label"][0])[:10], "voxels": voxels}
     return found | {"extended": data[1024 : 1024 + size], "kind": bytes(head["exttyp"])}
