@@ -33,20 +33,8 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 )
 CALLS = ("image 3", "image 2", "call", "bytes", "drift", "forget", "new_run")
 LOCAL = ("forget", "new_run")  # say nothing to the others
-KINDS = (
-    "more",
-    "fewer",
-    "order",
-    "steps",
-    "size",
-    "raise",
-    "interrupt",
-    "settings",
-    "parts",
-    "leaves",
-    "again",
-    "table",
-)
+KINDS = ("more", "fewer", "order", "steps", "size", "raise", "interrupt", "settings", "parts", "leaves", "again")
+KINDS += ("table",)  # of `disagreements`
 # Errors from inside of the product, where a message was taken for another one.
 INSIDES = re.compile(r"unpack|'dict'|'list'|NoneType|AttributeError|KeyError|TypeError|awaited|gloo")
 

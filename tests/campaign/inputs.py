@@ -65,7 +65,8 @@ ZARR_MARKS = (".zarray", ".zattrs", ".zgroup", ".cocodiff-files.json")
 TYPES: dict[Maker, tuple[str, ...]] = dict.fromkeys((tiff, sequence, npy, hdf5, frames, store), DTYPES)
 TYPES |= {imagej: ("u1", "u2", "f4"), png: ("u1", "u2"), ome: tuple(sorted({*DTYPES} - {"u8", "i8", "f2"}))}
 MAKERS = (tiff, hdf5, mrc, store, values, sequence, placed, imagej, zarr_values, ome, elsewhere, png, frames, samples)
-MAKERS += (hdf5, values, npy, mrc, placed, store, nodata, hdf5, tiff, elsewhere)
+MAKERS += (hdf5, values, npy, mrc, placed, store, nodata, hdf5, tiff, elsewhere, placed, imagej, sequence, samples, mrc)
+MAKERS += (elsewhere, elsewhere)
 # As many as have no common divisor with the makers: each pair comes up.
 TWISTS = ("none", "dtype", "shape", "values", "mask", "metadata", "cut", "flip", "gone", "name", "options", "storage")
 TWISTS += ("damaged mask",)
@@ -89,7 +90,7 @@ class Outcome:
     seconds: float = 0.0
 
 
-def make_given(chance: random.Random, maker: Maker, twist: str, folder: Path) -> tuple[Given, Draw]:
+def make_given(chance: random.Random, maker: Maker, twist: str, folder: Path, turn: int) -> tuple[Given, Draw]:
     """Write an input into an empty folder."""
     types, stem, wrong = TYPES.get(maker, ("u1", "u2")), "scan", False
     dtype = chance.choice([*types] if twist == "dtype" else [one for one in USUAL if one in types])
@@ -109,7 +110,7 @@ def make_given(chance: random.Random, maker: Maker, twist: str, folder: Path) ->
     voxels = make_voxels(shape, np.dtype(dtype), chance, twist == "values" and maker in TYPES)
     if twist == "dtype" and dtype in ("u8", "i8") and chance.random() < 0.5:  # steps that a float64 cannot tell
         voxels, wrong = voxels * 40 + voxels.dtype.type(chance.choice([2**53, 2**60, 2**62])), True
-    draw = Draw(folder, voxels, chance, twist == "metadata", twist == "storage", stem)
+    draw = Draw(folder, voxels, chance, twist == "metadata", twist == "storage", stem, turn)
     given = maker(draw)
     given.refuse(".", wrong)
     if draw.odd and maker in TYPES:
@@ -128,7 +129,8 @@ def spoil(given: Given, command: Command, twist: str, chance: random.Random) -> 
 def run_case(seed: int, keep: str | None, number: int) -> Outcome:
     """Make a case and try it."""
     began, turn, chance = time.monotonic(), number // 2, random.Random(f"{seed} {number}")
-    maker, twist = MAKERS[turn % len(MAKERS)], (TWISTS if number % 2 else OF_FILES)[turn % (13 if number % 2 else 5)]
+    laps, place = divmod(turn, len(MAKERS))
+    maker, twist = MAKERS[place], (TWISTS if number % 2 else OF_FILES)[turn % (13 if number % 2 else 5)]
     found = Outcome(number, maker.__name__, twist)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(keep).resolve() / str(number) if keep else Path(name) / "case"
@@ -137,7 +139,9 @@ def run_case(seed: int, keep: str | None, number: int) -> Outcome:
             found.kind, found.twist = "settings", [*SETTINGS][number // 16 % len(SETTINGS)]
             run_command(found, None, make_settings(folder, chance, found.twist), folder, Path(name))
         else:
-            given, draw = make_given(chance, maker, twist, folder / "in")
+            given, draw = make_given(
+                chance, maker, twist, folder / "in", laps * MAKERS.count(maker) + MAKERS[:place].count(maker)
+            )
             if number % 2:
                 command = make_inpaint(given, draw, twist, folder / "out")
                 if twist in ("cut", "flip", "gone"):

@@ -46,12 +46,17 @@ class Draw:
     odd: bool = False  # with metadata that nobody expects
     stored: bool = False  # in one of the rarer ways of storage
     stem: str = "scan"
+    turn: int = 0  # the number of the case among those of its maker
 
     def path(self, suffix: str) -> Path:
         return self.folder / f"{self.stem}{suffix}"
 
     def pick(self, *choices: Any) -> Any:
         return self.chance.choice(choices)
+
+    def by_turn(self, *choices: Any) -> Any:
+        """Choose what is next: all of them come up in as many cases of a maker."""
+        return choices[self.turn % len(choices)]
 
     def maybe(self, share: float) -> bool:
         return self.chance.random() < share

@@ -18,6 +18,8 @@ from PIL import Image
 
 TURNED = "orient|turned|mirror"
 PLACED = "origin|start|where it lies|lies at|position|Plane"
+WHERE = ("turned plain", "turned slice", "turned sequence", "turned imagej", "turned ome", "at plain", "at sequence")
+WHERE += ("at imagej", "at ome", "axes plain", "axes imagej", "axes ome")
 MODES = {"i1": 0, "u1": 0, "i2": 1, "f4": 2, "u2": 6, "f2": 12}
 IMOD = 1146047817
 HEADER = mrcfile.dtypes.HEADER_DTYPE
@@ -34,7 +36,7 @@ def tiff(draw: Draw) -> Given:
         options |= {"compression": draw.pick(None, "zlib", "zstd", "lzma", *codecs), "bigtiff": draw.maybe(0.3)}
         options |= draw.pick({}, {"tile": (16, 16)}, {"rowsperstrip": 5}, {"contiguous": False})
     if draw.maybe(0.6):
-        unit = draw.pick(1, 2, 3, 4, 5)
+        unit = draw.by_turn(1, 2, 3, 4, 5)
         options |= {"resolution": ((4000, 7), (2000, 3)), "resolutionunit": unit}
         side = {1: None, 2: 0.0254, 3: 1e-2, 4: 1e-3, 5: 1e-6}[unit]
         given.meters = (3 / 2000 * side, 3 / 2000 * side, 7 / 4000 * side) if side else None
@@ -71,23 +73,30 @@ def sequence(draw: Draw) -> Given:
     """Write a folder with a TIFF for each slice, all with the same metadata."""
     given = Given(draw.path(""), draw.voxels)
     given.path.mkdir()
-    first, step, seed = draw.pick(0, 8, 98), draw.pick(1, 1, 2), draw.chance.random()
+    first, step, seed, names = draw.pick(0, 8, 98), draw.pick(1, 1, 2), draw.chance.random(), list[str]()
     for number, image_YX in enumerate(draw.voxels):
         one = replace(draw, folder=given.path, voxels=image_YX, stem=f"recon_{first + step * number}")
         one.chance = random.Random(seed)
         of_slice = tiff(one)
         given.meters, given.plain = of_slice.meters, of_slice.plain
         if draw.odd and draw.maybe(0.3):
-            of_slice.path.rename(of_slice.path.with_suffix(".tiff"))
+            of_slice.path = of_slice.path.rename(of_slice.path.with_suffix(".tiff"))
+        names.append(of_slice.path.name)
     if draw.odd:
         (given.path / draw.pick(".hidden.tif", "notes.txt", "Thumbs.db", "other_1.tif")).write_bytes(b"II*\0")
+
+    def check(result: Result) -> str:
+        found = {one.name for one in result.path.iterdir()} if result.own else {*names[result.region[0]]}
+        return "" if found == {*names[result.region[0]]} else f"files {found}"
+
+    given.checks.append(check)
     return given
 
 
 def samples(draw: Draw) -> Given:
     """Write a slice whose tags say something of its samples."""
     given, image_YX = Given(draw.path(".tif"), draw.voxels[0].astype("u1")), draw.voxels[0].astype("u1")
-    kind = draw.pick("tag", "palette", "ink", "channels", "alpha", "packed", "hole", "mixed", "short")
+    kind = draw.by_turn("tag", "palette", "ink", "channels", "alpha", "packed", "hole", "mixed", "short")
     options: Plain = {"photometric": "minisblack", "metadata": None}
     image: Any = image_YX
     given.kind = kind
@@ -228,7 +237,7 @@ def nodata(draw: Draw) -> Given:
 
 def placed(draw: Draw) -> Given:
     """Write TIFF that says how or where it lies: an orientation, a position, axes of space, time, channels."""
-    what, form = draw.pick("turned", "at", "axes"), draw.pick("plain", "slice", "sequence", "imagej", "ome")
+    what, form = draw.by_turn(*WHERE).split()
     own, path, voxels, tags = form in ("imagej", "ome"), draw.path(".tif"), draw.voxels, [(274, 3, 1, 1, False)]
     about: Plain | None = {"axes": "ZYX"} if own else None
     given = Given(path, voxels[0] if form == "slice" else voxels, UNKNOWN, kind=f"{what} {form}")
@@ -242,7 +251,7 @@ def placed(draw: Draw) -> Given:
         about = {"axes": "ZYX", "PhysicalSizeX": 0.5, "PhysicalSizeY": 0.25, "PhysicalSizeZ": 2.0, "Plane": where}
     elif what == "at":
         tags = [(286, 5, 1, (7, 2), True), (287, 5, 1, (9, 4), True)]
-    elif form != "sequence":
+    else:
         ones = {"imagej": ("TZCYX", "TCYX"), "ome": ("TCZYX", "TCYX")}.get(form, ())
         name = draw.pick("ZYX", "TYX", "CYX", *ones)
         sides = {"Z": len(voxels), "Y": SHAPE[1], "X": SHAPE[2]} | ({"T": len(voxels)} if name == "TCYX" else {})
@@ -258,7 +267,7 @@ def placed(draw: Draw) -> Given:
             said = [(274, 3, 1, 1, False)] if other else tags
             tifffile.imwrite(path / f"s_{number:03}.tif", image_YX, extratags=said, **options)
     else:
-        voxels = voxels[0] if form == "slice" and what != "axes" else voxels
+        voxels = voxels[0] if form == "slice" else voxels
         tifffile.imwrite(path, voxels, extratags=tags, **options, **({form: True} if own else {}))
     given.checks.append(partial(check_place, what, form, lies(path)))
     return given

@@ -52,7 +52,7 @@ def hdf5(draw: Draw) -> Given:
     given; in another file, to which links lead; or with junk for attributes."""
     plain = draw.stem != "scan" or draw.voxels.shape != SHAPE or draw.odd or draw.voxels.dtype.kind in "bc"
     file = raw = draw.path(".h5" if plain else draw.pick(".h5", ".nxs", ".hdf5"))
-    place, how = "exchange/data" if plain else draw.pick(*PLACES), draw.pick("whole", "none", "chunks", "other file")
+    place, how = "exchange/data" if plain else draw.pick(*PLACES), draw.by_turn("whole", "none", "chunks", "other file")
     other, taken = (
         not plain and how == "other file",
         [] if plain else draw.chance.sample(LINKS, draw.chance.randint(0, 4)),
@@ -236,8 +236,8 @@ def frames(draw: Draw) -> Given:
 
 def elsewhere(draw: Draw) -> Given:
     """Write voxels that lie in other files or datasets, one of which may not be there, or be too short."""
-    how = draw.pick("files", "numbered", "own", "own", "nested", "part", "raw")
-    wrong, depth, image = draw.pick("", "", "file", "dataset", "short"), 2 if how == "part" else 1, SHAPE[1:]
+    how = draw.by_turn("files", "numbered", "own", "nested", "part", "raw", "own")
+    wrong, depth, image = draw.by_turn("short", "", "file", "dataset"), 2 if how == "part" else 1, SHAPE[1:]
     file, voxels, sources, places = draw.path(".h5"), draw.voxels, list[tuple[int, str]](), list[tuple[str, int, int]]()
     given = Given(Path(f"{file}:/data"), voxels, kind=f"{how} {wrong}")
     given.refuse(".", bool(wrong))
@@ -310,7 +310,7 @@ def values(draw: Draw) -> Given:
     xarray names them in netCDF 4."""
     import xarray
 
-    how, file = draw.pick("none", "nexus", "labels", "scales", "axes", "xarray", "xarray"), draw.path(".h5")
+    how, file = draw.by_turn("none", "nexus", "labels", "scales", "axes", "xarray", "xarray"), draw.path(".h5")
     declared, (names, wrong) = declare(draw, KINDS[:-2] if how == "xarray" else KINDS), draw.dimensions()
     coordinates = {name: 3 + 0.5 * np.arange(side) for name, side in zip(names, SHAPE, strict=True)}
     about = dict(declared.attributes)

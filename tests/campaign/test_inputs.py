@@ -17,7 +17,7 @@ def judge(number: int) -> None:
     )
 
 
-@pytest.mark.sample(len(MAKERS))
+@pytest.mark.sample(2 * len(MAKERS))
 @pytest.mark.parametrize("turn", range(300))
 def test_results_of_a_generated_input_are_right_in_every_format(turn: int) -> None:
     judge(2 * turn)
