@@ -389,7 +389,8 @@ def main() -> int:
     given = parser.parse_args()
     began, found = time.monotonic(), list[Outcome]()
     numbers = range(given.first, given.first + given.cases)
-    with ProcessPoolExecutor(given.workers, multiprocessing.get_context("spawn")) as pool:
+    spawn, quiet = multiprocessing.get_context("spawn"), partial(warnings.simplefilter, "ignore")
+    with ProcessPoolExecutor(given.workers, spawn, initializer=quiet) as pool:
         for one in pool.map(partial(run_case, given.seed, given.keep), numbers):
             found.append(one)
             if one.wrong or given.cases == 1:
@@ -412,5 +413,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    warnings.simplefilter("ignore")
     sys.exit(main())

@@ -74,7 +74,7 @@ class Command:
 
 def make_inpaint(given: Given, draw: Draw, twist: str, out: Path) -> Command:
     """Make a command that restores an input, with the file of its mask."""
-    chance, names = draw.chance, [draw.stem.splitlines()[-1], draw.stem.splitlines()[0]]
+    chance, names = draw.chance, [draw.stem.splitlines()[-1], draw.stem.splitlines()[0], "/in/outer", "/in/part"]
     command = Command(["inpaint", "--quiet", "--no_exact", "--follow_links", "--input", str(given.path)], names)
     whole = np.zeros((1, 20, 20), "u1") if given.voxels is None or given.wrong else given.voxels
     whole = whole if whole.ndim == 3 else whole[None]

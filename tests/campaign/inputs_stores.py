@@ -199,12 +199,14 @@ def frames(draw: Draw) -> Given:
     file, voxels, kind = draw.path(".h5"), draw.voxels, draw.pick("hard", "soft", "frame", "declared", "plain")
     kind = "plain" if draw.stem != "scan" or draw.odd or voxels.shape != SHAPE else kind
     declared = declare(draw, ("_FillValue", "missing_value")) if kind == "declared" else None
-    voxels, pads, size = voxels if declared is None else declared.stored, draw.pick(0, 4), draw.pick(b"0.002", 0.002)
+    voxels, size, first = voxels if declared is None else declared.stored, draw.pick(b"0.002", 0.002), draw.pick(0, 8)
+    pads = draw.pick(0, 4)  # without them 10 stands before 8 in the group
+    names = [f"tooth_0000_{first + number:0{pads}}.tif" for number in range(len(voxels))]
     with h5py.File(file, "w") as h5:
         group, stored = h5.create_group("tooth"), voxels.astype(voxels.dtype.newbyteorder(draw.pick(*"<>")))
         for number in draw.chance.sample(range(len(voxels)), len(voxels)):
             image, options = stored[number][None if draw.maybe(0.5) else ...], {"compression": 4} if draw.stored else {}
-            frame = group.create_dataset(f"tooth_0000_{number:0{pads}}.tif", data=image, **options)
+            frame = group.create_dataset(names[number], data=image, **options)
             frame.attrs.update({} if declared is None else declared.attributes)
         group["toothbak_0000.tif"] = voxels[:1] * 0
         group.attrs["pxsize"] = draw.pick("", b"x", -1.0, np.zeros(3)) if draw.odd else size
@@ -214,12 +216,11 @@ def frames(draw: Draw) -> Given:
         if kind in ("hard", "soft"):
             h5["plot"] = group if kind == "hard" else h5py.SoftLink("/tooth")
         elif kind == "frame":
-            h5["shown/image"] = group[f"tooth_0000_{1:0{pads}}.tif"]
+            h5["shown/image"] = group[names[1]]
     path = file if kind == "plain" else Path(f"{file}:/tooth")
     given = Given(path, voxels) if declared is None else declared.given(path)
     given.meters, given.kind = UNKNOWN if draw.odd else (2e-6, 2e-6, 2e-6), kind
-    listed = [f"tooth/tooth_0000_{number:0{pads}}.tif" for number in range(len(voxels))]
-    pairs = [(name, number) for number, own in enumerate(listed) for name in sorted(names_of(file, own))]
+    pairs = [(path, number) for number, name in enumerate(names) for path in sorted(names_of(file, f"tooth/{name}"))]
 
     def check(result: Result) -> str:
         if not result.own:
