@@ -237,7 +237,7 @@ def frames(draw: Draw) -> Given:
 
 def elsewhere(draw: Draw) -> Given:
     """Write voxels that lie in other files or datasets, one of which may not be there, or be too short."""
-    how = draw.by_turn("files", "numbered", "own", "nested", "part", "raw", "own")
+    how = draw.by_turn("files", "own", "numbered", "nested", "raw", "own", "part")
     wrong, depth, image = draw.by_turn("short", "", "file", "dataset"), 2 if how == "part" else 1, SHAPE[1:]
     file, voxels, sources, places = draw.path(".h5"), draw.voxels, list[tuple[int, str]](), list[tuple[str, int, int]]()
     given = Given(Path(f"{file}:/data"), voxels, kind=f"{how} {wrong}")
