@@ -102,7 +102,7 @@ def make_given(chance: random.Random, maker: Maker, twist: str, folder: Path, tu
     if twist == "shape" and maker in TYPES:
         side, lead = chance.randint(16, 24), shape[:-2]
         shapes = [(*lead, *sides) for sides in ((15, side), (side, 1), (16, 500), (16, 16), (501, 17), (1, 1))]
-        shapes += [(0, side, side), (2, 0, side), (side,), (2, 2, side, side), ()] * (maker is hdf5)
+        shapes += [(0, side, side), (2, 0, side), (side,), (2, 2, side, side), ()] * (maker in (hdf5, store))
         shape = chance.choice(shapes)
         wrong = len(shape) not in (2, 3) or min(shape[-2:]) < 16 or shape[0] == 0
     if twist == "name" and maker in TYPES:

@@ -140,7 +140,7 @@ def opened(result: Result, path: Path | None = None) -> Any:
 
 def order_of(path: Path, result: Result) -> str:
     """Return the byte order of a file's voxels as the format's own library tells it; "" for Zarr 3."""
-    if path.suffix == ".zarr":
+    if path.suffix.lower() == ".zarr":
         return next((json.loads(one.read_text())["dtype"][0] for one in path.rglob(".zarray")), "")
     if result.format == "npy":
         order = np.load(path, mmap_mode="r").dtype.byteorder
@@ -199,14 +199,14 @@ def read_plainly(result: Result) -> np.ndarray:
 
 def read_file(path: Path) -> Any:
     """Return the voxels of Zarr, PNG, TIFF or a folder of it by the format's own library."""
-    if path.suffix == ".zarr":
+    if path.suffix.lower() == ".zarr":
         node = zarr.open(str(path), mode="r")
         if isinstance(node, zarr.Group):
             about: Any = node.attrs.asdict()
             node = node[about.get("ome", about)["multiscales"][0]["datasets"][0]["path"]]
         return node[...]
     if path.is_dir():
-        names = [one for one in path.iterdir() if one.suffix in (".tif", ".tiff") and one.name[0] != "."]
+        names = [one for one in path.iterdir() if one.suffix.lower() in (".tif", ".tiff") and one.name[0] != "."]
         in_order = sorted(names, key=lambda one: int((re.findall(r"\d+", one.stem) or ["-1"])[-1]))
         return np.stack([tifffile.imread(one) for one in in_order])
     return Image.open(path) if path.suffix.lower() == ".png" else tifffile.imread(path)

@@ -49,7 +49,9 @@ class Draw:
     turn: int = 0  # the number of the case among those of its maker
 
     def path(self, suffix: str) -> Path:
-        return self.folder / f"{self.stem}{suffix}"
+        """Return the place of a file; one of another name has a suffix in capitals perhaps."""
+        capitals = self.stem != "scan" and suffix != ".h5" and self.maybe(0.3)
+        return self.folder / f"{self.stem}{suffix.upper() if capitals else suffix}"
 
     def pick(self, *choices: Any) -> Any:
         return self.chance.choice(choices)
