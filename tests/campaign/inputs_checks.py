@@ -141,7 +141,8 @@ def opened(result: Result, path: Path | None = None) -> Any:
 def order_of(path: Path, result: Result) -> str:
     """Return the byte order of a file's voxels as the format's own library tells it; "" for Zarr 3."""
     if path.suffix.lower() == ".zarr":
-        return next((json.loads(one.read_text())["dtype"][0] for one in path.rglob(".zarray")), "")
+        arrays = [one for one in path.rglob(".zarray") if "labels" not in one.parts]
+        return json.loads(arrays[0].read_text())["dtype"][0] if arrays else ""
     if result.format == "npy":
         order = np.load(path, mmap_mode="r").dtype.byteorder
     elif result.format == "h5":
