@@ -111,11 +111,12 @@ def make_mask(command: Command, whole: np.ndarray, seed: int, draw: Draw, twist:
         made_YX = block_mask(part.shape[1:], seed) if kind == "block" else center_mask(part.shape[1:])
         command.mask = np.broadcast_to(made_YX, part.shape)
         return kind, False
-    of_all, flat, odd = draw.maybe(0.5), draw.maybe(0.5), ""
+    kinds = ("none", "all", "a slice", "a slice", "values", "shape", "channels", "missing", "nan")
+    odd = draw.pick(*kinds) if twist == "mask" else ""
+    of_all, flat = draw.maybe(0.5), draw.maybe(0.5) and odd != "a slice"
     mask = np.random.default_rng(draw.chance.randrange(2**32)).random(whole.shape if of_all else part.shape) < 0.3
     mask[:] = mask[:1] if flat else mask
     if twist == "mask":
-        odd = draw.pick("none", "all", "a slice", "values", "shape", "channels", "missing", "nan")
         mask[...] = mask & (odd != "none") | (odd == "all")
         mask[0] |= odd == "a slice"
     cut = mask[command.part] if of_all else mask
