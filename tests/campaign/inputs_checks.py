@@ -124,6 +124,8 @@ def check_said(given: Given, result: Result) -> str:
             wrong.append("byte order {}, of {}".format(*orders) if orders[0] != orders[1] else "")
         changed = {name for name in old.attributes if new.attributes.get(name) != old.attributes[name]} - OTHERS
         wrong.append(f"attributes lost or changed: {sorted(changed)}" if changed else "")
+        if old.description not in new.description:
+            wrong.append(f"description {new.description:.60}, of {old.description:.60}")
         photometric = [about.details.get("photometric") for about in (old, new)]
         wrong.append(f"photometric {photometric}" if photometric[0] != photometric[1] else "")
     if result.format == "zarr" and not result.own:
