@@ -5,16 +5,14 @@ from __future__ import annotations
 import copy
 import re
 import time
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from disagreements import PROGRAMS, told
+from disagreements import CASES, run_processes
 from tiny_pipelines import flux_pipeline
-from warm_ranks import warm_mpiexec
 
 from cocodiff.comm.loopback import run_ranks
-from cocodiff.config.config import Config
 
 WORLDS = [
     (2, 1, {}),
@@ -29,14 +27,14 @@ REFUSAL = r"UserError: 1 of \d ranks \(\d\) call the transformer with another st
 
 @pytest.mark.usefixtures("one_thread_a_rank")
 @pytest.mark.parametrize(("size", "odd", "settings"), WORLDS)
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", CASES)
 def test_ranks_that_make_different_calls_are_told_which(
     name: str, size: int, odd: int, settings: dict[str, Any]
 ) -> None:
-    pipes = [copy.deepcopy(flux_pipeline()) for _ in range(size)]
-    config, began = Config.preset("tapa", **settings), time.monotonic()
-    of_ranks = run_ranks(size, lambda t: told(pipes[t.rank], name, odd, config, t), timeout_s=60.0)
-    assert all(re.fullmatch(rf"{LINE}|{REFUSAL}", line) for line in of_ranks), of_ranks
+    case = replace(CASES[name], ranks=size, odd=odd, settings={"preset": "tapa", **settings})
+    pipes, began = [copy.deepcopy(flux_pipeline()) for _ in range(size)], time.monotonic()
+    ends = run_ranks(size, lambda t: case.end_of(pipes[t.rank], t.rank, transport=t), timeout_s=60.0)
+    assert all(re.fullmatch(rf"{LINE}|{REFUSAL}", line) for line in ends), ends
     assert time.monotonic() - began < 30.0
 
 
@@ -44,11 +42,12 @@ def test_ranks_that_make_different_calls_are_told_which(
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "transport"),
-    [("interrupted", "gloo"), ("barrier", "gloo"), ("caught_in_a_call", "mpi"), ("caught_between_calls", "mpi-rma")],
+    [("interrupted", "gloo"), ("barrier", "gloo"), ("caught in a call", "mpi"), ("caught between calls", "mpi-rma")],
 )
 def test_processes_that_make_different_calls_are_told_which(name: str, transport: str) -> None:
     """Messages of different calls do not meet: no library ends a process for one that is too long."""
-    done = warm_mpiexec(3, Path(__file__).with_name("disagreements.py"), name, transport, timeout_s=100.0)
-    said = re.sub(r"cocodiff: \[rank \d\] (.*); this rank was waiting for it and ends", r"PeerLost: \1", done.stderr)
-    lines = [line for line in said.splitlines() if "Error: " in line or "PeerLost: " in line]
-    assert len(lines) == 3 and all(re.fullmatch(LINE, line) for line in lines), done.stderr
+    settings = {"preset": "tapa", "transport": transport}
+    ends, said = run_processes(replace(CASES[name], ranks=3, settings=settings), timeout_s=100.0)
+    ended = re.findall(r"cocodiff: \[rank \d\] (.*); this rank was waiting for it and ends", said)
+    lines = [one["error"] for one in ends.values()] + [f"PeerLost: {line}" for line in ended]
+    assert len(lines) == 3 and all(re.fullmatch(LINE, line) for line in lines), (lines, said)

@@ -1,143 +1,215 @@
-"""Whether a result is right: what the campaign of inputs asks of each."""
+"""What is right of a result: what other libraries find in it against its input."""
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
-from cocodiff_eval.data.formats import FORMATS, open_volume, result_format
-from cocodiff_eval.data.volume import Stack
-from inputs_files import read_plainly
+import tifffile
+import zarr
+from cocodiff_eval.data.formats import open_volume
+from cocodiff_eval.data.volume import LENGTHS
+from inputs_files import UNKNOWN, WORDS, Given, Result, same
+from inputs_images import read_mrc
+from inputs_stores import read_dataset
+from PIL import Image
 
-MICROMETERS = {"nanometer": 1e-3, "micrometer": 1.0, "millimeter": 1e3, "centimeter": 1e4, "meter": 1e6}
-
-
-def check_result(case: Any) -> str:
-    """What is wrong with the results of a case that ended well; "" where nothing is."""
-    given = open_volume(str(case.path))
-    word = result_format(case.format, given)
-    images = case.folder / "out" / "images"
-    hidden = [one.name for one in images.parent.rglob(".*") if one.name not in (".cocodiff-files.json", *ZARR_MARKS)]
-    results = [one for one in images.iterdir() if one.name.endswith(f"_tapa{FORMATS[word].suffix}")]
-    results = [one for one in results if one.suffix != ".png"]
-    if len(results) != 1 or hidden or any(images.parent.rglob("*.partial")):
-        return f"in the folder of results: {[one.name for one in results]}, hidden {hidden}"
-    result, cut = open_volume(str(results[0])), case.part
-    if case.voxels_NYX is not None:
-        original = case.voxels_NYX
-    else:
-        original = as_read(case.path).reshape(given.shape)
-    original = np.ascontiguousarray(original[cut])
-    restored = voxels_of(result)
-    plain = np.ascontiguousarray(read_result(results[0], given))
-    if (restored.shape, restored.dtype) != (original.shape, original.dtype.newbyteorder("=")):
-        return f"{restored.shape} {restored.dtype}, of {original.shape} {original.dtype}"
-    if plain.size != restored.size or bits(plain.astype(restored.dtype)) != bits(restored):
-        return f"other libraries read other voxels in {results[0].name}"
-    return (
-        check_voxels(case, original.astype(restored.dtype), restored)
-        or check_metadata(case, given, result, word)
-        or check_others(case, images, word, restored.shape)
-    )
+MOST_EQUAL = 0.3  # of restored voxels that may have come out as they were
+# Attributes that name cocodiff, the region or other objects.
+OTHERS = {"Info", "Labels", "cocodiff", "ome", "xorigin", "yorigin", "zorigin", "DIMENSION_LIST", "REFERENCE_LIST"}
 
 
-ZARR_MARKS = (".zarray", ".zattrs", ".zgroup")
+def check_result(given: Given, result: Result) -> str:
+    """Return what is wrong with a result; "" where nothing is."""
+    whole, wrong = result.stack.whole or result.shape, list[str]()
+    read = voxels_of(result.stack)
+    stored = read if given.voxels is None else as_cut(given.voxels, whole, result)
+    meant = stored if given.meant is None else as_cut(given.meant, whole, result)
+    missing = np.zeros(whole, bool) if given.missing is None else given.missing
+    missing, candidates, decoded = as_cut(missing, whole, result), [meant], None
+    if given.decode is not None:
+        decoded = as_cut(given.decode(file_of(given.path), False), whole, result)
+        candidates.append(decoded)
+    mask, known = result.mask, ~result.mask & ~missing
+    values = next((one for one in candidates if same(read[known], one[known])), None)
+    if values is None:
+        return (
+            ""
+            if given.refusals not in ("", ".") and result.told(given.refusals)
+            else "read as other values than the file means"
+        )
+    if result.scale is not None:
+        wrong.append(check_range(values[known], bool((missing & ~mask).any()), result))
+    found = read_plainly(result)
+    if found.size != mask.size:
+        return f"{found.shape} voxels of {result.shape}"
+    found = found.reshape(result.shape)
+    if found.dtype.newbyteorder("=") != read.dtype and (result.format, read.dtype.name) != ("mrc", "uint8"):
+        wrong.append(f"{found.dtype} voxels of {read.dtype}")
+    if result.restored is not None and not same_bits(found, result.restored):
+        wrong.append("other libraries read other voxels than were restored")
+    if not any(same_bits(found[known], one[known]) for one in (stored, values)):
+        wrong.append(f"{int((found != stored)[known].sum())} voxels outside the mask differ")
+    varied = result.restored is not None and mask.any() and np.ptp(values[known].astype("f8")) > 0
+    if varied and (found[mask] == stored[mask]).mean() > MOST_EQUAL:
+        wrong.append("old voxels under the mask")
+    wrong += [check_limits(found[mask].astype(np.float64), result), check_said(given, result)]
+    if result.own and decoded is not None:
+        wrong.append(check_decoded(given, result, decoded, known))
+    return "; ".join(filter(None, [*wrong, *(check(result) for check in given.checks)]))
 
 
-def check_voxels(case: Any, original: np.ndarray, restored: np.ndarray) -> str:
-    mask = case.mask_NYX
-    if mask is not None and (mask[:1] == mask).all():  # damage may have left another number of slices
-        mask = np.broadcast_to(mask[:1], original.shape)
-    if mask is None:  # of a mask that was damaged: as it was read
-        changed = [word.split("=", 1)[1] for word in case.words if word.startswith("--mask=")]
-        found = open_volume(changed[0])
-        whole = voxels_of(found) != 0
-        whole = whole if found.shape[1:] == original.shape[1:] else whole[:, case.part[1], case.part[2]]
-        whole = whole if len(whole) in (1, len(original)) else whole[case.part[0]]
-        mask = np.broadcast_to(whole & ~whole.all((1, 2))[:, None, None], original.shape)
-    if bits(original[~mask]) != bits(restored[~mask]):
-        return f"{int((original[~mask] != restored[~mask]).sum())} voxels outside the mask differ"
-    inside = restored[mask].astype(np.float64)
+def as_cut(array: np.ndarray, whole: tuple[int, ...], result: Result) -> np.ndarray:
+    """Return the part of an array of the input that a result holds."""
+    return np.ascontiguousarray(array.reshape(whole)[result.region])
+
+
+def bits(voxels: np.ndarray) -> bytes:
+    return voxels.astype(voxels.dtype.newbyteorder("=")).tobytes()
+
+
+def same_bits(one: np.ndarray, other: np.ndarray) -> bool:
+    """Return True where voxels have the same bits, or in MRC, which has not all types, the same values."""
+    alike = one.dtype.newbyteorder("=") == other.dtype.newbyteorder("=")
+    return bits(one) == bits(other) if alike else same(one, other)
+
+
+def voxels_of(volume: Any) -> np.ndarray:
+    return np.stack([volume.read(index) for index in range(len(volume))])
+
+
+def check_range(known: np.ndarray, lost: bool, result: Result) -> str:
+    """Return how declared missing values outside the mask were taken for intensities."""
+    low, high = known.min(), known.max()
+    scale = result.scale.extremes or (result.scale.low, result.scale.high)
+    if low <= scale[0] and scale[1] <= high and (scale[0], scale[1]) == (low, high):
+        return ""
+    told = f"the range is {scale[0]:g} to {scale[1]:g}, of real voxels {low:g} to {high:g}"
+    return "" if lost and result.told(WORDS) else told
+
+
+def check_limits(inside: np.ndarray, result: Result) -> str:
+    """Return how restored voxels lie beyond the known ones."""
     if not np.isfinite(inside).all():
         return "voxels were restored that are not finite"
-    if case.limits is not None and inside.size:
-        low, high = case.limits
-        room = 1e-3 * max(abs(low), abs(high)) + (restored.dtype.kind in "ui")
+    if result.limits is not None and inside.size:
+        low, high = result.limits
+        room = 1e-3 * max(abs(low), abs(high)) + 1
         if inside.min() < low - room or inside.max() > high + room:
             return f"restored from {inside.min()} to {inside.max()}, beyond {low} to {high}"
     return ""
 
 
-def check_metadata(case: Any, given: Stack, result: Stack, word: str) -> str:
-    old, new = given.metadata, result.metadata
-    if result.ndim != given.ndim and not (word == "sequence" or result.shape[0] == 1):
-        return f"{result.ndim} dimensions of {given.ndim}"
-    for wanted in [old.voxel_size and in_micrometers(old)] + [case.size_um] * (case.voxels_NYX is not None):
-        if wanted is None:
-            continue
-        found = in_micrometers(new) if new.voxel_size else None
-        first = 0 if given.ndim == 3 else 1
-        if found is None or not np.allclose(found[first:], wanted[first:], rtol=1e-4, atol=0):
-            return f"voxels of {new.voxel_size} {new.unit}, and {wanted} micrometers in the input"
-    same = case.format == "same" or old.kind == new.kind
-    if same and old.kind != "png":
-        if new.byteorder != old.byteorder and result.dtype.itemsize > 1:
-            return f"byte order {new.byteorder}, of {old.byteorder}"
-        lost = {name for name in old.attributes if name not in new.attributes} - {"Labels"}
-        changed = {name for name in old.attributes if new.attributes.get(name) != old.attributes[name]}
-        if lost or changed - {"Info", "Labels", "cocodiff", "ome"}:
-            return f"attributes lost or changed: {sorted(lost | changed)}"
-    return ""
+def check_said(given: Given, result: Result) -> str:
+    """Return what is wrong with the sides of a voxel, dimensions, byte order and attributes of a result."""
+    old, found = result.stack.metadata, opened(result)
+    new, first = found.metadata, 1 if result.stack.ndim == 2 else 0
+    if result.stack.ndim != found.ndim and result.format != "sequence" and len(found) > 1:
+        return f"{found.ndim} dimensions of {result.stack.ndim}"
+    wrong = list[str]()
+    if given.meters != UNKNOWN:
+        wrong.append(other_sides(given.meters, given.plain, old, first))
+    loses = result.format == "npy" or (result.format == "mrc" and old.unit not in LENGTHS)
+    if old.voxel_size and not loses:
+        known = given.meters if given.meters not in (None, UNKNOWN) else in_meters(old)
+        wrong.append(other_sides(known, not old.unit, new, first))
+    wrong = [f"{one} in the {where}" for one, where in zip(wrong, ("input", "result"), strict=False) if one]
+    if result.own and old.kind != "png":
+        if result.format != "mrc" and found.dtype.itemsize > 1 and given.refusals != ".":
+            orders = [order_of(path, result) for path in (result.path, file_of(given.path))]
+            wrong.append("byte order {}, of {}".format(*orders) if orders[0] != orders[1] else "")
+        changed = {name for name in old.attributes if new.attributes.get(name) != old.attributes[name]} - OTHERS
+        wrong.append(f"attributes lost or changed: {sorted(changed)}" if changed else "")
+        if old.description not in new.description:
+            wrong.append(f"description {new.description:.60}, of {old.description:.60}")
+        photometric = [about.details.get("photometric") for about in (old, new)]
+        wrong.append(f"photometric {photometric}" if photometric[0] != photometric[1] else "")
+    if result.format == "zarr" and not result.own:
+        axes = zarr.open_group(result.path, mode="r").attrs.asdict()["multiscales"][0]["axes"]
+        wrong += [f"no unit of NGFF: {axes}" for one in axes if one.get("unit", "meter") not in LENGTHS]
+    return "; ".join(filter(None, wrong))
 
 
-def check_others(case: Any, images: Path, word: str, shape: tuple[int, ...]) -> str:
-    """The standard deviation of samples, and the mask that was made."""
-    if case.samples > 1:
-        (spread,) = images.glob(f"*_tapa_std{FORMATS[word].suffix}")
-        values = voxels_of(open_volume(str(spread)))
-        outside = values[~case.mask_NYX] if case.mask_NYX is not None else values[:0]
-        if values.shape != shape or not np.isfinite(values).all() or (values < 0).any() or outside.any():
-            return "the standard deviation is none"
-    made = [one.split("=")[1] for one in case.words if one in ("--mask=block", "--mask=center")]
-    if made:
-        paths = [*images.glob(f"*_mask{FORMATS[word].suffix}")]
-        if word == "zarr":
-            paths = [one / "labels" / made[0] for one in images.glob("*_tapa.ome.zarr")]
-        found = voxels_of(open_volume(str(paths[0]))) != 0
-        if not np.array_equal(found, case.mask_NYX):
-            return "the mask that was made is not the one that is saved"
-    return ""
+def opened(result: Result, path: Path | None = None) -> Any:
+    """Open a result, or another file like it, as cocodiff does, at the place of its voxels."""
+    details, path = result.stack.metadata.details, path or result.path
+    return open_volume(f"{path}:{details['object']}" if result.own and "object" in details else str(path))
 
 
-def as_read(path: Path) -> np.ndarray:
-    """A damaged file that was restored, as its library reads it, or, where that refuses, as we do."""
-    try:
-        return read_plainly(path)
-    except Exception:
-        return voxels_of(open_volume(str(path)))
-
-
-def read_result(path: Path, given: Stack) -> np.ndarray:
-    """By the format's own library."""
-    if path.suffix == ".h5" and "object" in given.metadata.details:
+def order_of(path: Path, result: Result) -> str:
+    """Return the byte order of a file's voxels as the format's own library tells it; "" for Zarr 3."""
+    if path.suffix.lower() == ".zarr":
+        arrays = [one for one in path.rglob(".zarray") if "labels" not in one.parts]
+        return json.loads(arrays[0].read_text())["dtype"][0] if arrays else ""
+    if result.format == "npy":
+        order = np.load(path, mmap_mode="r").dtype.byteorder
+    elif result.format == "h5":
         with h5py.File(path) as file:
-            place = file[given.metadata.details["object"]]
-            if isinstance(place, h5py.Dataset):
-                return np.asarray(place[()])
-            frames = [name for name in given.metadata.details["frames"] if name in place]
-            return np.stack([np.asarray(place[name][()]) for name in frames])
-    return read_plainly(path)
+            node = file[result.stack.metadata.details["object"]]
+            order = (node if isinstance(node, h5py.Dataset) else next(iter(node.values()))).dtype.byteorder
+    else:
+        files = [one for one in path.iterdir() if one.name[0] != "."] if path.is_dir() else [path]
+        with tifffile.TiffFile(min(files)) as tiff:
+            order = tiff.byteorder
+    return ">" if order == ">" else "<"
 
 
-def voxels_of(volume: Stack) -> np.ndarray:
-    return np.stack([np.asarray(volume.reader(index)) for index in range(volume.shape[0])]).astype(volume.dtype)
+def other_sides(meters: Any, plain: bool, about: Any, first: int) -> str:
+    """Return how sides of a voxel are not those that are known, in meters."""
+    if meters is None or about.voxel_size is None:
+        right = about.voxel_size is None and meters is None
+    else:
+        right = plain == (not about.unit) and np.allclose(in_meters(about)[first:], meters[first:], rtol=1e-6, atol=0)
+    return "" if right else f"voxels of {about.voxel_size} {about.unit}, where {meters} m are right"
 
 
-def in_micrometers(metadata: Any) -> tuple[float, ...]:
-    return tuple(MICROMETERS.get(metadata.unit, 1.0) * side for side in metadata.voxel_size)
+def in_meters(about: Any) -> tuple[float, ...]:
+    return tuple((LENGTHS[about.unit][1] if about.unit in LENGTHS else 1) * side for side in about.voxel_size)
 
 
-def bits(voxels: np.ndarray) -> bytes:
-    return np.ascontiguousarray(voxels).tobytes()
+def check_decoded(given: Given, result: Result, before: np.ndarray, known: np.ndarray) -> str:
+    assert given.decode is not None
+    try:
+        after = given.decode(result.path, True).reshape(result.shape)
+    except (KeyError, ValueError, OSError) as error:
+        return f"xarray cannot read the result: {error!r:.120}"
+    if not same(after[known], before[known]):
+        return "xarray decodes other values outside the mask"
+    bad = int(np.count_nonzero(~np.isfinite(after[result.mask])))
+    return f"xarray takes {bad} restored voxels for missing" if bad else ""
+
+
+def file_of(path: Path) -> Path:
+    """Return the file or store of `file.h5:/dataset`."""
+    return Path(str(path).partition(":/")[0])
+
+
+def read_plainly(result: Result) -> np.ndarray:
+    """Return a result's voxels as the format's own library reads them."""
+    if result.format == "h5":
+        with h5py.File(result.path) as file:
+            return read_dataset(file, result)
+    if result.format == "mrc":
+        return np.asarray(read_mrc(result.path)["voxels"])
+    if result.format == "npy":
+        return np.asarray(np.load(result.path))
+    return np.asarray(read_file(result.path))
+
+
+def read_file(path: Path) -> Any:
+    """Return the voxels of Zarr, PNG, TIFF or a folder of it by the format's own library."""
+    if path.suffix.lower() == ".zarr":
+        node = zarr.open(str(path), mode="r")
+        if isinstance(node, zarr.Group):
+            about: Any = node.attrs.asdict()
+            node = node[about.get("ome", about)["multiscales"][0]["datasets"][0]["path"]]
+        return node[...]
+    if path.is_dir():
+        names = [one for one in path.iterdir() if one.suffix.lower() in (".tif", ".tiff") and one.name[0] != "."]
+        in_order = sorted(names, key=lambda one: int((re.findall(r"\d+", one.stem) or ["-1"])[-1]))
+        return np.stack([tifffile.imread(one) for one in in_order])
+    return Image.open(path) if path.suffix.lower() == ".png" else tifffile.imread(path)

@@ -1,4 +1,5 @@
-"""Files of volumes for the campaign of inputs: every format that is read, stored in many ways, whole and damaged."""
+"""What the campaign of inputs has in common: what makers draw, what is right of a file, the voxels of files and what
+they declare of them, and damage."""
 
 from __future__ import annotations
 
@@ -6,30 +7,144 @@ import os
 import random
 import re
 import shutil
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
-import tifffile
-import zarr
-from PIL import Image
 
-Size = tuple[float, float, float]
-INTEGERS = ("u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8")
-USUAL = ("u1", "u2", "i2", "f4")
-ANY = (*INTEGERS, "f2", "f4", "f8")
-NO_IMAGES = ("?", "c8", "c16")
-DTYPES = {"imagej": ("u1", "u2", "f4"), "png": ("u1", "u2"), "ome": tuple({*ANY} - {"u8", "i8", "f2"})}
+Sides = tuple[float, float, float]
+Plain = dict[str, Any]
+SHAPE = (4, 22, 26)
+UNKNOWN: Sides = (0, 0, 0)  # sides of a voxel that a maker does not know
+# By spelling the length in meters; None where it is no length.
+LENGTHS: dict[str, float | None] = {"nm": 1e-9, "nanometer": 1e-9, "µm": 1e-6, "um": 1e-6, "micron": 1e-6, "mm": 1e-3}
+LENGTHS |= {"micrometer": 1e-6, "millimeter": 1e-3, "cm": 1e-2, "m": 1.0, "pm": 1e-12, "Å": 1e-10, "in": 0.0254}
+LENGTHS |= {"kilometer": 1e3, "Mm": 1e6, "microns": 1e-6, "angstrom": 1e-10, "picometer": 1e-12, "fm": 1e-15}
+LENGTHS |= dict.fromkeys(("pixel", "reference frame", "furlong", "x" * 300, "li", "pt"))
+TEXTS = ("a tooth", "Jürgen", "漢字 \U0001f9b7", "a\nb\tc", "<&]]>\"'", "\x01\x7f\x85", "{}", "=", "é" * 9, "x" * 70000)
 JUNK: tuple[Any, ...] = (None, "", " ", "x", "ü\n", -1, 0, 1, 2.5, 2**31, 2**63, 10**30, 1e308, float("nan"))
 JUNK += (float("inf"), True, [], {}, [1], [[]], {"a": 1}, "x" * 3000, "1:", "\0", "µm", "NaN", "tapa", [None, "x"])
-Junk = dict[str, Any]
+DTYPES = ("u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8")
+USUAL = ("u1", "u2", "i2", "f4")
+# Names by which a line may tell of a declared value, and of axes.
+WORDS = "_FillValue|missing|fill.?value|valid_|_Unsigned|no.?data"
+AXES = "axes|axis|dimension|time|channel"
+# Names of dimensions, whose first is depth, and whose first is not or whose order is another.
+ORDERS = (("z", "y", "x"), ("depth", "lat", "lon"), ("Z", "Y", "X"), ("slice", "row", "column"))
+NO_DEPTH = (("time", "y", "x"), ("t", "y", "x"), ("channel", "y", "x"), ("c", "y", "x"), ("x", "y", "z"))
+
+
+@dataclass
+class Draw:
+    """What a maker writes a file of."""
+
+    folder: Path
+    voxels: np.ndarray  # [Y, X] or [N, Y, X]
+    chance: random.Random
+    odd: bool = False  # with metadata that nobody expects
+    stored: bool = False  # in one of the rarer ways of storage
+    stem: str = "scan"
+    turn: int = 0  # the number of the case among those of its maker
+
+    def path(self, suffix: str) -> Path:
+        """Return the place of a file; one of another name has a suffix in capitals perhaps."""
+        capitals = self.stem != "scan" and suffix != ".h5" and self.maybe(0.3)
+        return self.folder / f"{self.stem}{suffix.upper() if capitals else suffix}"
+
+    def pick(self, *choices: Any) -> Any:
+        return self.chance.choice(choices)
+
+    def by_turn(self, *choices: Any) -> Any:
+        """Choose what is next: all of them come up in as many cases of a maker."""
+        return choices[self.turn % len(choices)]
+
+    def maybe(self, share: float) -> bool:
+        return self.chance.random() < share
+
+    def sides(self) -> list[float]:
+        """Draw a voxel's sides, as far from each other as units are, of any number of digits."""
+        return [round(self.chance.uniform(0.1, 9), self.pick(0, 2, 15)) * self.pick(1e-3, 1, 1e4) + 1e-4 for _ in "zyx"]
+
+    def units(self, names: Sequence[str]) -> list[str]:
+        """Draw a unit for each axis, or one for all."""
+        return [self.pick(*names) for _ in "zyx"] if self.maybe(0.6) else [self.pick(*names)] * 3
+
+    def dimensions(self) -> tuple[tuple[str, ...], bool]:
+        """Draw names of three dimensions. True with those that must be refused."""
+        wrong = self.maybe(0.2)
+        return self.pick(*(NO_DEPTH if wrong else ORDERS)), wrong
+
+
+@dataclass
+class Result:
+    """A result: what the check that goes with an input looks at."""
+
+    path: Path
+    format: str  # a word of --format
+    own: bool  # in the input's format
+    stack: Any  # the input as cocodiff opened it, or its region
+    mask: np.ndarray  # [N, Y, X], True where voxels were restored
+    said: str | None  # all lines that the user saw; None where there were to be none
+    restored: np.ndarray | None = None  # as they were given to the writer, where that is known
+    scale: Any = None  # the range of intensities, where that is known
+    limits: tuple[float, float] | None = None  # between which restored voxels lie
+
+    @property
+    def start(self) -> tuple[int, ...]:
+        """The first voxel of the region in the input."""
+        return self.stack.region.start if self.stack.region is not None else (0, 0, 0)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.stack.shape)
+
+    @property
+    def region(self) -> tuple[slice, ...]:
+        """The part of the input that the result holds."""
+        return tuple(slice(first, first + side) for first, side in zip(self.start, self.shape, strict=True))
+
+    def told(self, pattern: str) -> bool:
+        """Return True if a line that the user saw has one of these words, and does not say that this very result keeps
+        what it names; and if there were to be none."""
+        kept = (": " if any(self.start) else "") + "results of its own format alone keep"
+        lines = [line for line in (self.said or "").splitlines() if not (self.own and kept in line)]
+        return self.said is None or re.search(pattern, "\n".join(lines), re.IGNORECASE) is not None
+
+
+@dataclass
+class Given:
+    """An input, and what is right of it."""
+
+    path: Path  # as the user names it
+    voxels: np.ndarray | None  # as they are stored; None where that is not known
+    meters: Sides | None = None  # sides of a voxel; None where the file says none, or no lengths
+    plain: bool = False  # the sides have no unit
+    kind: str = ""  # what is unusual of it
+    wrong: bool = False  # it must be refused
+    refusals: str = ""  # a pattern of the lines by which it may be refused; "" where it must not be
+    meant: np.ndarray | None = None  # voxels as the file means them, unscaled; None: as they are stored
+    missing: np.ndarray | None = None  # True where the file declares a voxel to be missing
+    decode: Callable[[Path, bool], np.ndarray] | None = None  # read the input, or (True) a result, as xarray does
+    # Each returns what is wrong with a result besides its voxels, "" where nothing is.
+    checks: list[Callable[[Result], str]] = field(default_factory=list)
+
+    def refuse(self, pattern: str, wrong: bool = True) -> None:
+        """Note that it must be refused if it is wrong, in a line with one of these words."""
+        if wrong:
+            self.wrong, self.refusals = True, pattern
+
+
+def in_meters(sides: Sequence[float], units: Sequence[str]) -> Sides | None:
+    """Return sides along z, y and x in meters; None where a unit is no length."""
+    lengths = [LENGTHS[unit] for unit in units]
+    z, y, x = (side * (length or 0) for side, length in zip(sides, lengths, strict=True))
+    return (z, y, x) if all(lengths) else None
 
 
 def mutated(data: Any, chance: random.Random) -> Any:
-    """Plain data in which one value, somewhere, is another, or gone, or there twice."""
+    """Return plain data in which one value, somewhere, is another, or gone, or there twice."""
     if isinstance(data, dict) and data and chance.random() < 0.85:
         key = chance.choice([*data])
         rest = {name: value for name, value in data.items() if name != key}
@@ -41,268 +156,122 @@ def mutated(data: Any, chance: random.Random) -> Any:
     return chance.choice(JUNK)
 
 
-def write_tiff(path: Path, voxels: np.ndarray, chance: random.Random, odd: bool, stored: bool) -> Size | None:
-    """A plain TIFF. odd: with metadata that nobody expects; stored: in one of the rarer ways of storage. Returns the
-    voxels' sides in micrometers, where the file says them and they are well-formed; every writer here does."""
-    options: Junk = {"byteorder": chance.choice("<>"), "photometric": chance.choice(["minisblack", "miniswhite"])}
-    size: Size | None = None
-    if stored and voxels.size:
-        whole = voxels.dtype.kind in "ui"
-        codecs = [None, "zlib", "zstd", "lzma", *(["lzw", "packbits"] if whole else [])]
-        options |= {"compression": chance.choice(codecs), "bigtiff": chance.random() < 0.3}
-        options |= chance.choice([{}, {"tile": (16, 16)}, {"rowsperstrip": 5}, {"contiguous": False}])
-    if chance.random() < 0.5:
-        options |= {"resolution": (4000, 2000), "resolutionunit": 3}
-        size = (5.0, 5.0, 2.5)
-    if odd:
-        size = None
-        options |= chance.choice(
-            [
-                {"metadata": {"axes": "CYX" if voxels.ndim == 3 else "YX"}},
-                {"metadata": {"voxel_size": chance.choice(JUNK), "unit": chance.choice(JUNK[1:])}},
-                {
-                    "description": chance.choice(
-                        ["{broken", "ImageJ=", '{"shape": [1]}', "µ".encode(), "<OME/>", "<OME"]
-                    )
-                },
-                {
-                    "resolution": chance.choice([(0, 0), (1e-9, 4e9), (1, 0)]),
-                    "resolutionunit": chance.choice([1, 2, 3]),
-                },
-                {"extratags": [(chance.choice([305, 306, 270, 65000, 42112]), 2, 0, "odd \u00b5".encode(), True)]},
-                {"software": "s" * 5000, "datetime": True},
-            ]
-        )
-    if chance.random() < 0.3 and voxels.ndim == 3 and not odd:  # pages appended one by one, as acquisition does
-        with tifffile.TiffWriter(
-            path, byteorder=options.pop("byteorder"), bigtiff=options.pop("bigtiff", False)
-        ) as new:
-            for page_YX in voxels:
-                new.write(page_YX, **options | {"metadata": None})
+def make_voxels(shape: tuple[int, ...], dtype: np.dtype, chance: random.Random, odd: bool) -> np.ndarray:
+    """Make voxels of a type. odd: all the same, one among zeros, the ends of the type, any bits, not finite, tiny."""
+    bits = np.random.default_rng(chance.randrange(2**32))
+    if dtype.kind in "bc":
+        return bits.integers(0, 2, shape).astype(dtype)
+    voxels = bits.integers(0, {"u1": 255, "i1": 127, "f2": 2000}.get(dtype.str[1:], 30000), shape).astype(dtype)
+    if not odd or not voxels.size:
+        return voxels
+    limits = np.finfo(dtype) if dtype.kind == "f" else np.iinfo(dtype)
+    at = tuple(chance.randrange(side) for side in shape)
+    some: list[Any] = [limits.max, limits.min, 0]
+    how = chance.choice(["constant", "hot", "full", "ends", "sparse"] + (["bad", "tiny"] if dtype.kind == "f" else []))
+    if how == "constant":
+        voxels[...] = chance.choice(some)
+    elif how == "hot":
+        voxels[...], voxels[at] = 7, chance.choice(some)
+    elif how == "full":
+        voxels = bits.integers(0, 256, (*shape, dtype.itemsize), dtype="u1").view(dtype)[..., 0]
+    elif how == "ends":
+        voxels = bits.choice(np.array(some, dtype), shape)
+    elif how == "sparse":
+        voxels[bits.random(shape) < 0.99] = 0
+    elif how == "bad":
+        voxels[at] = chance.choice([np.nan, np.inf, -np.inf])
     else:
-        tifffile.imwrite(path, voxels, **options)
-    return size
+        voxels = (voxels * float(limits.smallest_subnormal)).astype(dtype)  # type: ignore[union-attr]
+    return voxels
 
 
-def write_imagej(path: Path, voxels: np.ndarray, chance: random.Random, odd: bool, stored: bool) -> Size | None:
-    axes = "ZYX"[-voxels.ndim :]
-    about: Junk = {"spacing": 2.5, "unit": chance.choice(["um", "micron", "\\u00B5m"]), "axes": axes, "Info": "a tooth"}
-    about["Labels"] = [f"slice {n}" for n in range(len(voxels))]
-    if odd:
-        about |= chance.choice(
-            [
-                {"spacing": chance.choice(["abc", "-1", "nan", "0", "1e999"])},
-                {"unit": chance.choice(["", "pixel", "furlong", "null", "x" * 300])},
-                {"Info": "µ" * 2000, "Ranges": (0.0, 1.0), "LUTs": [np.zeros((3, 256), "u1")]},
-                {"axes": "CYX" if voxels.ndim == 3 else "YX"},
-                {"axes": "TYX" if voxels.ndim == 3 else "YX"},
-            ]
-        )
-    resolution = chance.choice([(0, 0), (1, 1)]) if odd else (4.0, 2.0)
-    tifffile.imwrite(path, voxels, imagej=True, byteorder=chance.choice("<>"), resolution=resolution, metadata=about)
-    return None if odd else (2.5, 0.5, 0.25)
+@dataclass
+class Declared:
+    """Voxels, and what the attributes say of them."""
+
+    stored: np.ndarray
+    attributes: Plain
+    missing: np.ndarray  # True where a voxel is declared to be missing
+    meant: np.ndarray  # as the file means them, unscaled
+    kind: str
+
+    def given(self, path: Path, decode: Callable[[Path, bool], np.ndarray] | None = None) -> Given:
+        refusals = WORDS if self.missing.any() or "_Unsigned" in self.attributes else ""
+        more = {"meant": self.meant, "missing": self.missing, "decode": decode}
+        return Given(path, self.stored, kind=self.kind, refusals=refusals, **more)
 
 
-def write_ome(path: Path, voxels: np.ndarray, chance: random.Random, odd: bool, stored: bool) -> Size | None:
-    size = (2.5, 0.5, 0.25)
-    about: Junk = {f"PhysicalSize{axis}": side for axis, side in zip("ZYX", size, strict=True)}
-    about |= {"axes": "ZYX"[-voxels.ndim :], "Description": "a tooth"}
-    options: Junk = {"compression": "zlib"} if stored and voxels.size else {}
-    if odd:
-        about |= chance.choice([{"PhysicalSizeX": chance.choice([-1, 0, 1e-40])}, {"PhysicalSizeXUnit": "furlong"}, {}])
-        about["axes"] = chance.choice(["CYX", "TYX", "ZYX"]) if voxels.ndim == 3 else "YX"
-    tifffile.imwrite(path, voxels, ome=True, metadata=about, byteorder=chance.choice("<>"), **options)
-    if odd and chance.random() < 0.6:  # other words of the same length in the XML
-        old, new = chance.choice(
-            [(b'SizeX="', b'SizeQ="'), (b"<Pixels", b"<Pixelz"), (b'"2.5"', b'"two"'), (b"</", b"<<")]
-        )
-        path.write_bytes(path.read_bytes().replace(old, new))
-    return None if odd else size
+KINDS = ("_FillValue", "missing_value", "several", "valid_range", "valid_max", "scale", "unsigned", "both", "middle")
 
 
-def write_sequence(path: Path, voxels: np.ndarray, chance: random.Random, odd: bool, stored: bool) -> Size | None:
-    """A folder with a TIFF for each slice."""
-    path.mkdir()
-    first, step, size = chance.choice([0, 8, 98]), chance.choice([1, 1, 2]), None
-    seed = chance.random()
-    for number, image_YX in enumerate(np.atleast_3d(voxels) if voxels.ndim < 3 else voxels):
-        name = f"recon_{first + step * number}{chance.choice(['.tif', '.tif', '.tiff']) if odd else '.tif'}"
-        size = write_tiff(path / name, image_YX, random.Random(seed), odd, stored)
-    if odd:
-        (path / chance.choice([".hidden.tif", "notes.txt", "Thumbs.db", "other_1.tif"])).write_bytes(b"II*\0")
-    return size
-
-
-def write_png(path: Path, image_YX: np.ndarray, chance: random.Random, odd: bool, stored: bool) -> Size | None:
-    image = Image.fromarray(image_YX)
-    if image_YX.dtype == np.uint8 and stored:
-        image = image.convert(chance.choice(["RGB", "RGBA", "LA", "L"]))
-    image.save(path, dpi=(0, 72) if odd else None, compress_level=chance.choice([0, 9]))
-    return None
-
-
-def write_hdf5(path: Path, voxels: np.ndarray, chance: random.Random, odd: bool, stored: bool) -> Size | None:
-    options: Junk = {}
-    if stored and voxels.size and voxels.ndim:
-        chunks = tuple(min(side, chance.choice([1, 7, 16])) for side in voxels.shape)
-        options = {
-            "chunks": chunks,
-            "compression": chance.choice([None, "gzip", "lzf"]),
-            "shuffle": chance.random() < 0.5,
-        }
-        options |= {"fletcher32": chance.random() < 0.3, "maxshape": (None,) * voxels.ndim}
-    size: Size | None = (2.5, 0.5, 0.25)
-    with h5py.File(path, "w") as file:
-        dtype = voxels.dtype.newbyteorder(chance.choice("<>"))
-        data = file.create_dataset("exchange/data", data=voxels.astype(dtype), **options)
-        data.attrs["element_size_um"] = size
-        file["exchange/theta"], file["exchange"].attrs["beamline"] = np.arange(5.0), "2-BM"
-        if odd:
-            size = None
-            junk = [[1.0, 2.0], "three", np.array([1, np.nan, 0]), h5py.Empty("f4"), data.ref, b"\xff\xfe", "x" * 40000]
-            about = chance.choice([file, file["exchange"], data])
-            name = chance.choice(
-                ["element_size_um", "axes", "description", "pxsize", "CLASS", "cocodiff", "ü", ".", "a/b"]
-            )
-            if (value := chance.choice(junk)) != "x" * 40000 or about is not data:
-                about.attrs.create(name, value)
-            file["link"] = h5py.SoftLink("/nowhere")
-            file["other"] = h5py.ExternalLink("elsewhere.h5", "/data")
-            file["texts"] = np.array([b"a", b"bc"])
-    return size
-
-
-def write_frames(path: Path, voxels: np.ndarray, chance: random.Random, odd: bool, stored: bool) -> Size | None:
-    """As the beamline 8.3.2 writes it: a dataset for each slice."""
-    dtype = voxels.dtype.newbyteorder(chance.choice("<>"))
-    with h5py.File(path, "w") as file:
-        group = file.create_group("tooth")
-        group.attrs["pxsize"] = (
-            chance.choice(["", b"x", -1.0, np.zeros(3)]) if odd else chance.choice([b"0.0025", 0.0025])
-        )
-        for number in chance.sample(range(len(voxels)), len(voxels)):
-            data = voxels[number].astype(dtype)[None if chance.random() < 0.5 else ...]
-            group.create_dataset(f"tooth_0000_{number}.tif", data=data, compression="gzip" if stored else None)
-        group["toothbak_0000.tif"] = voxels[:1] * 0
-        if odd:
-            group[chance.choice(["tooth_0000_99.tif", "tooth_1"])] = np.zeros((1, 3, 3), chance.choice(["u1", "f4"]))
-    return None if odd else (2.5, 2.5, 2.5)
-
-
-def write_zarr(
-    path: Path, voxels: np.ndarray, chance: random.Random, odd: bool, stored: bool, version: int, image: bool
-) -> Size | None:
-    """A store with an image, or one with an array alone in its root."""
-    lead = chance.choice([0, 1, 2]) if image else 0
-    axes: list[Junk] = [{"name": "t", "type": "time"}, {"name": "c", "type": "channel"}][2 - lead :]
-    axes += [{"name": name, "type": "space", "unit": "micrometer"} for name in "zyx"[-min(3, voxels.ndim) :]]
-    sides = [2.5, 0.5, 0.25][-voxels.ndim :]
-    moves: list[Junk] = [{"type": "scale", "scale": [1.0] * lead + sides}]
-    if chance.random() < 0.5:
-        moves.append({"type": "translation", "translation": [0.0] * lead + [10.0] * len(sides)})
-    about: Junk = {"name": "tooth", "axes": axes, "datasets": [{"path": "0", "coordinateTransformations": moves}]}
-    about = (
-        {"multiscales": [{"version": "0.4", **about}]}
-        if version == 2
-        else {"ome": {"version": "0.5", "multiscales": [about]}}
-    )
-    if odd:
-        about = mutated(about, chance)
-    about = about if isinstance(about, dict) else {}
-    dtype = voxels.dtype.newbyteorder(chance.choice("<>")) if version == 2 else voxels.dtype
-    shape = (1,) * lead + voxels.shape
-    chunks = (1,) * lead + tuple(max(1, min(side, chance.choice([1, 7, 16, 50]))) for side in voxels.shape)
-    options: Junk = {"chunks": chunks, "fill_value": chance.choice([0, 1]), "config": {"write_empty_chunks": False}}
-    if stored:
-        options |= chance.choice([{"compressors": None}, {}, {"order": "F"} if version == 2 else {}])
-        if version == 3 and voxels.size:
-            options["shards"] = tuple(2 * side for side in chunks)
-    if image:
-        root = zarr.create_group(path, zarr_format=version, attributes={**about, "sample": "a tooth"})
-        array = root.create_array("0", shape=shape, dtype=dtype, **options)
-    else:
-        array = zarr.create_array(path, shape=shape, dtype=dtype, zarr_format=version, **options)
-        array.attrs["sample"] = chance.choice(JUNK[:13]) if odd else "a tooth"
-    if voxels.size:
-        array[(0,) * lead] = voxels
-    return (2.5, 0.5, 0.25) if image and not odd else None
-
-
-def zarr_writer(version: int, image: bool) -> Callable[..., Size | None]:
-    return lambda *about: write_zarr(*about, version=version, image=image)
-
-
-# By format: what writes it, and the suffix.
-FORMATS: dict[str, tuple[Callable[..., Size | None], str]] = {
-    "tiff": (write_tiff, ".tif"),
-    "imagej": (write_imagej, ".tif"),
-    "ome": (write_ome, ".ome.tif"),
-    "sequence": (write_sequence, ""),
-    "png": (write_png, ".png"),
-    "hdf5": (write_hdf5, ".h5"),
-    "frames": (write_frames, ".h5"),
-    "zarr2": (zarr_writer(2, False), ".zarr"),
-    "zarr3": (zarr_writer(3, False), ".zarr"),
-    "ngff04": (zarr_writer(2, True), ".ome.zarr"),
-    "ngff05": (zarr_writer(3, True), ".zarr"),
-}
-
-
-def files_of(path: Path) -> list[Path]:
-    return [path] if path.is_file() else sorted(one for one in path.rglob("*") if one.is_file())
+def declare(draw: Draw, kinds: tuple[str, ...] = KINDS, widest: int = 8) -> Declared:
+    """Make a file's voxels and attributes, of types of so many bytes at most. Real voxels have 20 to 120, or 1000 to
+    3000 in types of 16 bits and more."""
+    kind = draw.pick(*kinds)
+    names = ("i1", "i2") if kind == "unsigned" else ("u1", "u2", "i2", "i4", "f4", "f8", "i8")
+    dtype = np.dtype(draw.pick(*(name for name in names if int(name[1]) <= widest)))
+    byte, number = dtype.itemsize == 1, dtype.type
+    spread = np.random.default_rng(draw.chance.randrange(2**32)).integers(1, 250, SHAPE) / 250
+    stored = np.rint(20 + 100 * spread if byte else 1000 + 2000 * spread).astype(dtype)
+    where = draw.pick("inside", "nowhere") if kind == "middle" else draw.pick(*["outside"] * 2, "inside", "", "both")
+    place = np.zeros(SHAPE, bool)
+    if kind != "scale":
+        place[:, :, :6] = where in ("outside", "both")
+        place[1:3, 9:12, 10:13] = where in ("inside", "both")
+    top: Any = number(np.iinfo(dtype).max if dtype.kind in "ui" else -9999.0)
+    bottom: Any = number(top if dtype.kind == "u" else np.iinfo(dtype).min if dtype.kind == "i" else 1e20)
+    high: Any = number((125 if dtype == "i1" else 130) if byte else 3100)
+    middle = number(70 if byte else 2000)  # among the real ones, so that a restored voxel could come to be it
+    values, attributes = {
+        "_FillValue": ([top], {"_FillValue": top}),
+        "missing_value": ([top], {"missing_value": draw.pick(top, np.array([top], dtype), float(top))}),
+        "several": ([top, 7], {"missing_value": np.array([top, 7], dtype)}),
+        "valid_range": ([high + number(2)], {"valid_range": np.array([10, high], dtype)}),
+        "valid_max": ([high + number(2)], {"valid_max": high}),
+        "both": ([top, bottom], {"_FillValue": top, "missing_value": bottom}),
+        "middle": ([middle], {"_FillValue": middle}),
+        "scale": ([0], {}),
+        "unsigned": ([-1], {"_FillValue": number(-1 if kind == "unsigned" else 0), "_Unsigned": "true"}),
+    }[kind]
+    if kind == "middle":
+        stored[stored == middle] += number(1)
+    stored[place], stored[place & (np.arange(SHAPE[-1]) % 2 == 0)] = values[0], values[-1]
+    meant = stored
+    if kind == "unsigned":
+        above = np.where(np.random.default_rng(7).random(SHAPE) < 0.5, 127 if byte else 40000, 0)
+        meant = stored.view(f"u{dtype.itemsize}")
+        meant = np.where(place, meant, meant + above).astype(meant.dtype)
+        stored, place = meant.view(dtype), meant == np.iinfo(meant.dtype).max
+    if (dtype.itemsize < 8 and dtype.kind in "ui" and draw.maybe(0.5)) or kind == "scale":
+        attributes["scale_factor"] = draw.pick(0.5, 0.001, -2.0)
+        attributes |= {"add_offset": draw.pick(-100.0, 273.15)} if draw.maybe(0.7) else {}
+    return Declared(stored, attributes, place, meant, f"{kind} {where} {dtype}")
 
 
 def damage(path: Path, kind: str, chance: random.Random) -> None:
-    """Cuts a file of an input short, flips a byte of it, or puts something else into its place."""
-    file = chance.choice(files_of(path))
+    """Cut a file of an input short, flip a bit of it, or put something else into its place."""
+    file = chance.choice([path] if path.is_file() else sorted(one for one in path.rglob("*") if one.is_file()))
     data = bytearray(file.read_bytes())
     if kind == "cut":
         del data[chance.choice([chance.randrange(len(data)), len(data) - chance.randint(1, min(64, len(data)))]) :]
     elif kind == "flip":
-        place = chance.randrange(min(len(data), 600) if chance.random() < 0.7 else len(data))
-        data[place] ^= 1 << chance.randrange(8)
+        data[chance.randrange(min(len(data), 600) if chance.random() < 0.7 else len(data))] ^= 1 << chance.randrange(8)
     file.write_bytes(data)
     if kind == "gone":
         file.unlink()
         instead = chance.choice(["nothing", "empty", "folder", "pipe", "link", "text", "whole"])
-        if instead == "whole":
-            (shutil.rmtree if path.is_dir() else lambda gone: gone.unlink(missing_ok=True))(path)
+        if instead == "whole" and path.is_dir():
+            shutil.rmtree(path)
         elif instead == "folder":
             file.mkdir()
         elif instead == "pipe":
             os.mkfifo(file)
         elif instead == "link":
             file.symlink_to("nowhere")
-        elif instead != "nothing":
+        elif instead in ("empty", "text"):
             file.write_bytes(b"" if instead == "empty" else b"no image\n" * 9)
 
 
-def read_plainly(path: Path) -> np.ndarray:
-    """The voxels of a file, as the format's own library reads them."""
-    if path.suffix == ".zarr":
-        node = zarr.open(str(path), mode="r")
-        if isinstance(node, zarr.Group):
-            about = node.attrs.asdict()
-            node = node[about.get("ome", about)["multiscales"][0]["datasets"][0]["path"]]
-        return np.asarray(node[...])
-    if path.is_dir():
-        names = sorted(path.iterdir(), key=lambda one: int((re.findall(r"\d+", one.stem) or ["-1"])[-1]))
-        return np.stack(
-            [tifffile.imread(one) for one in names if one.suffix in (".tif", ".tiff") and one.name[0] != "."]
-        )
-    if path.suffix.lower() == ".h5":
-        with h5py.File(path) as file:
-            if "exchange/data" in file:
-                return np.asarray(file["exchange/data"][()])
-            frames = [name for name in file["tooth"] if "bak" not in name]
-            in_order = sorted(frames, key=lambda name: int(re.findall(r"\d+", name)[-1]))
-            return np.stack([np.asarray(file["tooth"][name][()]).squeeze() for name in in_order])
-    return np.asarray(Image.open(path)) if path.suffix.lower() == ".png" else tifffile.imread(path)
-
-
-def main() -> int:
-    """Saves a tiny text-to-image model, in a process that has imported what it is made of."""
-    import tiny_pipelines
-
-    tiny_pipelines.sd3_pipeline().save_pretrained(sys.argv[1])
-    return 0
+def same(one: Any, other: Any) -> bool:
+    """Return True where values are the same, whatever the types; NaN is itself."""
+    return bool(np.array_equal(one, other, equal_nan=np.asarray(one).dtype.kind in "fc"))

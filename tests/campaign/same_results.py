@@ -16,6 +16,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -47,15 +48,10 @@ def make_inputs(folder: Path) -> None:
     stack = ((np.sin(z) + np.sin(y) * np.cos(x) + 0.1 * random.standard_normal(z.shape)) * 8000 + 30000).astype("u2")
     mask = np.zeros(stack.shape, "u1")
     mask[2:8, 10:22, 12:30] = 255
-    tifffile.imwrite(folder / "stack.tif", stack, photometric="minisblack")
-    tifffile.imwrite(folder / "mask.tif", mask, photometric="minisblack")
-    tifffile.imwrite(folder / "slice.tif", stack[4], photometric="minisblack")
-    tifffile.imwrite(folder / "other.tif", stack[7, :, ::-1].copy(), photometric="minisblack")
-    tifffile.imwrite(folder / "hole.tif", mask[4], photometric="minisblack")
-    tall, tall_mask = np.tile(stack, (2, 1, 1)), np.tile(mask, (2, 1, 1))
-    tifffile.imwrite(folder / "tall.tif", tall, photometric="minisblack")
-    tifffile.imwrite(folder / "tall_mask.tif", tall_mask, photometric="minisblack")
-    tifffile.imwrite(folder / "wide.tif", np.tile(stack, (2, 4, 3)), photometric="minisblack")
+    images = {"stack": stack, "mask": mask, "slice": stack[4], "other": stack[7, :, ::-1], "hole": mask[4]}
+    images |= {"tall": np.tile(stack, (2, 1, 1)), "tall_mask": np.tile(mask, (2, 1, 1))}
+    for name, image in (images | {"wide": np.tile(stack, (2, 4, 3))}).items():
+        tifffile.imwrite(folder / f"{name}.tif", image, photometric="minisblack")
     np.save(folder / "stack.npy", stack)
     with h5py.File(folder / "stack.h5", "w") as file:
         file.create_dataset("data", data=stack, chunks=(2, 40, 48))
@@ -63,14 +59,6 @@ def make_inputs(folder: Path) -> None:
     torch.manual_seed(0)
     sd3_pipeline(**clip_text()).save_pretrained(folder / "sd3")
     flux_pipeline().save_pretrained(folder / "flux")
-
-
-def commands() -> Iterator[tuple[str, list[str]]]:
-    """Names and words, of each line `name: words`."""
-    for line in COMMANDS.read_text().splitlines():
-        if line.strip() and not line.startswith("#"):
-            name, words = line.split(":", 1)
-            yield name, shlex.split(words)
 
 
 def run(tree: Path, only: list[str]) -> dict[str, Any]:
@@ -81,17 +69,15 @@ def run(tree: Path, only: list[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         make_inputs(folder)
-        for name, words in commands():
+        for name, line in re.findall(r"^([^#\s].*?): *(.*)$", COMMANDS.read_text(), re.MULTILINE):
             if only and name not in only:
                 continue
-            print(name, *words, flush=True)
+            print(name, line, flush=True)
             (folder / name).mkdir(exist_ok=True)
-            words = [word.replace("%", str(folder)).replace("@", str(tree)) for word in words]
-            done = subprocess.run(
-                [program, *words], cwd=folder / name, env=env, text=True, capture_output=True, stdin=subprocess.DEVNULL
-            )
-            if done.returncode:
-                print(done.stderr[-2000:], file=sys.stderr)
+            words = [word.replace("%", str(folder)).replace("@", str(tree)) for word in shlex.split(line)]
+            how: dict[str, Any] = {"cwd": folder / name, "env": env, "text": True, "stdin": subprocess.DEVNULL}
+            done = subprocess.run([program, *words], capture_output=True, **how)
+            print(done.stderr[-2000:] if done.returncode else "", file=sys.stderr, end="")
             found[name] = {"rc": done.returncode, "files": dict(results(folder / name))}
     return found
 
@@ -102,41 +88,31 @@ def results(folder: Path) -> Iterator[tuple[str, Any]]:
         name = str(path.relative_to(folder))
         if any(part.startswith(".") for part in Path(name).parts) or name.endswith(NOT_RESULTS):
             continue
-        if path.suffix in (".zarr",) and path.is_dir():
-            yield name, [digest(np.asarray(array)) for array in arrays_of(zarr.open(str(path), mode="r"))]
-        elif path.is_file() and ".zarr" not in name:
+        if path.suffix == ".zarr" or (path.is_file() and ".zarr" not in name):
             yield name, content(path)
 
 
-def arrays_of(node: Any) -> Iterator[Any]:
-    if isinstance(node, zarr.Array):
-        yield node
-    else:
-        for _, below in sorted(node.members()):
-            yield from arrays_of(below)
-
-
 def content(path: Path) -> Any:
+    """Digests of the arrays in a file or store, figures of JSON, or a digest of all bytes."""
+    images = {".tif": tifffile.imread, ".tiff": tifffile.imread, ".png": imread, ".npy": np.load}
     with contextlib.suppress(ValueError):
-        if path.suffix in (".tif", ".tiff"):
-            return digest(tifffile.imread(path))
-        if path.suffix == ".png":
-            return digest(imread(path))
-        if path.suffix == ".npy":
-            return digest(np.load(path))
-        if path.suffix == ".json":
-            return without_times(json.loads(path.read_text()))
-        if path.suffix == ".jsonl":
-            return [without_times(json.loads(line)) for line in path.read_text().splitlines()]
+        if path.suffix in images:
+            return digest(images[path.suffix](path))
+        if path.suffix in (".json", ".jsonl"):
+            lines = [path.read_text()] if path.suffix == ".json" else path.read_text().splitlines()
+            return [without_times(json.loads(line)) for line in lines]
+    kept: list[str] = []
+    if path.suffix == ".zarr":
+        members = zarr.open_group(path, mode="r").members(max_depth=None)
+        return [digest(np.asarray(node)) for _, node in sorted(members) if isinstance(node, zarr.Array)]
     if path.suffix in (".h5", ".hdf5"):
-        kept: list[str] = []
         with h5py.File(path) as file:
             file.visititems(lambda at, node: kept.append(digest(node[()])) if isinstance(node, h5py.Dataset) else None)
         return kept
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def digest(array: np.ndarray) -> str:
+def digest(array: Any) -> str:
     array = np.ascontiguousarray(array)
     return f"{array.dtype} {array.shape} {hashlib.sha256(array.tobytes()).hexdigest()[:32]}"
 
@@ -148,18 +124,13 @@ def without_times(value: Any) -> Any:
     return [without_times(one) for one in value] if isinstance(value, list) else value
 
 
-def differences(before: Any, after: Any, at: str = "") -> Iterator[str]:
-    if isinstance(before, dict) and isinstance(after, dict):
-        for key in sorted({*before, *after}, key=str):
-            if key not in before or key not in after:
-                yield f"{at}/{key}: only {'after' if key in after else 'before'}"
-            else:
-                yield from differences(before[key], after[key], f"{at}/{key}")
-    elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
-        for number, (one, other) in enumerate(zip(before, after, strict=True)):
-            yield from differences(one, other, f"{at}/{number}")
-    elif before != after:
-        yield f"{at}: {str(before)[:90]} -> {str(after)[:90]}"
+def flat(value: Any, at: str = "") -> Iterator[tuple[str, Any]]:
+    """Each figure by its place."""
+    inner = [*(value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ())]
+    for key, one in inner:
+        yield from flat(one, f"{at}/{key}")
+    if not inner:
+        yield at, value
 
 
 def main() -> int:
@@ -178,9 +149,12 @@ def main() -> int:
         Path(given.out).write_text(json.dumps(found, indent=1, default=str))
         return 0
     before, after = (json.loads(Path(path).read_text()) for path in (given.before, given.after))
-    lines = list(differences(before, after))
-    print(*lines, f"{len(before)} commands, {len(lines)} differences", sep="\n")
-    return int(bool(lines))
+    one, other = dict(flat(before)), dict(flat(after))
+    changed = [at for at in sorted({*one, *other}) if one.get(at, "absent") != other.get(at, "absent")]
+    for at in changed:
+        print(f"{at}: {str(one.get(at, 'absent'))[:90]} -> {str(other.get(at, 'absent'))[:90]}")
+    print(f"{len(before)} commands, {len(changed)} differences")
+    return int(bool(changed))
 
 
 if __name__ == "__main__":
