@@ -41,6 +41,7 @@ from campaign.strikes import (
 from commands.killed_runs import results
 from covering import covering_set
 from launching import end_group, with_options
+from syncs import Syncs
 from warm import Started
 
 from cocodiff.jobs.folder import NOTHING_LEFT, Manifest
@@ -117,18 +118,13 @@ def replace_function(path: str, make: Callable[[Any], Any]) -> None:
 def observe(notes: Path, partial: Path, alone: bool) -> None:
     """Has each line of a journal noted in a file: its batch, and which results are not on the disk then, as far as this
     process wrote them all (`alone`)."""
-    synced, sync = dict[int, int](), os.fsync
-
-    def note(descriptor: int) -> None:
-        sync(descriptor)
-        found = os.fstat(descriptor)
-        synced[found.st_ino] = found.st_mtime_ns
+    syncs = Syncs()
 
     def unsynced() -> list[str]:
-        found = [path for folder in (".progress/results", ".progress/samples") for path in partial.rglob(f"{folder}/*")]
-        found += [*partial.rglob("images/*")] if not (partial / ".progress/results").exists() else []
-        files = {path.name: path.stat() for path in found if path.is_file()}
-        return [name for name, of in files.items() if of.st_size and synced.get(of.st_ino) != of.st_mtime_ns]
+        folders = [partial / ".progress" / name for name in ("results", "samples")]
+        if not folders[0].exists():
+            folders.append(partial / "images")
+        return syncs.behind(path for folder in folders for path in folder.rglob("*"))
 
     def noting(add: Callable[..., None]) -> Callable[..., None]:
         def add_and_note(journal: Journal, entry: Entry) -> None:
@@ -139,7 +135,7 @@ def observe(notes: Path, partial: Path, alone: bool) -> None:
 
         return add_and_note
 
-    os.fsync = note
+    os.fsync = syncs.sync
     replace_function(NOTED, noting)
 
 
