@@ -70,7 +70,7 @@ RESUME = "resume"  # the job is killed, and struck when it goes on
 OF_DISKS = ("no space", "short write", "full disk")
 # A signal goes to one rank, to the process that forked them, or to all.
 OF_SIGNALS = ("KILL", "KILL job", "KILL all", "STOP", "TERM", "TERM job", "HUP", "HUP all", "INT all", "QUIT all")
-OF_ONE = ("KILL", "TERM", "HUP", "INT", "QUIT", *OF_DISKS, "exception", "vanished", "damaged")  # rank alone
+OF_ONE = ("KILL", "TERM", "HUP", "INT", *OF_DISKS, "exception", "vanished", "damaged")  # rank alone
 FAULTS = (*OF_SIGNALS, *OF_DISKS, *MESSAGES, "pause", "exception", "exit", "slow", "hang", "vanished", "damaged")
 
 
@@ -121,10 +121,9 @@ def observe(notes: Path, partial: Path, alone: bool) -> None:
     syncs = Syncs()
 
     def unsynced() -> list[str]:
-        folders = [partial / ".progress" / name for name in ("results", "samples")]
-        if not folders[0].exists():
-            folders.append(partial / "images")
-        return syncs.behind(path for folder in folders for path in folder.rglob("*"))
+        folders = (".progress/samples", ".progress/results", "images")
+        written = (paths for name in folders if (paths := [*(partial / name).glob("*")]))
+        return syncs.behind(next(written, []))
 
     def noting(add: Callable[..., None]) -> Callable[..., None]:
         def add_and_note(journal: Journal, entry: Entry) -> None:
@@ -169,7 +168,7 @@ def main() -> int:
     out, disk = Path(words[words.index("--out") + 1]), nullcontext[None]()
     if not given["ignored"]:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and whoever it starts inherits that
-    observe(Path(given["notes"]), out / PARTIAL, alone=given["replicas"] == 1)
+    observe(Path(given["notes"]), out / PARTIAL, alone=given["replicas"] == 1 and "--resume" not in words)
     if "strike" in given:
         strike = Strike(**given["strike"])
         strike.know_rank(strike if given["stage"] == "start" else lambda: None)
