@@ -79,7 +79,7 @@ class Case:
     fault: str
     moment: str
     launcher: str
-    folder: str
+    folder: str = ""
     family: str = "sd3"
     ranks: int = 3
     victim: int = 1
