@@ -37,21 +37,8 @@ SETUPS: dict[str, dict[str, Any]] = {
     "guidance, V-Major": {"name": "cocodiff", "guidance_parallel": 2},
 }
 OF_TERMINAL = ("HUP all", "INT all", "QUIT all")
-FAULTS = (
-    "KILL",
-    "KILL job",
-    "STOP",
-    "STOP ranks",
-    "pause",
-    "TERM",
-    "TERM job",
-    "HUP",
-    *OF_TERMINAL,
-    "exception",
-    "exit",
-    "slow",
-)
-FAULTS += ("hang",)
+OF_SIGNALS = ("KILL", "KILL job", "STOP", "STOP ranks", "TERM", "TERM job", "HUP", *OF_TERMINAL)
+FAULTS = (*OF_SIGNALS, "pause", "exception", "exit", "slow", "hang")
 MOMENTS = ("start", "met", "middle", "leaving", "again", "end")
 LAUNCHERS = ("forked", "torchrun")
 STEPS = 5
@@ -117,11 +104,9 @@ class Case:
     @property
     def unharmed(self) -> bool:
         """Whether the run has to go on to its end."""
-        return (
-            self.fault in ("slow", "pause", "nothing")
-            or (self.fault == "HUP" and self.launcher == "forked")
-            or self.ignored
-        )
+        alone = self.fault == "HUP" and self.launcher == "forked"  # a forked rank leaves the terminal's to its parent
+        unheard = self.ignored and self.fault in OF_TERMINAL
+        return unheard or alone or self.fault in ("slow", "pause", "nothing")
 
 
 # On every rank --------------------------------------------------------------------------------------------------------
