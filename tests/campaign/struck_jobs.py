@@ -77,8 +77,8 @@ FAULTS = (*OF_SIGNALS, *OF_DISKS, *MESSAGES, "pause", "exception", "exit", "slow
 # In the process that is struck ----------------------------------------------------------------------------------------
 
 
-def count(stage: str, number: int, strike: Strike) -> None:
-    """Has the strike come at an operation in this or a forked process."""
+def count(stage: str, number: int, folder: str, strike: Strike) -> None:
+    """Has the strike come at an operation in this or a forked process. folder: of the files whose changes count."""
     left, inside = number, 0
 
     def operation(event: str, path: object = None) -> None:
@@ -86,6 +86,11 @@ def count(stage: str, number: int, strike: Strike) -> None:
         left -= 1
         if (left < 0 and event in ADDS) if strike.fault == "no space" else left == -1:
             strike(path)
+
+    def heard(event: str, path: object) -> None:
+        within = str(path).startswith(folder) or not str(path).startswith("/")  # a part of a tree that is removed
+        if inside and within and stage != NOTED:
+            operation(event, path)
 
     def watching(whole: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*arguments: Any, **named: Any) -> Any:
@@ -103,7 +108,7 @@ def count(stage: str, number: int, strike: Strike) -> None:
 
     for path in STAGES.get(stage, [NOTED]):
         replace_function(path, watching)
-    watch_operations(lambda event, path: operation(event, path) if inside and stage != NOTED else None)
+    watch_operations(heard)
 
 
 def replace_function(path: str, make: Callable[[Any], Any]) -> None:
@@ -177,7 +182,7 @@ def main() -> int:
         elif strike.fault in MESSAGES:
             strike.spoil_messages(given["victim"])
         else:
-            count(given["stage"], given["number"], strike)
+            count(given["stage"], given["number"], str(out.parent), strike)
     with disk:
         return cocodiff()
 
@@ -477,13 +482,13 @@ class Job:
         self.wrong += [f"left {path.name}" for path in self.temporary.iterdir()]
         places = {*self.disk.iterdir(), *self.out.glob(".cocodiff.*")}
         self.wrong += [f"left {path.name}" for path in places - {self.out, self.partial}]
-        several = self.kind.ranks * self.kind.replicas > 1
+        tells = "noticed and stopped, " in said or "interrupted; " in said
         told = f"{kept} are kept: go on with --resume" if kept is not None else ""
         if manifest is not None:  # some may have moved up already; the next start puts the others beside them
             told = f"the results are finished, in {self.partial}"
         elif kept is None and self.partial.exists():
             self.wrong.append("left a hidden folder, and nothing is kept there")
-        elif kept is None and not self.out.exists() and several and "; " in said:
+        elif kept is None and not self.out.exists() and tells:
             told = NOTHING_LEFT
         elif Manifest.read(self.out) is not None and "--overwrite" not in self.kind.words:
             told = f"the results are finished, in {self.out}"

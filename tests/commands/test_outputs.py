@@ -206,7 +206,7 @@ def judge_end(struck: Struck, existed: bool) -> None:
     assert out.exists() == (existed or bool(files(out) or hidden(out))) == out.parent.exists(), told
     expected = "nothing was written" if finished is None else f"{finished} are kept: go on with --resume"
     if moving is not None:
-        expected = f"the results are finished, in {partial if final is None or final.run != moving.run else out}"
+        expected = f"the results are finished, in {out if final is not None and final.settings else partial}"
     elif final is not None and final.settings:
         expected = f"the results are finished, in {out}"
     assert left in (expected, None), told
