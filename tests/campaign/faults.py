@@ -34,7 +34,7 @@ JOBS_OF_TEN = (2, 5, 8)
 
 
 class Ended(NamedTuple):
-    """How a case ended. told: all that was chosen; wrong: what was not as it should be."""
+    """The end of a case. told: all that was chosen; wrong: what was not as it should be."""
 
     number: int
     fault: str
@@ -48,7 +48,7 @@ class Ended(NamedTuple):
 
 
 def run_case(number: int, seed: int, folder: Path) -> Ended:
-    """folder: where the runs are kept that nothing happens to."""
+    """Run one case. folder: where the runs are kept that nothing happens to."""
     from campaign import struck_calls, struck_jobs
 
     started, tens, digit = time.monotonic(), *divmod(number, 10)
@@ -73,7 +73,7 @@ def run_case(number: int, seed: int, folder: Path) -> Ended:
 
 
 def run_all(numbers: Sequence[int], seed: int, folder: Path, workers: int) -> Iterator[Ended]:
-    """Runs cases side by side: many of them wait for a timeout. As they end. folder: see `run_case`."""
+    """Run cases side by side: many of them wait for a timeout. As they end. folder: see `run_case`."""
     warm, jobs = import_module("warm"), import_module("campaign.struck_jobs")
     warm.start_server()
     jobs.Jobs(folder)
@@ -83,13 +83,13 @@ def run_all(numbers: Sequence[int], seed: int, folder: Path, workers: int) -> It
 
 
 def share_server(warm: Any) -> None:
-    """In a worker: the runs are forked from the warm Python of its parent, which alone can look whether that lives."""
+    """Prepare a worker: runs are forked from the warm Python of its parent, which alone can look whether that lives."""
     server = warm.forkserver.ensure_running.__self__
     warm.start_server = server.ensure_running = lambda: None
 
 
 def table(ended: Iterable[Ended]) -> list[str]:
-    """How many were tried, of each fault and of each command or setting, and how many of them ended rightly."""
+    """Count what was tried, of each fault and of each command or setting, and what of it ended rightly."""
     tried, right = Counter[str](), Counter[str]()
     for case in ended:
         for name in (f"fault: {case.fault}", f"of: {case.of}"):

@@ -92,7 +92,7 @@ class Strike:
         os.kill({"all": 0, "job": os.getppid() if forked else os.getpid()}.get(self.who, os.getpid()), number)
 
     def _pause(self) -> None:
-        """Stops all for a while, as Ctrl-Z does."""
+        """Stop all for a while, as Ctrl-Z does."""
         group = os.getpgrp()
         if os.fork() == 0:
             os.setsid()
@@ -102,7 +102,7 @@ class Strike:
             os._exit(0)
 
     def spoil_messages(self, victim: int) -> None:
-        """Has a checked message of the victim go wrong in each of its groups."""
+        """Have a checked message of the victim go wrong in each of its groups."""
         from comm.wrong_messages import spoil
 
         from cocodiff.comm.checked import CheckedGroup
@@ -118,7 +118,7 @@ class Strike:
         CheckedGroup.__init__ = make  # type: ignore[method-assign]
 
     def know_rank(self, at_start: Any = lambda: None) -> None:
-        """From the moment on at which the ranks are to meet. at_start: called then."""
+        """Learn this process's rank at the moment at which the ranks are to meet. at_start: called then."""
         from cocodiff.engine import engine
 
         opened = engine.open_transport
@@ -132,7 +132,7 @@ class Strike:
 
 
 def judge_line(fault: str, victim: int, ranks: int, code: int, said: str) -> list[str]:
-    """What is wrong with the end of a run whose ranks `--ranks` forked: its exit code, and the line that it left."""
+    """List what is wrong with the end of a run whose ranks `--ranks` forked: its exit code, and the line that it left."""
     lines = said.splitlines()
     named = {
         "KILL": rf"rank {victim} was killed by SIGKILL; \d of {ranks - 1} other ranks noticed and stopped, ",
@@ -157,7 +157,7 @@ def judge_line(fault: str, victim: int, ranks: int, code: int, said: str) -> lis
 
 
 def processes_of_session(leader: int) -> list[str]:
-    """The processes of a session that are there ten seconds after its leader has ended."""
+    """List the processes of a session that are there ten seconds after its leader has ended."""
     deadline = time.monotonic() + 10
     while True:
         found = []

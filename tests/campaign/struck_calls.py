@@ -103,7 +103,7 @@ class Case:
 
     @property
     def unharmed(self) -> bool:
-        """Whether the run has to go on to its end."""
+        """Tell whether the run has to go on to its end."""
         alone = self.fault == "HUP" and self.launcher == "forked"  # a forked rank leaves the terminal's to its parent
         unheard = self.ignored and self.fault in OF_TERMINAL
         return unheard or alone or self.fault in ("slow", "pause", "nothing")
@@ -196,7 +196,7 @@ def run(case: Case) -> tuple[list[int], str]:
 
 
 def judge(case: Case, wholes: Path) -> list[str]:
-    """What is wrong with how a case ends. wholes: a folder for what runs give that nothing happens to."""
+    """List what is wrong with the end of a case. wholes: a folder for what runs give that nothing happens to."""
     codes, said = run(case)
     folder, struck = Path(case.folder), (Path(case.folder) / "struck").exists()
     wrong = ["not ended"] if 124 in codes else []
@@ -231,7 +231,7 @@ def expected(case: Case, wholes: Path) -> str:
 
 
 def judge_survivors(case: Case, codes: list[int], said: str) -> list[str]:
-    """What is wrong with the ends of ranks that a launcher started, of which each says by itself whom it lost."""
+    """List what is wrong with the ends of ranks that a launcher started, of which each says by itself whom it lost."""
     wrong = ["a traceback"] if "Traceback" in said and case.fault not in ("exception", "exit") else []
     for rank, code in enumerate(codes):
         spoken = [line for line in said.splitlines() if line.startswith(f"cocodiff: [rank {rank}] ")]

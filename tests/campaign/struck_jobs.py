@@ -78,7 +78,7 @@ FAULTS = (*OF_SIGNALS, *OF_DISKS, *MESSAGES, "pause", "exception", "exit", "slow
 
 
 def count(stage: str, number: int, folder: str, strike: Strike) -> None:
-    """Has the strike come at an operation in this or a forked process. folder: of the files whose changes count."""
+    """Have the strike come at an operation in this or a forked process. folder: of the files whose changes count."""
     left, inside = number, 0
 
     def operation(event: str, path: object = None) -> None:
@@ -112,7 +112,7 @@ def count(stage: str, number: int, folder: str, strike: Strike) -> None:
 
 
 def replace_function(path: str, make: Callable[[Any], Any]) -> None:
-    """Replaces a function of a module or a class of the product by what `make` makes of it."""
+    """Replace a function of a module or a class of the product by what `make` makes of it."""
     *outer, name = path.split(".")
     owner: Any = import_module("cocodiff_eval" if outer[0] == "harness" else "cocodiff")
     for one in outer:
@@ -121,7 +121,7 @@ def replace_function(path: str, make: Callable[[Any], Any]) -> None:
 
 
 def observe(notes: Path, partial: Path, alone: bool) -> None:
-    """Has each line of a journal noted in a file: its batch, and which results are not on the disk then, as far as this
+    """Have each line of a journal noted in a file: its batch, and which results are not on the disk then, as far as this
     process wrote them all (`alone`)."""
     syncs = Syncs()
 
@@ -145,7 +145,7 @@ def observe(notes: Path, partial: Path, alone: bool) -> None:
 
 @contextmanager
 def small_disk(folder: Path, kib: int) -> Iterator[None]:
-    """Has a folder on a disk of its own while the block lasts, which takes so much more. Raises PermissionError where
+    """Have a folder on a disk of its own while the block lasts, which takes so much more. Raises PermissionError where
     this user may not mount."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(0x00020000):  # CLONE_NEWNS
@@ -359,7 +359,7 @@ class Job:
         return [number for number, _ in notes]
 
     def strike(self, fault: str, moment: str, chance: random.Random) -> dict[str, Any]:
-        """What `main` is to do. Early operations are struck more often than late ones, which may not come."""
+        """Choose what `main` is to do. Early operations are struck more often than late ones, which may not come."""
         if fault == "damaged":
             fault = "KILL all"
         name, _, who = fault.partition(" ") if fault.split()[0] in SIGNALS else (fault, "", "")
@@ -377,7 +377,7 @@ class Job:
         return {"stage": moment, "number": int(most * chance.random() ** 2), "victim": victim, "strike": asdict(strike)}
 
     def kill_when_noted(self, count: int) -> None:
-        """Has a run killed as soon as so many batches are finished."""
+        """Have a run killed as soon as so many batches are finished."""
         strike = Strike("KILL", "all", str(self.folder / "struck"))
         self.run(given={"stage": NOTED, "number": 2 * count - 1, "strike": asdict(strike)})
         assert len(self.journals.finished()) == count
@@ -390,7 +390,7 @@ class Job:
         fault: str = "",
         ignored: tuple[int, ...] = (),
     ) -> Done:
-        """Runs the command to its end. more: options, each in the place of the one of its name if there is one; given:
+        """Run the command to its end. more: options, each in the place of the one of its name if there is one; given:
         what is done to it, and fault, whose limits it has; ignored: signals."""
         first, *fixed = self.kind.words
         words = [first, *(str(self.jobs.inputs / word) if "." in word else word for word in fixed), *self.options]
@@ -418,7 +418,7 @@ class Job:
         return Done(code, out.read_text(), err.read_text())
 
     def go_on(self, replicas: int = 1, harmed: bool = False) -> str:
-        """Ends the job, and notes what is wrong then. harmed: some of what was finished may be gone. Returns what the
+        """End the job, and note what is wrong then. harmed: some of what was finished may be gone. Returns what the
         run said."""
         kept, finished, before = self.journals.kept(), {*self.journals.finished()}, len(self.noted())
         manifest = Manifest.read(self.partial)
@@ -444,7 +444,7 @@ class Job:
         return done.out
 
     def judge(self, strike: dict[str, Any], rank: int | None, code: int, out: str, said: str) -> None:
-        """Notes what is wrong with the end of a run that was to be struck. rank: which one was; None if none was."""
+        """Note what is wrong with the end of a run that was to be struck. rank: which one was; None if none was."""
         fault, who, ranks = strike["fault"], strike["who"], self.kind.ranks * self.kind.replicas
         killed, before = fault == "KILL" and (who != "one" or ranks == 1), len(self.wrong)
         expected, right = 1, True
@@ -477,7 +477,7 @@ class Job:
             self.wrong.append(f"{strike} of {rank}: ended with {code}: {out} {said}")
 
     def judge_folder(self, said: str) -> None:
-        """Notes what is wrong with what a run that ended badly, and could clean up, has left."""
+        """Note what is wrong with what a run that ended badly, and could clean up, has left."""
         kept, manifest = self.journals.kept(), Manifest.read(self.partial)
         self.wrong += [f"left {path.name}" for path in self.temporary.iterdir()]
         places = {*self.disk.iterdir(), *self.out.glob(".cocodiff.*")}
@@ -500,7 +500,7 @@ class Job:
             self.wrong.append(f"half a result: {sorted(path.name for path in self.out.iterdir())}")
 
     def compare(self) -> None:
-        """Notes where the results are not those of a run that nothing happened to."""
+        """Note where the results are not those of a run that nothing happened to."""
         whole = self.whole()
         if results(self.out) != results(whole):
             self.wrong.append(f"other results than {whole}")
@@ -510,7 +510,7 @@ class Job:
 
 
 def moved(made: Path, place: Path) -> None:
-    """Puts a folder in its place, unless another process was quicker."""
+    """Put a folder in its place, unless another process was quicker."""
     try:
         made.rename(place)
     except OSError:
@@ -518,7 +518,7 @@ def moved(made: Path, place: Path) -> None:
 
 
 def damage(out: Path, chance: random.Random) -> list[str]:
-    """What a purge of old files or a faulty disk may do to an unfinished job. Returns what was done."""
+    """Do what a purge of old files or a faulty disk may do to an unfinished job. Returns what was done."""
     partial = out / PARTIAL
     patterns = ("images/**/*", ".progress/results/*", ".progress/*/*.npz", ".progress/*.jsonl")
     found = {path for pattern in patterns for path in partial.glob(pattern) if path.is_file()}

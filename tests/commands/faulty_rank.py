@@ -49,7 +49,7 @@ def work(fault: str, transport: Any) -> None:
 
 
 def end_oddly(fault: str, transport: Any) -> None:
-    """As some ranks end whose work is done."""
+    """End as some ranks do whose work is done."""
     if fault == "late":
         import seams
 
@@ -74,7 +74,7 @@ def not_met(meeting: Any, *_: Any) -> None:
 
 
 def run_script(fault: str, transport_name: str, folder: Path) -> None:
-    """As a user's own script, whose exceptions nobody catches. folder: takes what each rank says, in a file of its own,
+    """Run as a user's own script, whose exceptions nobody catches. folder: takes what each rank says, in a file of its own,
     as a launcher may mix the lines of several."""
     from cocodiff.engine.engine import open_transport
 
