@@ -132,7 +132,7 @@ class Strike:
 
 
 def judge_line(fault: str, victim: int, ranks: int, code: int, said: str) -> list[str]:
-    """List what is wrong with the end of a run whose ranks `--ranks` forked: its exit code, and the line that it left."""
+    """List what is wrong with the end of a run whose ranks `--ranks` forked: its exit code, and its line."""
     lines = said.splitlines()
     named = {
         "KILL": rf"rank {victim} was killed by SIGKILL; \d of {ranks - 1} other ranks noticed and stopped, ",

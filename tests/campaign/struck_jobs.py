@@ -121,8 +121,8 @@ def replace_function(path: str, make: Callable[[Any], Any]) -> None:
 
 
 def observe(notes: Path, partial: Path, alone: bool) -> None:
-    """Have each line of a journal noted in a file: its batch, and which results are not on the disk then, as far as this
-    process wrote them all (`alone`)."""
+    """Note each line of a journal in a file: its batch, and which results are not on the disk then, as far as this process
+    wrote them all (`alone`)."""
     syncs = Syncs()
 
     def unsynced() -> list[str]:

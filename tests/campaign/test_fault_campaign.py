@@ -8,9 +8,9 @@ import signal
 from pathlib import Path
 
 import pytest
+from campaign.faults import run_all
 from campaign.struck_calls import Case, judge, run
 from campaign.struck_jobs import Jobs
-from campaign.faults import run_all
 
 # Each kind of fault, command and moment once or more.
 SAMPLE = (0, 1, 2, 5, 12, 13, 18, 22, 28, 38, 45, 52, 70, 73, 104, 112, 122, 135, 164, 166, 172, 238, 242)

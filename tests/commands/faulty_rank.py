@@ -74,8 +74,8 @@ def not_met(meeting: Any, *_: Any) -> None:
 
 
 def run_script(fault: str, transport_name: str, folder: Path) -> None:
-    """Run as a user's own script, whose exceptions nobody catches. folder: takes what each rank says, in a file of its own,
-    as a launcher may mix the lines of several."""
+    """Run as a user's own script, whose exceptions nobody catches. folder: takes what each rank says, in a file of its
+    own, as a launcher may mix the lines of several."""
     from cocodiff.engine.engine import open_transport
 
     transport = open_transport(Config(transport=transport_name))
