@@ -260,10 +260,12 @@ def at_work(out: Path) -> Iterator[str]:
 
     process = FORKS.Process(target=child)
     process.start()
-    assert ready.wait(30)
-    yield f"pid {process.pid} on "
-    process.kill()
-    process.join()
+    try:
+        assert ready.wait(30)
+        yield f"pid {process.pid} on "
+    finally:
+        process.kill()
+        process.join()
 
 
 @pytest.mark.parametrize("before", ["no folder", "older results"])
