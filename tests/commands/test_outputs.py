@@ -43,7 +43,7 @@ def files(folder: Path) -> dict[str, str]:
 
 
 def hidden(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.glob(".cocodiff*"))
+    return sorted(path.name for path in folder.glob(".*"))
 
 
 def publish(out: object, contents: dict[str, str], overwrite: bool = False) -> None:
