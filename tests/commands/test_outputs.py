@@ -20,7 +20,7 @@ from covering import thorough
 
 from cocodiff.config.errors import OwnRankError, UserError
 from cocodiff.jobs.folder import LOCK, MANIFEST, Manifest, OutputFolder
-from cocodiff.jobs.journal import PARTIAL, Entry, Journals
+from cocodiff.jobs.journal import PARTIAL, Entry, Journals, Reader
 from cocodiff.jobs.record import MARK, beside_the_record, write_settings
 
 FORKS = multiprocessing.get_context("fork")
@@ -314,6 +314,11 @@ def test_every_batch_is_claimed_once_and_journals_forget_torn_lines(tmp_path: Pa
     assert str(journals.kept()) == "5 of 9 slices" and {*journals.finished()} == {2, 3}
     journals.open_claims()
     assert journals.claim(0)
+    reader, line, growing = Reader(journals.folder), Entry(7, 1, []).line(), journals.folder / "d.jsonl"
+    growing.write_bytes(line[:9])  # another replica is about to write the rest
+    assert {entry.number for entry in reader.entries()} == {2, 3}
+    growing.write_bytes(line)
+    assert [entry.number for entry in reader.entries()] == [7]
 
 
 def test_finished_batches_without_a_record_of_their_settings_are_not_gone_on_with(tmp_path: Path) -> None:
