@@ -38,7 +38,8 @@ def scan(jobs: Jobs) -> Path:
 
 
 def contents(folder: Path) -> dict[Path, Any]:
-    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+    found = (path for path in folder.rglob("*") if path.name != LOCK)  # which a kill leaves, and any start removes
+    return {path: path.read_bytes() if path.is_file() else None for path in found}
 
 
 def changes(job: Job) -> dict[tuple[object, ...], str]:
