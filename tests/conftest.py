@@ -18,6 +18,7 @@ TESTS = Path(__file__).parent
 sys.path.insert(0, str(TESTS))
 
 import snapshots  # noqa: E402
+from syncs import Syncs  # noqa: E402
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
@@ -150,20 +151,9 @@ def promptly() -> Iterator[None]:
 @pytest.fixture
 def unsynced(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], list[str]]:
     """A function that names the files of a folder that were written since they were last synced, if ever."""
-    synced: dict[int, int] = {}  # times of the last write, by the file's number
-    sync = os.fsync
-
-    def note(descriptor: int) -> None:
-        sync(descriptor)
-        found = os.fstat(descriptor)
-        synced[found.st_ino] = found.st_mtime_ns
-
-    def changed(folder: Path) -> list[str]:
-        files = [(path, path.stat()) for path in folder.rglob("*") if path.is_file()]
-        return sorted(path.name for path, of in files if of.st_size and synced.get(of.st_ino) != of.st_mtime_ns)
-
-    monkeypatch.setattr(os, "fsync", note)
-    return changed
+    syncs = Syncs()
+    monkeypatch.setattr(os, "fsync", syncs.sync)
+    return lambda folder: syncs.behind(folder.rglob("*"))
 
 
 @pytest.fixture

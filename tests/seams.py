@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 
+from cocodiff.comm import connect
+from cocodiff.jobs import ranks
+
 
 def hooks_of(module: torch.nn.Module) -> list[Any]:
     """List the forward hooks on a module and on all of its parts."""
@@ -32,3 +35,39 @@ def unpacking_changed(pipe: Any, change: Callable[[torch.Tensor], torch.Tensor])
     pipe._unpatchify_latents = lambda latents: unpack(change(latents))
     yield
     del pipe._unpatchify_latents
+
+
+def notes_of_ranks(count: int) -> Any:
+    """Make what forked ranks leave for their parent, as `run_ranks` does it."""
+    return ranks._Notes(count)
+
+
+def end_of_child(rank: int, status: int, notes: Any) -> ranks.End:
+    """Tell how a forked rank has ended, from its exit status and its notes."""
+    return ranks._child_end(rank, status, notes)
+
+
+def end_of_error(error: BaseException) -> ranks.End:
+    """Tell how a rank ends that raises an error."""
+    return ranks._end_of(error)
+
+
+def report_ends(ends: dict[int, ranks.End], count: int, left: str) -> int:
+    """Print the line of a job whose ranks have ended so, and return its exit code."""
+    return ranks._report(ends, count, left)
+
+
+def call_before_ends_are_noted(call: Callable[[], None]) -> None:
+    """Have `call` called in a forked rank when it is about to note its end, for good."""
+    noted = ranks._Notes.note_end
+
+    def note_end(notes: Any, rank: int, end: ranks.End) -> None:
+        call()
+        noted(notes, rank, end)
+
+    ranks._Notes.note_end = note_end  # type: ignore[method-assign]
+
+
+def connect_ranks_by(connecting: Callable[..., Any]) -> None:
+    """Have the library's connection of ranks made by `connecting`, for good."""
+    connect._initialise = connecting  # type: ignore[assignment]

@@ -2,12 +2,13 @@
 
     python tests/campaign/faults.py --cases 1000 --seed 0 --workers 4
 
-Of ten cases seven are of attention calls (`faulty_calls.py`) and three of whole jobs (`faulty_jobs.py`). Settings and
+Of ten cases seven are of attention calls (`struck_calls.py`) and three of whole jobs (`struck_jobs.py`). Settings and
 commands, faults, and the moments at which they strike are chosen so that each two that make sense meet; all else is
 drawn, by the seed and the case's number. A run must end in time; where the fault ended it, with one line that names
 rank and reason, nothing half-written and nothing left behind but what --resume needs; and what goes on must come to the
-results of a run that nothing happened to. Prints a line for each case, those that ended otherwise with the command to
-repeat them, and how many there were of each fault and command. Exits with 1 when any ended otherwise.
+results of a run that nothing happened to, with nothing made twice. Prints a line for each case, those that ended
+otherwise with the command to repeat them, and how many there were of each fault and command. Exits with 1 when any
+ended otherwise.
 """
 
 from __future__ import annotations
@@ -24,17 +25,16 @@ import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from functools import cache
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-TESTS = Path(__file__).resolve().parent.parent
 JOBS_OF_TEN = (2, 5, 8)
 
 
 class Ended(NamedTuple):
-    """How a case ended. told: all that was chosen; wrong: what was not as it should be."""
+    """The end of a case. told: all that was chosen; wrong: what was not as it should be."""
 
     number: int
     fault: str
@@ -47,45 +47,49 @@ class Ended(NamedTuple):
         return f"{self.number} {self.fault} of {self.of}: {self.told} {self.seconds:.1f} s {self.wrong or 'ok'}"
 
 
-@cache
-def cases_in(kind: str, folder: Path) -> Any:
-    from faulty_calls import Calls
-    from faulty_jobs import Jobs
-
-    return Calls(folder) if kind == "calls" else Jobs(folder)
-
-
 def run_case(number: int, seed: int, folder: Path) -> Ended:
-    """folder: where the runs are kept that nothing happens to."""
+    """Run one case. folder: where the runs are kept that nothing happens to."""
+    from campaign import struck_calls, struck_jobs
+
     started, tens, digit = time.monotonic(), *divmod(number, 10)
-    is_job = digit in JOBS_OF_TEN
-    kind = "jobs" if is_job else "calls"
-    nth = 3 * tens + JOBS_OF_TEN.index(digit) if is_job else 7 * tens + digit - sum(job < digit for job in JOBS_OF_TEN)
-    chance = random.Random(f"{seed} {number}")
+    chance, fault, of, told, wrong = random.Random(f"{seed} {number}"), "?", "?", "", list[str]()
     try:
-        fault, of, told, wrong = cases_in(kind, folder).case(nth, chance)
+        if digit in JOBS_OF_TEN:
+            jobs = struck_jobs.choose_all(struck_jobs.COMMANDS)
+            of, fault, moment = jobs[(3 * tens + JOBS_OF_TEN.index(digit)) % len(jobs)]
+            told, job, harm = struck_jobs.Jobs(folder).struck(number, chance, (of, fault, moment))
+            job.go_on(chance.choice((1, job.kind.replicas)), harmed=bool(harm))
+            wrong = job.wrong
+            shutil.rmtree(job.folder) if not wrong else None
+        else:
+            calls = struck_calls.choose_all()
+            chosen = calls[(7 * tens + digit - sum(job < digit for job in JOBS_OF_TEN)) % len(calls)]
+            case = struck_calls.Case.drawn(chosen, folder / f"calls{number}", chance)
+            fault, of, told = case.fault, f"calls, {case.setup}", str(replace(case, folder=""))
+            wrong = struck_calls.judge(case, folder)
     except Exception:
-        fault, of, told, wrong = "?", kind, "", [traceback.format_exc()]
-    return Ended(number, fault, of if is_job else f"calls, {of}", told, wrong, time.monotonic() - started)
+        wrong = [traceback.format_exc()]
+    return Ended(number, fault, of, told, wrong, time.monotonic() - started)
 
 
 def run_all(numbers: Sequence[int], seed: int, folder: Path, workers: int) -> Iterator[Ended]:
-    """Runs cases side by side: many of them wait for a timeout. As they end. folder: see `run_case`."""
-    warm = import_module("warm")
+    """Run cases side by side: many of them wait for a timeout. As they end. folder: see `run_case`."""
+    warm, jobs = import_module("warm"), import_module("campaign.struck_jobs")
     warm.start_server()
-    cases_in("jobs", folder), cases_in("calls", folder)
+    jobs.Jobs(folder)
     with ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), share_server, (warm,)) as pool:
         for future in as_completed([pool.submit(run_case, number, seed, folder) for number in numbers]):
             yield future.result()
 
 
 def share_server(warm: Any) -> None:
-    """In a worker: the runs are forked from the warm Python of its parent, which alone can look whether that lives."""
-    warm.start_server = warm.forkserver._forkserver.ensure_running = lambda: None
+    """Prepare a worker: runs are forked from the warm Python of its parent, which alone can look whether that lives."""
+    server = warm.forkserver.ensure_running.__self__
+    warm.start_server = server.ensure_running = lambda: None
 
 
 def table(ended: Iterable[Ended]) -> list[str]:
-    """How many were tried, of each fault and of each command or setting, and how many of them ended rightly."""
+    """Count what was tried, of each fault and of each command or setting, and what of it ended rightly."""
     tried, right = Counter[str](), Counter[str]()
     for case in ended:
         for name in (f"fault: {case.fault}", f"of: {case.of}"):
@@ -96,10 +100,8 @@ def table(ended: Iterable[Ended]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--cases", type=int, default=1000)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--workers", type=int, default=4)
+    for name, usual in {"cases": 1000, "first": 0, "seed": 0, "workers": 4}.items():
+        parser.add_argument(f"--{name}", type=int, default=usual)
     chosen = parser.parse_args()
     started, ended = time.monotonic(), list[Ended]()
     folder = Path(tempfile.mkdtemp(prefix="cocodiff-faults-"))
@@ -122,5 +124,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(TESTS), str(TESTS / "campaign")]
+    sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
     sys.exit(main())

@@ -4,30 +4,50 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import resource
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from comm.wrong_messages import Faulty
+import psutil
 
-SIGNALS = ("KILL", "STOP", "TERM", "HUP", "INT")
+SIGNALS = ("KILL", "STOP", "TERM", "HUP", "INT", "QUIT")
+MESSAGES = ("flipped", "lost")
 ON_FIRE = "the disk is on fire"
 SLOW_S, HANGS_S = 6.0, 600.0
+PATIENT = {"timeout_s": 60, "stall_timeout_s": 60, "start_timeout_s": 20}
 # Of the runs whose faults are noticed by their silence. A pause is longer, and so is a slow rank's sleep.
 LIMITS = {"STOP": {"timeout_s": 5}, "pause": {"timeout_s": 4}, "slow": {"timeout_s": 4, "stall_timeout_s": 20}}
 LIMITS |= {fault: {"timeout_s": 60, "stall_timeout_s": 8} for fault in ("hang", "lost")}
+# Gloo ends a process that receives a longer message than it awaits: that of a lost one's successor.
+ABORTS = re.compile(r"gloo::EnforceNotMet|rank \d was killed by SIGABRT")
+OPERATIONS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate")
+ADDS, REMOVES = ("open", "os.mkdir"), ("os.remove", "os.rmdir")
+
+
+def watch_operations(heard: Callable[[str, Any], None]) -> None:
+    """Have `heard` called before each change that this process makes to files from now on, for good: with the kind of
+    operation and the path. What it raises comes out of the change."""
+
+    def hear(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in OPERATIONS and (event != "open" or (arguments[2] or 0) & (os.O_WRONLY | os.O_RDWR)):
+            heard(event, arguments[0])
+
+    sys.addaudithook(hear)
 
 
 @dataclass
 class Strike:
-    """fault: a signal's name or what `__call__` knows. who: "one" rank, the "job" that forked it, or "all". mark: a
-    file that is made at the strike, once in a run, with the rank's number. delay_ms: until a signal comes. amount:
-    bytes that a file may have from then on, or the number of the message that goes wrong. inputs: what vanishes."""
+    """fault: a signal's name or what `__call__` knows. who: "one" rank, all "ranks", the "job" that forked them, or
+    "all". mark: a file that is made at the strike, once in a run, with the rank's number. delay_ms: until a signal
+    comes. amount: bytes that a file may have from then on, or the number of the message that goes wrong. inputs: what
+    vanishes."""
 
     fault: str
     who: str
@@ -64,12 +84,15 @@ class Strike:
             time.sleep({"slow": SLOW_S, "hang": HANGS_S}[self.fault])
 
     def _send(self) -> None:
-        forked = os.getpid() != os.getpgrp()
-        target = {"all": 0, "job": os.getppid() if forked else os.getpid(), "one": os.getpid()}[self.who]
-        os.kill(target, getattr(signal, f"SIG{self.fault}"))
+        forked, number = os.getpid() != os.getpgrp(), getattr(signal, f"SIG{self.fault}")
+        if self.who == "ranks":
+            others = [rank for rank in psutil.Process(os.getppid()).children() if rank.pid != os.getpid()]
+            for rank in others:
+                rank.send_signal(number)
+        os.kill({"all": 0, "job": os.getppid() if forked else os.getpid()}.get(self.who, os.getpid()), number)
 
     def _pause(self) -> None:
-        """Stops all for a while, as Ctrl-Z does."""
+        """Stop all for a while, as Ctrl-Z does."""
         group = os.getpgrp()
         if os.fork() == 0:
             os.setsid()
@@ -79,7 +102,9 @@ class Strike:
             os._exit(0)
 
     def spoil_messages(self, victim: int) -> None:
-        """Has a checked message of the victim go wrong in each of its groups."""
+        """Have a checked message of the victim go wrong in each of its groups."""
+        from comm.wrong_messages import spoil
+
         from cocodiff.comm.checked import CheckedGroup
 
         made = CheckedGroup.__init__
@@ -88,13 +113,12 @@ class Strike:
             made(group, inner, health)
             if self.rank == victim and len(group.ranks) > 1:
                 Path(self.mark).write_text(str(victim))
-                group._group = Faulty(inner, self.fault, (group.index + 1) % len(group.ranks), self.amount)
+                spoil(group, self.fault, (group.index + 1) % len(group.ranks), self.amount)
 
         CheckedGroup.__init__ = make  # type: ignore[method-assign]
 
     def know_rank(self, at_start: Any = lambda: None) -> None:
-        """From the moment on at which the ranks are to meet. at_start: called then."""
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and whoever it starts inherits that
+        """Learn this process's rank at the moment at which the ranks are to meet. at_start: called then."""
         from cocodiff.engine import engine
 
         opened = engine.open_transport
@@ -105,3 +129,44 @@ class Strike:
             return opened(config, launch, *more)
 
         engine.open_transport = open_transport
+
+
+def judge_line(fault: str, victim: int, ranks: int, code: int, said: str) -> list[str]:
+    """List what is wrong with the end of a run whose ranks `--ranks` forked: its exit code, and its line."""
+    lines = said.splitlines()
+    named = {
+        "KILL": rf"rank {victim} was killed by SIGKILL; \d of {ranks - 1} other ranks noticed and stopped, ",
+        "STOP": rf"rank {victim} (has been silent for|was stopped for more than) ",
+        "STOP ranks": r"rank \d (has been silent for|was stopped for more than) ",
+        "TERM": rf"rank {victim} interrupted: interrupted; ",
+        "exception": rf"rank {victim} failed: RuntimeError: {ON_FIRE}; ",
+        # what exits in a thread of zarr's leaves its rank waiting
+        "exit": rf"rank {victim} (left with code|has not gone on from) ",
+        "hang": rf"rank {victim} ",
+        "flipped": rf"rank \d failed: received other bytes than rank {victim} sent to it: ",
+        "lost": rf"rank {victim}( |;)",
+    }
+    asked = fault.endswith((" all", " job"))
+    pattern, expected = ("^cocodiff: interrupted", 130) if asked else (named.get(fault, "nothing at all"), 1)
+    wrong = [] if code == expected else [f"ended with {code}, not {expected}"]
+    traced = fault in ("exception", "exit") and "Traceback" in said
+    own = lines[-1:] if traced else [line for line in lines if not line.startswith("cocodiff: [rank ")]
+    if len(own) != 1 or not re.search(pattern, own[0]) or not own[0].startswith("cocodiff: "):
+        wrong.append(f"said {said!r}")
+    return wrong
+
+
+def processes_of_session(leader: int) -> list[str]:
+    """List the processes of a session that are there ten seconds after its leader has ended."""
+    deadline = time.monotonic() + 10
+    while True:
+        found = []
+        for process in psutil.process_iter(["name", "status"]):
+            try:
+                if os.getsid(process.pid) == leader and process.info["status"] != psutil.STATUS_ZOMBIE:
+                    found.append(f"{process.pid} {process.info['name']}")
+            except ProcessLookupError:
+                continue
+        if not found or time.monotonic() > deadline:
+            return found
+        time.sleep(0.1)

@@ -10,52 +10,37 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cocodiff.comm import connect
 from cocodiff.comm.launch import detect
 from cocodiff.comm.presence import Presence
 from cocodiff.config.config import Config
-from cocodiff.jobs import ranks
 from cocodiff.jobs.ranks import run_ranks
 from cocodiff.jobs.terminal import quiet_libraries
 
 
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def work(fault: str, transport: Any) -> None:
     transport.broadcast_object("met")
-    if fault == "exception" and transport.rank == 1:
-        raise RuntimeError("the disk is on fire")
-    if fault == "killed" and transport.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    if fault == "interrupted" and transport.rank == 1:
-        os.kill(os.getpid(), signal.SIGTERM)
+    if transport.rank == 1:
+        if fault == "exception":
+            raise RuntimeError("the disk is on fire")
+        if fault == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "interrupted":
+            interrupt()
+        if fault == "leaves":
+            return
+        if fault == "sleeps":
+            time.sleep(600)
     if fault == "interrupted" and transport.rank == 2:
         heard = threading.Event()
         transport.health.when_lost(lambda _: heard.set())
         heard.wait(20)
         raise FileNotFoundError("removed by a rank that has heard of it before")
-    if fault == "late":
-        noted = ranks._Notes.note_end
-
-        def note_end(*end: Any) -> None:
-            os.kill(os.getpid(), signal.SIGTERM)
-            noted(*end)
-
-        ranks._Notes.note_end = note_end
-        return
-    if fault == "last":
-        transport.close()
-        time.sleep(600 if transport.rank == 1 else 0)
-        return
-    if fault == "lingers":
-        time.sleep(600 if transport.rank == 1 else 0)
-        return
-    if fault == "sleeps" and transport.rank == 1:
-        time.sleep(600)
-    if fault in ("noisy", "aborts"):
-        os.write(2, b"a library's line\n")
-        print("a line of ours", file=sys.stderr, flush=True)
-        os.abort() if fault == "aborts" and transport.rank == 0 else None
-        return
-    if fault == "leaves" and transport.rank == 1:
+    if fault in ("late", "last", "lingers", "noisy", "aborts"):
+        end_oddly(fault, transport)
         return
     for _ in range(1000):
         transport.gather_object(transport.rank)
@@ -63,16 +48,34 @@ def work(fault: str, transport: Any) -> None:
         time.sleep(0.05)
 
 
+def end_oddly(fault: str, transport: Any) -> None:
+    """End as some ranks do whose work is done."""
+    if fault == "late":
+        import seams
+
+        seams.call_before_ends_are_noted(interrupt)
+    if fault == "last":
+        transport.close()
+    if fault in ("last", "lingers") and transport.rank == 1:
+        time.sleep(600)
+    if fault in ("noisy", "aborts"):
+        os.write(2, b"a library's line\n")
+    if fault == "noisy":
+        print("a line of ours", file=sys.stderr, flush=True)
+    if fault == "aborts" and transport.rank == 0:
+        os.abort()
+
+
 def not_met(meeting: Any, *_: Any) -> None:
     """Rank 1 is asked to stop while the library connects the ranks, which fails on the others."""
     if meeting.rank == 1:
-        os.kill(os.getpid(), signal.SIGTERM)
+        interrupt()
     raise RuntimeError("a connection was refused")
 
 
 def run_script(fault: str, transport_name: str, folder: Path) -> None:
-    """As a user's own script, whose exceptions nobody catches. folder: takes what each rank says, in a file of its own,
-    as a launcher may mix the lines of several."""
+    """Run as a user's own script, whose exceptions nobody catches. folder: takes what each rank says, in a file of its
+    own, as a launcher may mix the lines of several."""
     from cocodiff.engine.engine import open_transport
 
     transport = open_transport(Config(transport=transport_name))
@@ -102,7 +105,9 @@ def main() -> int:
     if fault == "killed at the start" and launch.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if fault == "unmet":
-        connect._initialise = not_met
+        import seams  # and torch
+
+        seams.connect_ranks_by(not_met)
     settings = {"steps": "20" if fault != "settings" or launch.rank == 0 else "50"}
     start_s = 3.0 if fault == "alone" else 600.0
     config = Config(transport=transport, timeout_s=5.0, stall_timeout_s=4.0, start_timeout_s=start_s)

@@ -1,199 +1,403 @@
-"""A results folder appears whole or not at all, and nothing that is not ours is replaced."""
+"""A folder of results: whole or not at all, whatever happens to whoever writes it; and what a user has put there."""
+
+from __future__ import annotations
 
 import errno
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
-from output_folders import names, open_with_image, publish
+from campaign.strikes import ADDS, REMOVES, watch_operations
+from covering import thorough
 
 from cocodiff.config.errors import OwnRankError, UserError
-from cocodiff.jobs.folder import MANIFEST, OutputFolder
-from cocodiff.jobs.record import MARK
+from cocodiff.jobs.folder import LOCK, MANIFEST, Manifest, OutputFolder
+from cocodiff.jobs.journal import PARTIAL, Entry, Journals, Reader
+from cocodiff.jobs.record import MARK, beside_the_record, write_settings
+
+FORKS = multiprocessing.get_context("fork")
+BATCHES = 3
+NEW = {**{f"images/{number}.png": "new" for number in range(BATCHES)}, MARK: "new"}
+OLD = {"images/0.png": "old", "images/only_old.png": "old", "tables/old.txt": "old", MARK: "old"}
+USERS = {"images/notes.txt": "the user's", "mine/thesis.tex": "the user's"}
+# What strikes an operation. "torn": the file is there, but what was to be in it is not.
+KILLS, ERRORS = (
+    ("kill", "torn"),
+    ("interrupt", errno.ENOSPC, errno.EIO, errno.EPERM, errno.EDQUOT, errno.EROFS, errno.EFBIG),
+)
 
 
-def test_results_appear_at_once(tmp_path):
-    out = tmp_path / "deep" / "results"
-    folder = OutputFolder(str(out), overwrite=False)
-    partial = folder.open()
-    (partial / MARK).write_text("new")
-    assert [path.name for path in out.iterdir()] == [partial.name]
+def files(folder: Path) -> dict[str, str]:
+    """Read what can be seen in a folder of results."""
+    found = [path for path in folder.rglob("*") if path.is_file()]
+    names = {str(path.relative_to(folder)): path for path in found}
+    return {name: path.read_text() for name, path in names.items() if not name.startswith(".")}
+
+
+def hidden(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob(".*"))
+
+
+def publish(out: object, contents: dict[str, str], overwrite: bool = False) -> None:
+    folder = OutputFolder(str(out), overwrite)
+    put(folder.open(), contents)
     folder.publish()
-    assert (out / MARK).read_text() == "new"
-    assert [path.name for path in out.parent.iterdir()] == ["results"]
 
 
-def test_an_existing_result_is_kept_without_overwrite(tmp_path):
-    publish(tmp_path / "out", "old")
-    with pytest.raises(UserError, match="exists already: choose another folder, or replace it with --overwrite"):
-        OutputFolder(str(tmp_path / "out"), overwrite=False)
-    assert (tmp_path / "out" / MARK).read_text() == "old"
+def in_a_process(call: Callable[[], object]) -> None:
+    process = FORKS.Process(target=call)
+    process.start()
+    process.join()
 
 
-def test_overwrite_replaces_everything_of_the_old_result(tmp_path):
-    out = tmp_path / "out"
-    folder = OutputFolder(str(out), overwrite=False)
-    (open_with_image(folder, "old") / "tables").mkdir()
-    (folder.partial / "tables" / "only_old.txt").write_text("old")
-    folder.publish()
-    publish(out, "new", overwrite=True)
-    assert names(out) == [MANIFEST, "images/a.png", MARK]
-    assert (out / MARK).read_text() == (out / "images" / "a.png").read_text() == "new"
-    assert not (out / "tables").exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+def put(folder: Path, contents: dict[str, str]) -> None:
+    for name, text in contents.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
 
 
-def test_the_old_result_stays_until_the_new_one_is_published(tmp_path):
-    out = tmp_path / "out"
-    publish(out, "old")
-    folder = OutputFolder(str(out), overwrite=True)
-    (folder.open() / MARK).write_text("new")
-    assert (out / MARK).read_text() == "old"
-    folder.discard()
-    assert (out / MARK).read_text() == "old"
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+# A run of three batches that is struck at one of its operations ------------------------------------------------------
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_a_foreign_folder_is_refused(tmp_path, overwrite):
-    (tmp_path / "thesis.tex").write_text("precious")
-    with pytest.raises(UserError, match="choose another folder"):
-        OutputFolder(str(tmp_path), overwrite)
-    assert (tmp_path / "thesis.tex").read_text() == "precious"
+def run(folder: OutputFolder, made: Callable[[int], object] = lambda number: None) -> None:
+    """Make three batches and publish, as a command does; made: called with the number of each that is made."""
+    if folder.finished is not None:
+        folder.confirm(None)
+        return
+    with folder.held(), folder.writing():
+        partial, journals = folder.open(), folder.journals
+        if journals.header() is None:
+            journals.begin({"seed": 0}, BATCHES, "slices", folder.overwrite)
+        journals.open_claims()
+        journal, finished = journals.open_journal(str(os.getpid())), journals.finished()
+        for number in {*range(BATCHES)} - {*finished}:
+            made(number)
+            put(partial, {f"images/{number}.png": "new"})
+            journal.add(Entry(number, 1, []))
+        put(partial, {MARK: "new"})
+        folder.publish()
 
 
-def test_an_empty_folder_is_used(tmp_path):
-    (tmp_path / "out").mkdir()
-    publish(tmp_path / "out", "new")
-    assert (tmp_path / "out" / MARK).read_text() == "new"
+class Struck:
+    """A run in a process of its own, at whose operation of some number something happens.
+
+    operations: all that were seen; ended: the kind of the error and its words, and what the run says that it has left;
+    None where it was killed.
+    """
+
+    def __init__(self, out: Path, number: int, fault: str | int, overwrite: bool, resume: bool) -> None:
+        self.out, self.number, self.fault, self.given = out, number, fault, (overwrite, resume)
+        self.operations: list[str] = []
+        told = out.parents[1] / "told.json"
+        told.unlink(missing_ok=True)
+        in_a_process(lambda: self._child(told))
+        self.ended = None
+        if told.exists():
+            self.operations, *self.ended = json.loads(told.read_text())
+
+    def _child(self, told: Path) -> None:
+        watch_operations(self._operation)
+        folder, kind, message = None, "", ""
+        try:
+            folder = OutputFolder(str(self.out), *self.given)
+            run(folder)
+        except BaseException as error:
+            kind, message = type(error).__name__, str(error)
+        operations, self.fault = [*self.operations], ""
+        told.write_text(json.dumps([operations, kind, message, folder.left() if folder else None]))
+        os._exit(0)
+
+    def _operation(self, event: str, path: Any) -> None:
+        self.operations.append(event)
+        now, adds = len(self.operations) == self.number + 1, event in ADDS
+        if now and self.fault == "torn" and not Path(path).exists():
+            Path(path).write_text("{")
+        if now and self.fault in KILLS:
+            os._exit(1)
+        if now and self.fault == "interrupt":
+            raise KeyboardInterrupt
+        still_full = adds and self.fault == errno.ENOSPC and len(self.operations) > self.number
+        if isinstance(self.fault, int) and (now or still_full):
+            raise OSError(self.fault, os.strerror(self.fault), path)
 
 
-def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path):
-    (tmp_path / "out").write_text("a file")
-    with pytest.raises(UserError, match="is a file: name a folder"):
-        OutputFolder(str(tmp_path / "out"), overwrite=True)
+def older(out: Path) -> None:
+    publish(out, OLD)
+    put(out, USERS)
 
 
-def test_a_file_above_the_folder_is_refused(tmp_path):
-    (tmp_path / "file").write_text("a file")
-    with pytest.raises(UserError, match=r"no permission to write in .*file"):
-        OutputFolder(str(tmp_path / "file" / "out"), overwrite=False)
+def kept(out: Path, overwrite: bool = False) -> None:
+    """Have a run killed when one of its batches is finished."""
+
+    in_a_process(lambda: run(OutputFolder(str(out), overwrite), lambda number: os._exit(1) if number == 1 else None))
+    assert str(Journals(out / PARTIAL).kept()) == "1 of 3 slices"
+    (out / LOCK).unlink()
 
 
-def test_discard_leaves_nothing(tmp_path):
-    folder = OutputFolder(str(tmp_path / "out"), overwrite=False)
-    folder.open()
-    folder.discard()
-    folder.discard()
-    assert names(tmp_path) == []
+def kept_over_older(out: Path) -> None:
+    older(out)
+    kept(out, overwrite=True)
 
 
-def test_a_run_that_fails_leaves_no_folder_that_it_made(tmp_path):
-    (tmp_path / "mine").mkdir()
-    with pytest.raises(KeyError), OutputFolder(str(tmp_path / "mine/a/b"), overwrite=False).held():
-        raise KeyError
-    assert [*tmp_path.rglob("*")] == [tmp_path / "mine"]
+def linked(out: Path) -> None:
+    older(out.parents[1] / "disk" / "results")
+    out.parent.mkdir()
+    out.symlink_to(out.parents[1] / "disk" / "results")
 
 
-def test_what_a_killed_run_left_is_not_published(tmp_path):
-    killed = open_with_image(OutputFolder(str(tmp_path / "out"), overwrite=False), "half")
-    (killed / "images" / "half.png").write_text("half")
-    publish(tmp_path / "out", "whole")
-    assert [path.name for path in (tmp_path / "out" / "images").iterdir()] == ["a.png"]
+BEFORE: dict[str, Callable[[Path], object]] = {
+    "no folder": lambda out: None,
+    "an empty folder": lambda out: out.mkdir(parents=True),
+    "older results": older,
+    "a link to older results": linked,
+    "batches of a killed run": kept,
+    "those of one that was to replace older results": kept_over_older,
+}
+
+
+@pytest.mark.parametrize("before", BEFORE)
+def test_whatever_happens_at_any_operation_nothing_is_lost_and_the_next_start_ends_rightly(
+    tmp_path: Path, before: str
+) -> None:
+    out, saved, places = tmp_path / "deep" / "out", tmp_path / "saved", (tmp_path / "deep", tmp_path / "disk")
+    BEFORE[before](out)
+    there, old = [place for place in places if place.exists()], files(out)
+    resume = Journals(out / PARTIAL).kept() is not None
+    flags = bool(old) and not resume, resume
+    for place in there:
+        shutil.copytree(place, saved / place.name, symlinks=True)
+    operations = Struck(out, -1, "nothing", *flags).operations
+    assert len(operations) > 20, "few operations can be struck"
+    for number, event in enumerate(operations):
+        errors = ERRORS[:1] if event in REMOVES else ERRORS  # a file that cannot be removed stays
+        errors = errors if thorough() else errors[number % len(errors) :][:1]
+        for fault in (*(KILLS if event == "open" else KILLS[:1]), *errors):
+            for place in places:
+                shutil.rmtree(place, ignore_errors=True)
+            for place in there:
+                shutil.copytree(saved / place.name, place, symlinks=True)
+            existed = out.stat() if out.exists() else None
+            struck = Struck(out, number, fault, *flags)
+            if event not in (*REMOVES, "os.truncate"):  # what could not be removed, or a lock without its owner's name
+                judge_end(struck, existed is not None)
+            judge(struck, old, USERS if old else {})
+            assert existed is None or os.path.samestat(existed, out.stat()), (
+                "a folder that may be a mount point is never replaced"
+            )
+
+
+def judge_end(struck: Struck, existed: bool) -> None:
+    """Check that a struck run that was not killed has cleaned up, and says rightly what it has left."""
+    if struck.ended is None:
+        return
+    out, partial = struck.out.resolve(), struck.out.resolve() / PARTIAL
+    told = f"{struck.fault} at {struck.number}, {struck.ended}"
+    kind, message, left = struck.ended
+    moving, final, finished = Manifest.read(partial), Manifest.read(out), Journals(partial).kept()
+    assert LOCK not in hidden(out) and partial.exists() == (moving is not None or finished is not None), told
+    assert out.exists() == (existed or bool(files(out) or hidden(out))) == out.parent.exists(), told
+    expected = "nothing was written" if finished is None else f"{finished} are kept: go on with --resume"
+    if moving is not None:
+        expected = f"the results are finished, in {out if final is not None and final.settings else partial}"
+    elif final is not None and final.settings:
+        expected = f"the results are finished, in {out}"
+    assert left in (expected, None), told
+    kinds = {"interrupt": ["KeyboardInterrupt"], errno.EPERM: ["UserError", "OwnRankError", "PermissionError"]}
+    if not kind:  # it could do without
+        assert left == f"the results are finished, in {out}", told
+        return
+    assert kind in kinds.get(struck.fault, ["UserError", "OwnRankError"]) and "\n" not in message, told
+    assert any(str(one) in message for one in (out, struck.out)) or kind in ("KeyboardInterrupt", "PermissionError"), (
+        told
+    )
+
+
+def judge(struck: Struck, old: dict[str, str], users: dict[str, str]) -> None:
+    """Check what a struck run has left, and that the next start comes to the end without making anything twice."""
+    out, partial, whole, told = struck.out, struck.out / PARTIAL, {**NEW, **users}, f"{struck.fault} at {struck.number}"
+    found, moving, final, journals = files(out), Manifest.read(partial), Manifest.read(out), Journals(partial)
+    finished, done = journals.kept(), {*journals.finished()}
+    published = moving is None and final is not None and bool(final.settings)
+    if moving is None:
+        assert found == (whole if published else old), told
+    else:
+        assert all(text in (old.get(name), whole.get(name)) for name, text in found.items()), told
+        assert {**found, **files(partial), **users} == {**found, **NEW}, told
+    unended = finished is not None and moving is None
+    if found or unended:
+        said = f"{finished} there: go on with --resume, or start afresh with --overwrite" if unended else "--overwrite"
+        with pytest.raises(UserError, match=said):
+            OutputFolder(str(out), overwrite=False)
+    again: list[int] = []
+    needs_word = bool(found) and finished is None and moving is None and not published
+    run(OutputFolder(str(out), overwrite=needs_word, resume=True), again.append)
+    assert again == ([] if moving is not None or published else [*{*range(BATCHES)} - done]), told
+    assert files(out) == whole and hidden(out) == [MANIFEST] and not (out / "tables").exists(), told
+    final = Manifest.read(out)
+    # A manifest that a kill has left half-written is listed as well, though it is gone: to be mended.
+    assert final is not None and {*final.files} - {f"{MANIFEST}.partial"} == {*NEW}, told
+    assert {path.name for path in out.parent.iterdir()} == {"out"}, told
+
+
+# One run at a time ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def at_work(out: Path) -> Iterator[str]:
+    """Have a run of another process write to a folder; the process, as a refusal names it."""
+    ready, process = FORKS.Event(), None
+
+    def child() -> None:
+        run(OutputFolder(str(out), overwrite=True), lambda _: (ready.set(), time.sleep(60)))
+
+    process = FORKS.Process(target=child)
+    process.start()
+    try:
+        assert ready.wait(30)
+        yield f"pid {process.pid} on "
+    finally:
+        process.kill()
+        process.join()
+
+
+@pytest.mark.parametrize("before", ["no folder", "older results"])
+def test_a_second_run_into_the_same_folder_is_refused_and_harms_nothing(tmp_path: Path, before: str) -> None:
+    out = tmp_path / "deep" / "out"
+    BEFORE[before](out)
+    second = OutputFolder(str(out), overwrite=True)
+    with at_work(out) as who:
+        left = files(out), files(out / PARTIAL), hidden(out)
+        with pytest.raises(UserError, match=rf"another run \({who}.* writes there"), second.held():
+            pass
+        for flags in ((False, False), (True, False), (False, True)):
+            with pytest.raises(UserError, match="another run"):
+                OutputFolder(str(out), *flags)
+        assert (files(out), files(out / PARTIAL), hidden(out)) == left and LOCK in left[2]
+    with second.held():
+        assert (out / LOCK).read_text().startswith(f"pid {os.getpid()} on ") and not (out / PARTIAL).exists()
+
+
+def test_the_ranks_of_a_killed_run_are_waited_for(tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+
+    def child() -> None:
+        with OutputFolder(out, overwrite=True).held():
+            if os.fork() == 0:
+                time.sleep(0.7)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    in_a_process(child)
+    with OutputFolder(out, overwrite=True).held():
+        assert (tmp_path / "out" / LOCK).read_text().startswith(f"pid {os.getpid()} on ")
+
+
+def test_every_batch_is_claimed_once_and_journals_forget_torn_lines(tmp_path: Path) -> None:
+    journals = Journals(tmp_path)
+    journals.begin({"seed": 0}, 9, "slices", overwrite=False)
+    journals.open_claims()
+    assert [journals.claim(number) for number in (0, 1, 0, 1, 2)] == [True, True, False, False, True]
+    assert journals.kept() is None
+    for name, size in (("a", 3), ("b", 2)):
+        journals.open_journal(name).add(Entry(size, size, [name]))
+    (journals.folder / "c.jsonl").write_text('{"number": 4, "size": 9, "rows": []}')
+    with (journals.folder / "a.jsonl").open("ab") as journal:
+        journal.write(Entry(1, 1, []).line().replace(b"size", b"sice") + b'\xff[[[\n{"number": 0, "si')
+    assert str(journals.kept()) == "5 of 9 slices" and {*journals.finished()} == {2, 3}
+    journals.open_claims()
+    assert journals.claim(0)
+    reader, line, growing = Reader(journals.folder), Entry(7, 1, []).line(), journals.folder / "d.jsonl"
+    growing.write_bytes(line[:9])  # another replica is about to write the rest
+    assert {entry.number for entry in reader.entries()} == {2, 3}
+    growing.write_bytes(line)
+    assert [entry.number for entry in reader.entries()] == [7]
+
+
+def test_finished_batches_without_a_record_of_their_settings_are_not_gone_on_with(tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "out"
+    kept(out)
+    header = Journals(out / PARTIAL).folder / "job.json"
+    os.truncate(header, header.stat().st_size // 2)
+    for resume in (False, True):
+        with pytest.raises(UserError, match="the record of its settings is damaged, so that it cannot go on"):
+            OutputFolder(str(out), overwrite=False, resume=resume)
+    run(OutputFolder(str(out), overwrite=True))
+    assert files(out) == NEW
 
 
 # What the user has put there ------------------------------------------------------------------------------------------
 
 
-def test_a_folder_with_a_run_yaml_of_the_users_is_not_ours(tmp_path):
-    (tmp_path / MARK).write_text("input: scan.tif")
-    (tmp_path / "scan.tif").write_text("precious")
-    with pytest.raises(UserError, match=f"holds no {MANIFEST}, so it is not ours to overwrite"):
-        OutputFolder(str(tmp_path), overwrite=True)
-    assert names(tmp_path) == [MARK, "scan.tif"]
-
-
-def test_files_that_the_user_adds_to_results_stay(tmp_path):
+def test_results_do_not_replace_a_file_of_the_users(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    publish(out, "old")
-    (out / "images" / "notes.txt").write_text("precious")
-    (out / ".out.old").mkdir()
-    (tmp_path / ".out.old").mkdir()
-    (tmp_path / ".out.old" / "mine").write_text("precious")
-    publish(out, "new", overwrite=True)
-    assert names(tmp_path) == [
-        ".out.old/mine",
-        f"out/{MANIFEST}",
-        "out/images/a.png",
-        "out/images/notes.txt",
-        f"out/{MARK}",
-    ]
-    assert (out / ".out.old").is_dir() and (out / MARK).read_text() == "new"
-
-
-def test_results_do_not_replace_a_file_of_the_users(tmp_path):
-    out = tmp_path / "out"
-    publish(out, "old")
+    publish(out, OLD)
     folder = OutputFolder(str(out), overwrite=True)
-    (open_with_image(folder, "new") / "report.html").write_text("new")
-    (out / "report.html").write_text("precious")
+    put(folder.open(), {**NEW, "report.html": "new"})
+    put(out, {"report.html": "the user's"})
     with pytest.raises(OwnRankError, match=r"could not be put into .*report.html is in the way"):
         folder.publish()
-    assert ((out / "report.html").read_text(), (out / MARK).read_text()) == ("precious", "old")
+    assert files(out) == {**OLD, "report.html": "the user's"}
     assert folder.left() == f"the results are finished, in {folder.partial}"
     folder.discard()
     (out / "report.html").unlink()
     with pytest.raises(UserError, match="exists already"), OutputFolder(str(out / "."), overwrite=False).held():
         pass
     with OutputFolder(str(out), overwrite=True).held():  # it puts them in place before its own run
-        assert (out / "report.html").read_text() == "new"
+        assert files(out) == {**NEW, "report.html": "new"}
 
 
-def test_a_link_in_the_place_of_a_folder_protects_what_it_leads_to(tmp_path):
+def test_a_link_in_the_place_of_a_folder_protects_what_it_leads_to(tmp_path: Path) -> None:
     out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
-    folder = OutputFolder(str(out), overwrite=False)
-    (open_with_image(folder, "old") / MARK).write_text("old")
-    folder.publish()
+    publish(out, OLD)
     (out / "images").rename(elsewhere)
     (out / "images").symlink_to(elsewhere)
-    again = OutputFolder(str(out), overwrite=True)
-    (again.open() / MARK).write_text("new")
-    again.publish()
-    assert (elsewhere / "a.png").read_text() == "old" and (out / MARK).read_text() == "new"
+    publish(out, {MARK: "new"}, overwrite=True)
+    assert (elsewhere / "only_old.png").read_text() == "old" and (out / MARK).read_text() == "new"
 
 
-@pytest.mark.parametrize("name", ["../scan.tif", "/etc/passwd", "images/../../scan.tif"])
-def test_a_manifest_reaches_nothing_outside_its_folder(tmp_path, name):
-    out = tmp_path / "out"
-    publish(out, "old")
-    (tmp_path / "scan.tif").write_text("precious")
+def test_a_manifest_reaches_nothing_outside_its_folder(tmp_path: Path) -> None:
+    out, outside = tmp_path / "out", tmp_path / "scan.tif"
+    publish(out, OLD)
+    outside.write_text("precious")
     manifest = json.loads((out / MANIFEST).read_text())
-    (out / MANIFEST).write_text(json.dumps(manifest | {"files": [*manifest["files"], name]}))
-    publish(out, "new", overwrite=True)
-    assert (tmp_path / "scan.tif").read_text() == "precious"
+    manifest["files"] += ["../scan.tif", str(outside), "images/../../scan.tif"]
+    (out / MANIFEST).write_text(json.dumps(manifest))
+    publish(out, NEW, overwrite=True)
+    assert outside.read_text() == "precious" and files(out) == NEW
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"run": "a", "ready": true, "files": 3}', "[" * 100_000])
-def test_a_damaged_manifest_counts_as_none(tmp_path, text):
-    publish(tmp_path / "out", "old")
-    (tmp_path / "out" / MANIFEST).write_text(text)
-    with pytest.raises(UserError, match="not ours to overwrite"):
-        OutputFolder(str(tmp_path / "out"), overwrite=True)
-    (tmp_path / "out" / MANIFEST).unlink()
-    os.mkfifo(tmp_path / "out" / MANIFEST)
-    with pytest.raises(UserError, match="not ours to overwrite"):
-        OutputFolder(str(tmp_path / "out"), overwrite=True)
+def refused(out: object, said: str, overwrite: bool = True) -> None:
+    with pytest.raises(UserError, match=said) as caught:
+        OutputFolder(str(out), overwrite)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
-def test_inputs_are_not_replaced_by_the_results_they_lead_to(tmp_path, monkeypatch):
+def test_a_damaged_manifest_counts_as_none(tmp_path: Path) -> None:
+    publish(tmp_path / "out", OLD)
+    manifest = tmp_path / "out" / MANIFEST
+    for text in ("", "{", "[]", "{}", '{"run": "a", "ready": true, "files": 3}', "[" * 100_000):
+        manifest.write_text(text)
+        refused(tmp_path / "out", "not ours to overwrite")
+    manifest.unlink()
+    os.mkfifo(manifest)
+    refused(tmp_path / "out", "not ours to overwrite")
+    assert files(tmp_path / "out") == OLD
+
+
+def test_inputs_are_not_replaced_by_the_results_they_lead_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    publish(tmp_path / "out", "old")
+    publish("out", {"images/a.png": "old"})
     folder = OutputFolder("out", overwrite=True)
     folder.keep_apart(["block", "scan.tif", "volume.h5:/data", str(tmp_path / "out" / "mine.tif")])
-    for path in ("out/images/a.png", "out/../out/images/a.png:/data"):
+    for path in ("out/images/a.png", "out/../out/images/a.png:/data", "out/images", "out/images/*.png"):
         with pytest.raises(UserError, match="among the results in --out out, which --overwrite would replace"):
             folder.keep_apart([path])
 
@@ -201,91 +405,60 @@ def test_inputs_are_not_replaced_by_the_results_they_lead_to(tmp_path, monkeypat
 # Where results may go -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("exists", [True, False])
-def test_a_link_is_followed_and_stays(tmp_path, exists):
-    target, link = tmp_path / "disk" / "results", tmp_path / "out"
-    (target if exists else target.parent).mkdir(parents=True)
-    link.symlink_to(target)
-    for text in ("first", "second", "third"):
-        publish(link, text, overwrite=True)
-        assert link.is_symlink() and (target / MARK).read_text() == text
-    assert names(tmp_path) == [f"disk/results/{MANIFEST}", "disk/results/images/a.png", f"disk/results/{MARK}"]
-
-
-@pytest.mark.parametrize(
-    ("out", "said"),
-    [
-        ("/", "choose another folder"),
-        ("a/..", "choose another folder"),
-        (".", "choose another folder"),
-        ("/dev/null", "is a file: name a folder"),
-        ("/dev/null/a", "no permission to write in /dev/null"),
-        ("/proc/x", "choose another folder"),
-        ("/proc/x/y", "choose another folder"),
-        ("loop", "choose another folder"),
-        ("n" * 300, "File name too long"),
-        ("é" * 128, "File name too long"),
-        ("d/" * 3000, "File name too long"),
-        ("a\0b", "choose another folder"),
-    ],
-)
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_impossible_targets_are_refused_in_one_line(tmp_path, monkeypatch, out, said, overwrite):
+def test_impossible_targets_are_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overwrite: bool
+) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "loop").symlink_to("loop")
-    with pytest.raises(UserError, match=said) as caught:
-        OutputFolder(out, overwrite)
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
-    assert [path.name for path in tmp_path.iterdir()] == ["loop"]
+    Path("loop").symlink_to("loop")
+    for folder in ("thesis", "users"):
+        Path(folder).mkdir()
+    Path("thesis/thesis.tex").write_text("precious")
+    Path("users", MARK).write_text("input: scan.tif")
+    before = {path: path.lstat() for path in tmp_path.rglob("*")}
+    another = ("/", "a/..", ".", "/proc/x", "/proc/x/y", "loop", "a\0b", "thesis", "users")
+    places = dict.fromkeys(another, "choose another folder")
+    places |= dict.fromkeys(("n" * 300, "é" * 128, "d/" * 3000), "File name too long")
+    places |= dict.fromkeys(("/dev/null", f"thesis/../users/{MARK}"), "is a file: name a folder")
+    places |= {"/dev/null/a": "no permission to write in /dev/null", f"users/{MARK}/a": "no permission to write in"}
+    for out, said in places.items():
+        refused(out, said, overwrite)
+    if overwrite:
+        refused("users", f"holds no {MANIFEST}, so it is not ours to overwrite")
+    assert {path: path.lstat() for path in tmp_path.rglob("*")} == before
 
 
-def test_a_name_with_dots_means_what_it_says(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    publish("a/../out", "new")
-    publish("n" * 255, "new")
-    assert {path.name for path in tmp_path.iterdir()} == {"out", "n" * 255}
-
-
-def test_results_go_into_the_working_directory(tmp_path, monkeypatch):
+def test_names_mean_what_they_say_and_the_working_directory_is_a_folder_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    publish(".", "old")
-    (tmp_path / "here" / "scan.tif").write_text("precious")
-    publish(".", "new", overwrite=True)
-    assert Path.cwd() == tmp_path / "here" and names(Path()) == [MANIFEST, "images/a.png", MARK, "scan.tif"]
+    publish(".", OLD)
+    put(Path(), {"scan.tif": "precious"})
+    publish(".", NEW, overwrite=True)
+    assert Path.cwd() == tmp_path / "here" and files(Path()) == {**NEW, "scan.tif": "precious"}
+    publish("a/../../out", NEW)
+    publish("../" + "n" * 255, NEW)
+    assert {path.name for path in tmp_path.iterdir()} == {"here", "out", "n" * 255}
 
 
-MOUNTED = """
-import sys
-from cocodiff.jobs.folder import OutputFolder
-for text in ("old", "new"):
-    folder = OutputFolder(sys.argv[1], overwrite=True)
-    with folder.held():
-        (folder.open() / "run.yaml").write_text(text)
-        folder.publish()
-"""
+# Repeating a run ------------------------------------------------------------------------------------------------------
 
 
-def test_a_mount_point_is_published_into(tmp_path):
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "out").mkdir()
-    script = f'mount --bind {tmp_path}/disk {tmp_path}/out && exec "$@"'
-    if os.geteuid() or subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
-        pytest.skip("mount points: needs root and unshare")
-    command = ["unshare", "-m", "bash", "-c", script, "bash", sys.executable, "-c", MOUNTED, str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert names(tmp_path) == [f"disk/{MANIFEST}", f"disk/{MARK}"] and (tmp_path / "disk" / MARK).read_text() == "new"
-
-
-def test_a_folder_that_cannot_be_renamed_away_is_published_into(tmp_path, monkeypatch):
-    """As a mount point, which needs root to be made."""
-    publish(tmp_path / "out", "old")
-    busy = OSError(errno.EBUSY, os.strerror(errno.EBUSY))
-
-    def rename(source, target):
-        raise busy
-
-    monkeypatch.setattr(Path, "rename", rename)
-    publish(tmp_path / "out", "new", overwrite=True)
-    assert (tmp_path / "out" / MARK).read_text() == "new"
+def test_a_run_repeated_from_its_own_settings_goes_beside_its_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = OutputFolder("restored", overwrite=False)
+    write_settings(folder.open(), {"out": "restored", "steps": 3, "overwrite": True, "resume": True, "batch": None})
+    folder.publish()
+    assert Path("restored", MARK).read_text() == "out: restored\nsteps: 3\n"
+    old = {"out": "restored", "steps": 3, "overwrite": True}  # as older versions wrote it
+    assert beside_the_record(old, "restored/run.yaml") == {"out": "restored-2", "steps": 3, "overwrite": False}
+    Path("restored-2").mkdir()
+    whole = str(tmp_path / "restored")
+    assert beside_the_record({"out": whole}, f"restored/{MARK}")["out"] == f"{whole}-3"
+    assert beside_the_record(old, "settings.yaml") == old
+    assert beside_the_record({"steps": 3}, f"restored/{MARK}") == {"steps": 3}
+    monkeypatch.chdir(whole)
+    assert beside_the_record({"out": "."}, MARK)["out"] == f"{whole}-3"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,88 +14,59 @@ from cocodiff.config.errors import UserError
 
 JUDGED = {"psnr_db": 20.0, "ssim": 0.5, "mse": 0.01, "seconds": 1.0, "bytes": {"plane": 8}}
 LINE = {"point": "a", "steps": 3, "mask": "block", "slice": "scan", **JUDGED, "psnr_vs_exact_db": None, "exact": JUDGED}
+WRONG: dict[str, tuple[Any, ...]] = {
+    "psnr_db": (float("inf"),),
+    "seconds": ("fast", 0),
+    "bytes": ([8],),
+    "exact": ([1], JUDGED | {"mse": "small"}),
+    "point": (["a"],),
+}
+DAMAGED = [
+    *({key: value for key, value in LINE.items() if key != lacking} for lacking in LINE if lacking != "slice"),
+    *(LINE | {key: value} for key, values in WRONG.items() for value in values),
+    *(b"[1]", b"[" * 100_000, b"1" * 6000, b"", b"\x80\xff\0"),
+]
 
 
-@pytest.fixture
-def report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[], str]:
-    """The one line of error of `sweep --report-only`."""
+def test_a_folder_is_reported_unless_a_line_is_damaged_which_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines, words = tmp_path / "results.jsonl", ["sweep", "--report-only", "--out", str(tmp_path)]
 
-    def run() -> str:
-        assert main(["sweep", "--report-only", "--out", str(tmp_path)]) == 2
+    def refused(said: str) -> None:
+        assert main(words) == 2
         captured = capsys.readouterr()
         (line,) = captured.err.splitlines()
-        assert captured.out == ""
-        return line
+        assert said in line and captured.out == ""
 
-    return run
-
-
-def write(folder: Path, lines: str | bytes) -> None:
-    (folder / "results.jsonl").write_bytes(lines.encode() if isinstance(lines, str) else lines)
-
-
-def test_a_sound_folder_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path, json.dumps(LINE) + "\n")
-    assert main(["sweep", "--report-only", "--out", str(tmp_path)]) == 0
+    refused("holds no results.jsonl: give the --out of a sweep that has ended")
+    for damaged in DAMAGED:
+        line = damaged if isinstance(damaged, bytes) else json.dumps(damaged).encode()
+        data = json.dumps(LINE | {"slice": "first"}).encode() + b"\n" + line + b"\n"
+        lines.write_bytes(data)
+        refused("results.jsonl, line 2 is damaged: mend it, or start afresh with --overwrite")
+        assert lines.read_bytes() == data
+    lines.write_text(json.dumps(LINE) + "\n")
+    assert main(words) == 0
     assert "identical" in capsys.readouterr().out and (tmp_path / "pareto.png").is_file()
 
 
 @pytest.mark.parametrize(
-    "line",
-    [
-        *(
-            json.dumps({name: value for name, value in LINE.items() if name != lacking})
-            for lacking in LINE
-            if lacking != "slice"
-        ),
-        json.dumps(LINE | {"psnr_db": float("inf")}),
-        json.dumps(LINE | {"seconds": "fast"}),
-        json.dumps(LINE | {"seconds": 0}),
-        json.dumps(LINE | {"bytes": [8]}),
-        json.dumps(LINE | {"exact": [1]}),
-        json.dumps(LINE | {"exact": JUDGED | {"mse": "small"}}),
-        json.dumps(LINE | {"point": ["a"]}),
-        "[1]",
-        "[" * 100_000,
-        "1" * 6000,
-        "",
-        b"\x80\xff\0",
-    ],
-)
-def test_a_damaged_line_is_named(tmp_path: Path, report: Callable[[], str], line: str | bytes) -> None:
-    whole = json.dumps(LINE | {"slice": "first"}).encode() + b"\n"
-    data = whole + (line.encode() if isinstance(line, str) else line) + b"\n"
-    write(tmp_path, data)
-    assert "results.jsonl, line 2 is damaged: mend it, or start afresh with --overwrite" in report()
-    assert (tmp_path / "results.jsonl").read_bytes() == data
-
-
-def test_a_folder_without_results_is_named(tmp_path: Path, report: Callable[[], str]) -> None:
-    assert "holds no results.jsonl: give the --out of a sweep that has ended" in report()
-
-
-def grid(**sections: Any) -> Any:
-    of_machine = {"machine": "local", "transport": "auto", "device": "auto", "kernels": "auto", "timeout_s": 300.0}
-    return read_grid({"base": None, "grid": None, "points": None, "steps": None, "mask": None} | of_machine | sections)
-
-
-@pytest.mark.parametrize(
-    ("sections", "count"),
+    ("sections", "said"),
     [
         ({"grid": {"ratio": [n / 1e3 for n in range(1000)], "warmup": list(range(1000))}}, 1_000_000),
         ({"grid": {"preset": ["flat"], "steps": list(range(1, 100_001))}}, 100_000),
         ({"points": [{"preset": "flat"}] * 20_000}, 20_000),
         ({"grid": {"warmup": list(range(101))}, "steps": list(range(1, 101))}, 10_100),
+        ({"base": {"steps": [3]}}, r"steps \["),
+        ({"grid": {"steps": [[3]]}}, r"steps \["),
+        ({"grid": {"mask": [["a"]]}}, r"mask \["),
     ],
 )
-def test_a_grid_of_absurd_size_is_refused_before_it_is_built(sections: dict[str, Any], count: int) -> None:
-    with pytest.raises(UserError, match=rf"has {count} runs of each slice .*at most {MOST_RUNS} are taken: name fewer"):
-        grid(base={"selection": "v_major"}, **sections)
-
-
-@pytest.mark.parametrize(
-    "sections", [{"base": {"steps": [3]}}, {"grid": {"steps": [[3]]}}, {"grid": {"mask": [["a"]]}}]
-)
-def test_lists_where_a_value_belongs(sections: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=r"(steps|mask) \["):
-        grid(**sections)
+def test_a_grid_of_absurd_size_or_with_a_list_for_a_value_is_refused(sections: dict[str, Any], said: int | str) -> None:
+    names = ("base", "grid", "points", "steps", "mask")
+    of_machine = {"machine": "local", "transport": "auto", "device": "auto", "kernels": "auto", "timeout_s": 300.0}
+    if isinstance(said, int):
+        sections, said = {"base": {"selection": "v_major"}, **sections}, rf"has {said} runs .*at most {MOST_RUNS} "
+    with pytest.raises(UserError, match=said):
+        read_grid(dict.fromkeys(names) | of_machine | sections)

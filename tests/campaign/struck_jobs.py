@@ -1,0 +1,540 @@
+"""Whole jobs that are struck at some moment and go on to the end: what they leave, say and make.
+
+A moment is a stage of STAGES and how many operations that stage has before: each call of its functions, each change
+that they make to files, and each return is one. `main` runs `cocodiff` so; its arguments are JSON of the moment and the
+strike, and the words.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import tifffile
+from campaign.strikes import (
+    ABORTS,
+    ADDS,
+    LIMITS,
+    MESSAGES,
+    ON_FIRE,
+    PATIENT,
+    SIGNALS,
+    Strike,
+    judge_line,
+    processes_of_session,
+    watch_operations,
+)
+from commands.killed_runs import results
+from covering import covering_set
+from launching import end_group, with_options
+from syncs import Syncs
+from warm import Started
+
+from cocodiff.jobs.folder import NOTHING_LEFT, Manifest
+from cocodiff.jobs.journal import PARTIAL, Entry, Journal, Journals
+
+LIMIT_S = 240.0  # a run that has not ended by then hangs
+# By stage the functions in which operations are counted. Results are created or published in the last ones.
+STAGES = {
+    "start": [],  # before the ranks meet
+    "load": ["harness.session.load_requested"],
+    "attend": ["engine.engine.Engine.attend"],
+    "write": [
+        "harness.slices.SliceJob.write",
+        "harness.items.Parts.keep",
+        "harness.images.ImageJob.write",
+        "jobs.journal.Journal.add",
+    ],
+    "create": ["jobs.folder.OutputFolder.open", "harness.slices.SliceJob.begin", "harness.sweep.SweepJob.begin"],
+    "put together": ["harness.job.put_together"],
+    "hand over": ["harness.slices.SliceJob.complete", "harness.sweep.SweepJob.complete", "harness.session.finish"],
+    "publish": ["jobs.folder.OutputFolder.publish"],
+}
+NOTED = "jobs.journal.Journal.add"  # a stage by itself: its odd operations are returns
+FILES = ("create", "write", "put together", "hand over", "publish")
+RESUME = "resume"  # the job is killed, and struck when it goes on
+OF_DISKS = ("no space", "short write", "full disk")
+# A signal goes to one rank, to the process that forked them, or to all.
+OF_SIGNALS = ("KILL", "KILL job", "KILL all", "STOP", "TERM", "TERM job", "HUP", "HUP all", "INT all", "QUIT all")
+OF_ONE = ("KILL", "TERM", "HUP", "INT", *OF_DISKS, "exception", "vanished", "damaged")  # rank alone
+FAULTS = (*OF_SIGNALS, *OF_DISKS, *MESSAGES, "pause", "exception", "exit", "slow", "hang", "vanished", "damaged")
+
+
+# In the process that is struck ----------------------------------------------------------------------------------------
+
+
+def count(stage: str, number: int, folder: str, strike: Strike) -> None:
+    """Have the strike come at an operation in this or a forked process. folder: of the files whose changes count."""
+    left, inside = number, 0
+
+    def operation(event: str, path: object = None) -> None:
+        nonlocal left
+        left -= 1
+        if (left < 0 and event in ADDS) if strike.fault == "no space" else left == -1:
+            strike(path)
+
+    def heard(event: str, path: object) -> None:
+        within = str(path).startswith(folder) or not str(path).startswith("/")  # a part of a tree that is removed
+        if inside and within and stage != NOTED:
+            operation(event, path)
+
+    def watching(whole: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*arguments: Any, **named: Any) -> Any:
+            nonlocal inside
+            inside += 1
+            try:
+                operation("call")
+                found = whole(*arguments, **named)
+                operation("return")
+                return found
+            finally:
+                inside -= 1
+
+        return watched
+
+    for path in STAGES.get(stage, [NOTED]):
+        replace_function(path, watching)
+    watch_operations(heard)
+
+
+def replace_function(path: str, make: Callable[[Any], Any]) -> None:
+    """Replace a function of a module or a class of the product by what `make` makes of it."""
+    *outer, name = path.split(".")
+    owner: Any = import_module("cocodiff_eval" if outer[0] == "harness" else "cocodiff")
+    for one in outer:
+        owner = getattr(owner, one, None) or import_module(f"{owner.__name__}.{one}")
+    setattr(owner, name, make(getattr(owner, name)))
+
+
+def observe(notes: Path, partial: Path, alone: bool) -> None:
+    """Note each line of a journal in a file: its batch, and which results are not on the disk then, as far as this
+    process wrote them all (`alone`)."""
+    syncs = Syncs()
+
+    def unsynced() -> list[str]:
+        folders = (".progress/samples", ".progress/results", "images")
+        written = (paths for name in folders if (paths := [*(partial / name).glob("*")]))
+        return syncs.behind(next(written, []))
+
+    def noting(add: Callable[..., None]) -> Callable[..., None]:
+        def add_and_note(journal: Journal, entry: Entry) -> None:
+            behind = unsynced() if alone else []
+            add(journal, entry)
+            with notes.open("a") as file:
+                file.write(json.dumps([entry.number, behind]) + "\n")
+
+        return add_and_note
+
+    os.fsync = syncs.sync
+    replace_function(NOTED, noting)
+
+
+@contextmanager
+def small_disk(folder: Path, kib: int) -> Iterator[None]:
+    """Have a folder on a disk of its own while the block lasts, which takes so much more. Raises PermissionError where
+    this user may not mount."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(0x00020000):  # CLONE_NEWNS
+        raise PermissionError(ctypes.get_errno(), "unshare")
+    below = os.open(folder, os.O_DIRECTORY)
+    kib += sum(path.lstat().st_blocks // 2 + 4 for path in folder.rglob("*"))
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kib}k", "none", folder], check=True)
+    under = Path(f"/proc/self/fd/{below}")
+    shutil.copytree(under, folder, dirs_exist_ok=True)
+    try:
+        yield
+    finally:
+        for path in under.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        shutil.copytree(folder, under, dirs_exist_ok=True)
+
+
+def main() -> int:
+    from cocodiff.cli.main import main as cocodiff
+
+    given, words = json.loads(sys.argv[1]), sys.argv[2:]
+    sys.argv[1:] = words
+    tempfile.tempdir = os.environ["TMPDIR"] = given["temporary"]
+    out, disk = Path(words[words.index("--out") + 1]), nullcontext[None]()
+    if not given["ignored"]:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and whoever it starts inherits that
+    observe(Path(given["notes"]), out / PARTIAL, alone=given["replicas"] == 1 and "--resume" not in words)
+    if "strike" in given:
+        strike = Strike(**given["strike"])
+        strike.know_rank(strike if given["stage"] == "start" else lambda: None)
+        if strike.fault == "full disk":
+            disk = small_disk(out.parent, strike.amount)
+        elif strike.fault in MESSAGES:
+            strike.spoil_messages(given["victim"])
+        else:
+            count(given["stage"], given["number"], str(out.parent), strike)
+    with disk:
+        return cocodiff()
+
+
+# Jobs that are struck -------------------------------------------------------------------------------------------------
+
+
+class Kind(NamedTuple):
+    """A command with its options. ranks: of a replica; replicas: of the struck run, while others may have one; input:
+    among those of `Jobs`."""
+
+    words: tuple[str, ...]
+    ranks: int = 2
+    replicas: int = 1
+    input: str = "scan.tif"
+
+
+INPAINT = ("inpaint", "--batch", "1", "--exact_slices", "1")
+GENERATE = ("generate", "--height", "32", "--width", "32", "--prompt", "a", "b", "c")
+VOLUME = (
+    "inpaint",
+    "--samples",
+    "2",
+    "--mask",
+    "holes.tif",
+    "--truth",
+    "volume.tif",
+    "--axes",
+    "z",
+    "y",
+    "--hidden_test",
+)
+COMMANDS = {
+    "inpaint": Kind(INPAINT),
+    "inpaint, one rank": Kind(INPAINT, 1),
+    "inpaint, replicas": Kind(INPAINT, 2, 2),
+    "inpaint, samples": Kind((*INPAINT, "--samples", "3"), 1, 2),
+    "inpaint, quality": Kind((*INPAINT, "--quality", "30dB", "--quality_slices", "1")),
+    "inpaint, displaced": Kind((*INPAINT, "--preset", "coded", "--arrival", "displaced", "--fine_steps", "0")),
+    "inpaint, overwrite": Kind((*INPAINT, "--preset", "flat", "cocodiff", "--overwrite")),
+    "generate": Kind(GENERATE, input="model"),
+    "generate, replicas": Kind(GENERATE, 1, 2, "model"),
+    "generate, quality": Kind((*GENERATE, "--quality", "30dB", "--guidance", "1"), input="model"),
+    "sweep": Kind(("sweep", "--config", "sweep.yaml")),
+    "sweep, replicas": Kind(("sweep", "--config", "sweep.yaml"), 2, 2),
+}
+# On one rank each, which starts quickly.
+ALONE = {
+    "inpaint, one rank": COMMANDS["inpaint, one rank"],
+    "samples": Kind((*INPAINT, "--samples", "3", "--slices", "0:2"), 1),
+    "overwrite": Kind((*INPAINT, "--overwrite"), 1),
+    "volume": Kind(VOLUME, 1, input="volume.tif"),
+    "generate, one rank": Kind(GENERATE, 1, input="model"),
+    "sweep, one rank": Kind(("sweep", "--config", "alone.yaml"), 1),
+}
+FORMATS = ("tiff", "sequence", "zarr", "h5", "npy")
+
+
+def fits(command: str, fault: str, moment: str) -> bool:
+    kind = {**COMMANDS, **ALONE}[command]
+    if kind.ranks * kind.replicas == 1 and (fault in ("STOP", "hang", "exit", *MESSAGES) or " " in fault):
+        return False
+    if moment == "put together" and command.split(", ")[-1] not in ("samples", "quality"):
+        return False
+    if fault in MESSAGES or fault == "full disk":
+        return moment in ("attend" if fault in MESSAGES else "write", RESUME)
+    if fault == "damaged":
+        return moment == "write" and not command.startswith("sweep")
+    return fault not in OF_DISKS or moment in (*FILES, RESUME)
+
+
+def choose_all(commands: dict[str, Kind], faults: tuple[str, ...] = FAULTS) -> list[tuple[str, str, str]]:
+    """Each two of a command, a fault and a moment that make sense, in any order, which is always the same."""
+    chosen = covering_set([*commands], faults, (*STAGES, RESUME), fits=fits)
+    return random.Random(0).sample(chosen, len(chosen))
+
+
+class Jobs:
+    """Jobs in a folder, with their inputs; runs that nothing happens to are made once for each choice of options."""
+
+    def __init__(self, folder: Path) -> None:
+        from tiny_pipelines import clip_text, sd3_pipeline
+
+        self.folder, self.inputs, made = folder, folder / "inputs", folder / f"inputs.{os.getpid()}"
+        if self.inputs.exists():
+            return
+        made.mkdir()
+        chance = np.random.default_rng(0)
+        holes = np.zeros((20, 32, 32), np.uint8)
+        holes[4:9, 5:13, 6:15] = 255
+        for name, voxels in {
+            "scan": chance.integers(0, 60000, (4, 64, 80), dtype=np.uint16),
+            "volume": chance.integers(20000, 40000, holes.shape, dtype=np.uint16),
+            "holes": holes,
+        }.items():
+            tifffile.imwrite(made / f"{name}.tif", voxels, photometric="minisblack")
+        sd3_pipeline(**clip_text()).save_pretrained(made / "model")
+        (made / "sweep.yaml").write_text("points: [{preset: flat}, {name: coded, preset: coded}]\n")
+        (made / "alone.yaml").write_text("points: [{preset: flat}, {name: other, preset: tapa}]\n")
+        moved(made, self.inputs)
+
+    def job(self, name: object, command: str, *options: str) -> Job:
+        return Job(self, name, command, options)
+
+    def drawn(self, name: object, command: str, chance: random.Random) -> Job:
+        takes_format = command.startswith("inpaint") or command in ("samples", "overwrite")
+        job = self.job(name, command, *(("--format", chance.choice(FORMATS)) if takes_format else ()))
+        if "--overwrite" in job.kind.words:
+            shutil.copytree(job.whole(), job.out)
+        return job
+
+    def struck(self, number: int, chance: random.Random, chosen: tuple[str, str, str]) -> tuple[str, Job, list[str]]:
+        """A job to which something has happened: what that was, the job, and what was damaged then."""
+        command, fault, moment = chosen
+        job = self.drawn(number, command, chance)
+        told = [moment, *job.options]
+        strikes = [job.strike(fault, moment, chance)]
+        if moment == RESUME:
+            kill = job.strike("KILL all", "write", chance)
+            kill["number"] = chance.randint(2, 12)
+            strikes = [kill, job.strike(fault, chance.choice(("attend", *FILES)), chance)]
+        for once, given in enumerate(strikes):
+            done = job.run(*(["--resume"] if once else []), given=given, replicas=job.kind.replicas, fault=fault)
+            mark = job.folder / "struck"
+            rank = int(mark.read_text() or 0) if mark.exists() else None
+            told.append(f"{given['stage']} {given['number']} {given['strike']['fault']}: {rank}, {done.code}")
+            job.judge(given["strike"], rank, *done)
+            mark.unlink(missing_ok=True)
+            job.restore_input()
+        harm = damage(job.out, chance) if fault == "damaged" else []
+        return ", ".join([*told, *harm]), job, harm
+
+
+class Done(NamedTuple):
+    code: int
+    out: str
+    said: str
+
+
+class Job:
+    """A job in a folder of its own, from its first start to its end. wrong: what was not as it should be."""
+
+    def __init__(self, jobs: Jobs, name: object, command: str, options: tuple[str, ...] = ()) -> None:
+        self.jobs, self.name, self.command, self.kind = jobs, name, command, {**COMMANDS, **ALONE}[command]
+        self.options, self.folder, self.wrong = options, jobs.folder / f"job {name}", list[str]()
+        self.disk, self.temporary = self.folder / "disk", self.folder / "temporary"
+        for folder in (self.disk, self.temporary):
+            folder.mkdir(parents=True)
+        self.out, self.input, self.notes = self.disk / "out", self.folder / self.kind.input, self.folder / "notes"
+        self.partial, self.journals = self.out / PARTIAL, Journals(self.out / PARTIAL)
+        self.restore_input()
+
+    def restore_input(self) -> None:
+        source = self.jobs.inputs / self.input.name
+        if not self.input.exists():
+            shutil.copytree(source, self.input) if source.is_dir() else shutil.copy(source, self.input)
+
+    def whole(self) -> Path:
+        """The results of the same job when nothing happens to it."""
+        name = " ".join(["whole", self.command, *self.options]).replace("-", "")
+        kept = self.jobs.folder / name
+        if not kept.exists():
+            job = Job(self.jobs, f"{name} {os.getpid()}", self.command, self.options)
+            done = job.run()
+            assert done.code == 0, done.said
+            assert not job.wrong and job.noted(), job.wrong
+            moved(job.folder, kept)
+        return kept / "disk" / "out"
+
+    def noted(self) -> list[int]:
+        """The batches that journals were told of, in all starts; what was not on the disk by then is wrong."""
+        notes = [json.loads(line) for line in self.notes.read_text().splitlines()] if self.notes.exists() else []
+        self.wrong += [f"not on the disk when its batch was noted: {names}" for _, names in notes if names]
+        return [number for number, _ in notes]
+
+    def strike(self, fault: str, moment: str, chance: random.Random) -> dict[str, Any]:
+        """Choose what `main` is to do. Early operations are struck more often than late ones, which may not come."""
+        if fault == "damaged":
+            fault = "KILL all"
+        name, _, who = fault.partition(" ") if fault.split()[0] in SIGNALS else (fault, "", "")
+        most = {"start": 1, "load": 2, "attend": 60, "create": 12, "write": 30, "publish": 12}.get(moment, 30)
+        amount = {"short write": chance.choice((4096, 9000, 30000)), "full disk": chance.choice((60, 120, 200, 300))}
+        strike = Strike(
+            name,
+            who or "one",
+            str(self.folder / "struck"),
+            delay_ms=chance.choice((0, 0, 1, 3, 10)),
+            amount=amount.get(fault, chance.randint(1, 60)),
+            inputs=str(self.input),
+        )
+        victim = chance.randrange(self.kind.ranks * self.kind.replicas)
+        return {"stage": moment, "number": int(most * chance.random() ** 2), "victim": victim, "strike": asdict(strike)}
+
+    def kill_when_noted(self, count: int) -> None:
+        """Have a run killed as soon as so many batches are finished."""
+        strike = Strike("KILL", "all", str(self.folder / "struck"))
+        self.run(given={"stage": NOTED, "number": 2 * count - 1, "strike": asdict(strike)})
+        assert len(self.journals.finished()) == count
+
+    def run(
+        self,
+        *more: object,
+        given: dict[str, Any] | None = None,
+        replicas: int = 1,
+        fault: str = "",
+        ignored: tuple[int, ...] = (),
+    ) -> Done:
+        """Run the command to its end. more: options, each in the place of the one of its name if there is one; given:
+        what is done to it, and fault, whose limits it has; ignored: signals."""
+        first, *fixed = self.kind.words
+        words = [first, *(str(self.jobs.inputs / word) if "." in word else word for word in fixed), *self.options]
+        words += ["--model" if self.kind.input == "model" else "--input", str(self.input), "--quiet"]
+        words += ["--steps", "3" if first == "sweep" else "2", "--out", str(self.out)]
+        words += ["--ranks", str(self.kind.ranks * replicas), "--replicas", str(replicas)]
+        for name, value in (PATIENT | LIMITS.get(fault, {})).items():
+            words += [f"--{name}", str(value)]
+        words += ["--check_messages"] if fault in MESSAGES else []
+        if "--resume" in more:
+            words = [word for word in words if word != "--overwrite"]
+        words = with_options(words, *map(str, more))
+        given = {"temporary": str(self.temporary), "notes": str(self.notes), **(given or {})}
+        given |= {"replicas": replicas, "ignored": bool(ignored)}
+        out, err = self.folder / "stdout", self.folder / "stderr"
+        process = Started([json.dumps(given), *words], out, err, module="campaign.struck_jobs", ignored=ignored)
+        try:
+            code = process.wait(LIMIT_S)
+            alive = processes_of_session(process.pid)
+            self.wrong += [f"still there: {alive}"] if alive else []
+        except subprocess.TimeoutExpired:
+            return Done(124, out.read_text(), f"hangs: {err.read_text()}")
+        finally:
+            end_group(process.pid)
+        return Done(code, out.read_text(), err.read_text())
+
+    def go_on(self, replicas: int = 1, harmed: bool = False) -> str:
+        """End the job, and note what is wrong then. harmed: some of what was finished may be gone. Returns what the
+        run said."""
+        kept, finished, before = self.journals.kept(), {*self.journals.finished()}, len(self.noted())
+        manifest = Manifest.read(self.partial)
+        if manifest is None and self.journals.header() is None:
+            manifest = Manifest.read(self.out)
+        ended = manifest is not None and bool(manifest.settings)
+        done = self.run("--resume", replicas=replicas)
+        if done.code or "Traceback" in done.said:
+            self.wrong.append(f"went on and ended with {done.code}: {done.said}")
+            return done.said
+        self.compare()
+        told = f"going on: {kept} are there already" if kept else "nothing to resume: starting afresh"
+        again = [number for number in self.noted()[before:] if ended or number in finished]
+        if ended:
+            told = "nothing is left to do"
+        if not harmed and (told not in done.out or again):
+            self.wrong.append(f"made {again} again, and said {done.out!r}, not {told!r}")
+        # what ranks of a killed run met in goes when ranks are forked again
+        forks = self.kind.ranks * replicas > 1 and "nothing is left to do" not in done.out
+        left = [path.name for path in (*self.disk.iterdir(), *(self.temporary.iterdir() if forks else ()))]
+        left = [name for name in left if name != "out"] + [path.name for path in self.out.glob(".cocodiff.*")]
+        self.wrong += [f"left {left}"] if left else []
+        return done.out
+
+    def judge(self, strike: dict[str, Any], rank: int | None, code: int, out: str, said: str) -> None:
+        """Note what is wrong with the end of a run that was to be struck. rank: which one was; None if none was."""
+        fault, who, ranks = strike["fault"], strike["who"], self.kind.ranks * self.kind.replicas
+        killed, before = fault == "KILL" and (who != "one" or ranks == 1), len(self.wrong)
+        expected, right = 1, True
+        if code == 0:
+            self.compare()
+            expected = 0
+        elif rank is None and fault != "full disk":
+            right = False  # nothing was done to it
+        elif killed:
+            expected = -9
+        elif fault == "lost" and ABORTS.search(said):
+            pass
+        elif fault in OF_DISKS or fault == "vanished":
+            lines = [line for line in said.splitlines() if not line.startswith("cocodiff: [rank ")]
+            asked = ("written", "put into") if fault in OF_DISKS else (str(self.input),)
+            right = all(line.startswith("cocodiff: ") for line in lines) and len(lines) in (1, 2)
+            right = right and any(word in lines[0] for word in asked)
+            expected = 2 if code == 2 else 1
+        elif fault == "exception" and f"cannot be written ({ON_FIRE})" in said:  # what a library raises at a new file
+            expected = 2
+        elif ranks == 1 and fault == "exception":
+            right = f"cocodiff: RuntimeError: {ON_FIRE}" in said
+        elif ranks == 1:
+            expected, right = 130, "cocodiff: interrupted" in said
+        else:
+            expected = code
+            self.wrong += judge_line(fault if who == "one" else f"{fault} {who}", rank or 0, ranks, code, said)
+        if code and not killed:
+            self.judge_folder(said)
+        if len(self.wrong) > before or not right or code != expected:
+            self.wrong.append(f"{strike} of {rank}: ended with {code}: {out} {said}")
+
+    def judge_folder(self, said: str) -> None:
+        """Note what is wrong with what a run that ended badly, and could clean up, has left."""
+        kept, manifest = self.journals.kept(), Manifest.read(self.partial)
+        self.wrong += [f"left {path.name}" for path in self.temporary.iterdir()]
+        places = {*self.disk.iterdir(), *self.out.glob(".cocodiff.*")}
+        self.wrong += [f"left {path.name}" for path in places - {self.out, self.partial}]
+        tells = "noticed and stopped, " in said or "interrupted; " in said
+        told = f"{kept} are kept: go on with --resume" if kept is not None else ""
+        if manifest is not None:  # some may have moved up already; the next start puts the others beside them
+            told = f"the results are finished, in {self.partial}"
+        elif kept is None and self.partial.exists():
+            self.wrong.append("left a hidden folder, and nothing is kept there")
+        elif kept is None and not self.out.exists() and tells:
+            told = NOTHING_LEFT
+        elif Manifest.read(self.out) is not None and "--overwrite" not in self.kind.words:
+            told = f"the results are finished, in {self.out}"
+        if told not in said:
+            self.wrong.append(f"did not say that {told}")
+        if manifest is None and (self.out / "metrics.json").exists():
+            self.compare()
+        elif manifest is None and self.out.exists() and not {path.name for path in self.out.iterdir()} <= {PARTIAL}:
+            self.wrong.append(f"half a result: {sorted(path.name for path in self.out.iterdir())}")
+
+    def compare(self) -> None:
+        """Note where the results are not those of a run that nothing happened to."""
+        whole = self.whole()
+        if results(self.out) != results(whole):
+            self.wrong.append(f"other results than {whole}")
+        files, expected = ({path.name for path in folder.glob("[!.]*")} for folder in (self.out, whole))
+        if files != expected:
+            self.wrong.append(f"files {files}, not {expected}")
+
+
+def moved(made: Path, place: Path) -> None:
+    """Put a folder in its place, unless another process was quicker."""
+    try:
+        made.rename(place)
+    except OSError:
+        shutil.rmtree(made)
+
+
+def damage(out: Path, chance: random.Random) -> list[str]:
+    """Do what a purge of old files or a faulty disk may do to an unfinished job. Returns what was done."""
+    partial = out / PARTIAL
+    patterns = ("images/**/*", ".progress/results/*", ".progress/*/*.npz", ".progress/*.jsonl")
+    found = {path for pattern in patterns for path in partial.glob(pattern) if path.is_file()}
+    kind = chance.choice(("purge", "remove", "truncate", "overwrite"))
+    if Manifest.read(partial) is not None or not found:
+        return []
+    if kind == "purge":
+        for name in ("images", ".progress/results"):
+            shutil.rmtree(partial / name, ignore_errors=True)
+        return ["images purged"]
+    path = chance.choice(sorted(found))
+    if kind == "remove":
+        path.unlink()
+    elif kind == "truncate":
+        os.truncate(path, path.stat().st_size * chance.randrange(100) // 100)
+    else:
+        path.write_bytes(chance.randbytes(path.stat().st_size) + b"\n")
+    return [f"{kind} {path.relative_to(partial)}"]

@@ -1,0 +1,170 @@
+"""Batches of a job: how slices and samples are cut into them, what they cost, and how replicas take them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cocodiff_eval.cli.generate import OPTIONS as GENERATE
+from cocodiff_eval.cli.inpaint import OPTIONS as INPAINT
+from cocodiff_eval.cli.inpaint import prepare
+from cocodiff_eval.harness.items import Batch, Cost, ItemSamples, Parts, batches_of
+from cocodiff_eval.harness.session import describe
+from cocodiff_eval.harness.tasks import describe_inputs
+from cocodiff_eval.quality.fusing import Moments
+from covering import examples
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld, run_ranks
+from cocodiff.config.errors import UserError
+from cocodiff.jobs.folder import OutputFolder
+from cocodiff.jobs.journal import Journals
+from cocodiff.jobs.options import parse, with_settings
+from cocodiff.jobs.replicas import JobRecord, Queue, Replica
+from cocodiff.jobs.terminal import limit_threads, threads
+
+SLICE = Path(__file__).parents[2] / "cocodiff" / "demo_model" / "samples" / "synthetic_organ_1.tif"
+
+
+@pytest.mark.parametrize("set_by_user", [{"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "2"}])
+def test_one_rank_alone_has_the_threads_that_a_replica_has(monkeypatch: pytest.MonkeyPatch, set_by_user: Any) -> None:
+    """Sums of a library on two threads have other last bits than on one."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(8)})
+    for ranks in (1, 4):
+        monkeypatch.setattr(os, "environ", dict(set_by_user))
+        limit_threads(ranks)
+        assert threads() == dict.fromkeys(threads(), "1") | set_by_user
+
+
+@given(st.lists(st.booleans(), max_size=90), *(st.integers(1, most) for most in (9, 9, 20)), st.integers(0, 3))
+@examples(40, 1000)
+def test_every_sample_of_every_slice_is_made_once(
+    masked: list[bool], together: int, sample: int, samples: int, tests: int
+) -> None:
+    """Slices with and without something to restore are in batches of their own, and calls take so many samples."""
+    batches = batches_of(5, masked, together, sample, samples, tests=tests)
+    made = [(index, one) for batch in batches for index in batch.indices for one in batch.samples]
+    assert sorted(made) == [(index, one) for index in range(len(masked)) for one in range(samples + tests)]
+    for batch in batches:
+        assert (batch.task, batch.of, batch.tests) == (5, samples + tests, tests)
+        assert {masked[index] for index in batch.indices} == {not batch.copied}
+        pairs = [pair for call in batch.calls for pair in call]
+        every = [(place, one) for place in range(len(batch.indices)) for one in batch.samples]
+        assert sorted(pairs) == every and (tests or pairs == every)
+        assert all(len({one >= samples for _, one in call}) == 1 for call in batch.calls), "tests have calls apart"
+        assert batch.copied or all(len(call) <= together for call in batch.calls)
+    compared = {index for batch in batches if batch.compared for index in batch.indices}
+    hidden = [index for index, has_mask in enumerate(masked) if has_mask]
+    assert len(compared) == min(sample, len(hidden)) and compared <= {*hidden}
+    assert sample < 2 or compared >= {*hidden[:1], *hidden[-1:]}
+
+
+def test_samples_are_cut_where_slices_are_too_few_for_many_replicas() -> None:
+    def cut(slices: int, together: int, samples: int, mask: bool = True, sample: int = 1) -> list[Any]:
+        batches = batches_of(0, [mask] * slices, together, sample, samples)
+        return [(batch.indices, batch.samples) for batch in batches]
+
+    assert cut(1, 8, 8) == [((0,), (n, n + 1)) for n in range(0, 8, 2)]
+    assert cut(1, 1, 4) == [((0,), (n,)) for n in range(4)]
+    assert len(cut(1, 1, 1000)) == 16
+    assert cut(20, 8, 8) == [((index,), tuple(range(8))) for index in range(20)]
+    assert [indices for indices, _ in cut(3, 8, 1)] == [(0,), (1, 2)]
+    assert [indices for indices, _ in cut(3, 1, 1)] == [(0,), (1,), (2,)]
+    assert {samples for _, samples in cut(40, 8, 3)} == {(0, 1, 2)}
+    for slices, sizes in ((64, [64]), (65, [32, 33]), (130, [43, 44, 43])):  # without a mask: to be copied
+        assert [len(indices) for indices, _ in cut(slices, 1, 1, mask=False)] == sizes
+
+
+def test_costs_of_samples_add_up_and_their_drift_is_the_mean() -> None:
+    def cost(seconds: float, *changes: float | None) -> Cost:
+        rows = [{"step": n, "change": one, "stable_fraction": 0.5} for n, one in enumerate(changes)]
+        return Cost(seconds, {"plane": 3}, rows)
+
+    total = Cost.summed([cost(1.0, None, 0.2), cost(2.5, None, 0.4), cost(1.0, None, None)])
+    assert (total.seconds, total.bytes) == (4.5, {"plane": 9})
+    one, other = (Cost(2.0 * n, rank_seconds=4.0 * n, replica_seconds={str(n): 2.0 * n}) for n in (1, 2))
+    total = Cost.summed([*one.shares(2), other])
+    assert (total.seconds, total.wall_seconds, total.rank_seconds) == (6.0, 4.0, 12.0)
+    first, second = Cost.summed([cost(1.0, None, 0.2), cost(2.5, None, 0.4), cost(1.0, None, None)]).drift
+    assert first == {"step": 0, "change": None, "stable_fraction": 0.5} and second["change"] == pytest.approx(0.3)
+
+
+def test_no_replica_goes_on_before_all_batches_are_done(tmp_path: Path) -> None:
+    """The batches of one replica take long; what the job does next needs the results of both."""
+    output, done, both = OutputFolder(str(tmp_path / "out"), overwrite=False), [], threading.Barrier(2)
+    output.open()
+
+    def work(transport: Any) -> list[int]:
+        record = JobRecord(output, dict, [1, 1, 1], "slices", lambda entry: True, shows_bar=False)
+        with Queue(Replica(transport, "local", 2), record, 3) as queue:
+            for count, number in enumerate(queue.take(range(3))):
+                if count == 0:
+                    both.wait(60)  # each has one
+                time.sleep(0.1 * transport.rank)
+                done.append(number)
+                queue.add(number, [number])
+            assert sorted(done) == [0, 1, 2]
+            return queue.rows(range(3))
+
+    assert run_ranks(2, work) == [[0, 1, 2]] * 2
+
+
+def test_a_folder_that_leaders_do_not_share_is_refused(tmp_path: Path) -> None:
+    """Two ranks with folders of their own, as on hosts without a common file system."""
+    world, said = LoopbackWorld(2), []
+
+    def rank(number: int) -> None:
+        transport = LoopbackTransport(world, number)
+        journals = Journals(tmp_path / str(number))
+        journals.folder.mkdir(parents=True)
+        try:
+            Replica(transport, "local", 2).check_shared(journals, "out", patience_s=0.2)
+        except UserError as error:
+            said.append(str(error))
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(said) == 2 and all("--out out: rank(s) 1 do not see what rank 0 writes there" in one for one in said)
+
+
+def test_samples_are_found_by_their_task_item_and_first_sample(tmp_path: Path) -> None:
+    parts, batches = Parts(tmp_path), [Batch(task, (4, 5), samples=(n,), of=2) for task in (0, 1) for n in (0, 1)]
+    for number, batch in enumerate(batches):
+        images = [np.full((2, 3), 10 * number + place, np.float32) for place in range(2)]
+        parts.keep(batch, {"tapa": [ItemSamples(Moments.of(image_YX), Cost(number)) for image_YX in images]})
+    for number, batch in enumerate(batches):
+        found = [parts.read(batch, index)["tapa"] for index in batch.indices]
+        assert [float(one.restored01_YX[0, 0]) for one in found] == [10 * number, 10 * number + 1]
+        assert [one.cost.seconds for one in found] == [number] * 2
+    assert parts.merged(batches[2:], 5)["tapa"].restored01_YX[0, 0] == 26
+
+
+# Options that change no bit of a result, and those that presets, voxels and a bound's own record tell apart.
+UNSEEN = {
+    *("input", "mask", "slices", "roi", "truth", "image", "format", "preset", "quality", "quality_slices"),
+    *("quality_every", "exact", "out", "overwrite", "resume", "ranks", "parallel", "replicas", "dry_run", "quiet"),
+    *("log_level", "follow_links"),
+}
+
+
+@pytest.mark.parametrize("name", sorted({one.name for one in (*INPAINT, *GENERATE)} - UNSEEN))
+def test_whatever_results_depend_on_is_compared_when_a_run_goes_on(name: str, tmp_path: Path) -> None:
+    given = ["--input", str(SLICE), "--out", str(tmp_path / "out"), "--ranks", "1", "--samples", "2"]
+    values = parse("inpaint", "", with_settings(INPAINT), given)
+    prepared = prepare(values, 1, 0.0)
+
+    def described(values: dict[str, Any]) -> dict[str, Any]:
+        return describe(replace(prepared, values=values, inputs=partial(describe_inputs, (), values)))
+
+    assert described(values | {name: 3}) != described(values) == described(dict(values))
