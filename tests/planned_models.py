@@ -37,7 +37,12 @@ class Planned(NamedTuple):
     def call(self, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(1)
         drawn = pytree.tree_map_only(partial, lambda draw: draw(generator=generator), self.inputs)
-        return pytree.tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x + 0, drawn)
+        return cast(drawn, dtype)
+
+
+def cast(call: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """A copy, whose real numbers are of a dtype."""
+    return pytree.tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x + 0, call)
 
 
 def noise(*shape: int) -> Callable[..., Tensor]:
