@@ -12,6 +12,7 @@ import torch
 from planned_models import cast
 from seams import hooks_of
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.config.errors import UserError
@@ -41,7 +42,8 @@ class Ran(NamedTuple):
 def outputs_of(model: Any, *calls: Call) -> list[Tensor]:
     """All tensors that calls give, one call after the other."""
     with torch.no_grad():
-        return [x + 0 for call in calls for x in tensors_in(model(**copy.deepcopy(call)))]
+        copies = pytree.tree_map_only(Tensor, torch.clone, calls)
+        return [x + 0 for call in copies for x in tensors_in(model(**call))]
 
 
 def state_of(target: Any) -> list[Any]:

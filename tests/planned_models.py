@@ -42,7 +42,7 @@ class Planned(NamedTuple):
 
 def cast(call: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """A copy, whose real numbers are of a dtype."""
-    return pytree.tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x + 0, call)
+    return pytree.tree_map_only(Tensor, lambda x: x.to(dtype, copy=True) if x.is_floating_point() else x.clone(), call)
 
 
 def noise(*shape: int) -> Callable[..., Tensor]:

@@ -16,3 +16,18 @@ def hooks_of(module: torch.nn.Module) -> list[Any]:
     for part in module.modules():
         found += [*part._forward_pre_hooks.values(), *part._forward_hooks.values()]
     return found
+
+
+def choose_backend(processor: Any, name: str) -> None:
+    """Have a processor of diffusers attend by a backend, whether or not it is installed."""
+    processor._attention_backend = name
+
+
+def plan_of_diffusers(model: Any) -> dict[str, Any]:
+    """List where diffusers' own context parallelism cuts and gathers the tokens of a model."""
+    return model._cp_plan
+
+
+def interrupt(pipe: Any) -> None:
+    """Have a pipeline of diffusers leave out its further steps, as its users do from a callback."""
+    pipe._interrupt = True
