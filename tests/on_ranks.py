@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -54,8 +53,9 @@ def state_of(target: Any) -> list[Any]:
     for name, part in parts.items():
         found.append((name, id(part)))
         if isinstance(part, nn.Module):
-            kept = ("processor", "forward")
-            found += [(id(m), type(m), *(id(vars(m).get(one)) for one in kept), {*vars(m)}) for m in part.modules()]
+            for m in part.modules():
+                found.append((id(m), type(m), *(id(vars(m).get(one)) for one in ("processor", "forward"))))
+                found.append({*vars(m)} - {"_diffusers_hook"})  # diffusers puts it there at a first call
             found += map(id, hooks_of(part))
     return found
 
@@ -80,9 +80,7 @@ def on_ranks(
         assert not restored or state_of(own) == before
         return Ran(found, engine)
 
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "tests|.*by a plan that nobody compared")
-        return run_ranks(size, work, timeout_s)
+    return run_ranks(size, work, timeout_s)
 
 
 def refused(words: str, target: Any, *calls: Call, size: int = 2, **more: Any) -> str:

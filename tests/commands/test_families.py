@@ -19,6 +19,7 @@ from cocodiff_eval.restore.restore import restore_slices
 from cocodiff_eval.restore.tiling import steps_at
 from launching import assert_succeeded
 from warm import forked
+from words import words
 
 from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
@@ -50,20 +51,10 @@ def restored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("families")
     tifffile.imwrite(folder / "scan.tif", IMAGE_YX)
     tifffile.imwrite(folder / "hole.tif", HOLE_YX.astype(np.uint8))
-    runs = []
     for name, build in tiny_pipelines.PIPELINES.items():
         build().save_pretrained(folder / f"{name}-model")
-        options = {
-            "input": folder / "scan.tif",
-            "mask": folder / "hole.tif",
-            "model": folder / f"{name}-model",
-            "steps": 2,
-            "ranks": 2,
-            "out": folder / name,
-        }
-        runs.append(["inpaint", *(str(word) for key, value in options.items() for word in (f"--{key}", value))])
-    for words in runs:
-        assert_succeeded(forked(*words, folder=folder))
+        options = {"input": folder / "scan.tif", "mask": folder / "hole.tif", "model": folder / f"{name}-model"}
+        assert_succeeded(forked(*words("inpaint", **options, steps=2, ranks=2, out=folder / name), folder=folder))
     return folder
 
 
@@ -114,25 +105,16 @@ def test_what_a_family_cannot_do_is_said() -> None:
         assert bool(pipelines.lacks) is not bool(pipelines.generate)
 
 
-def mappings() -> list[tuple[int, int, str, int]]:
-    """This process's memory: start, end, the mapped file ("" for none), and how many KiB of it are copies."""
-    found: list[tuple[int, int, str, int]] = []
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        header = re.match(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \S+\s*(.*)", line)
-        if header:
-            found.append((int(header[1], 16), int(header[2], 16), header[3], 0))
-        elif line.startswith("Anonymous:"):
-            found[-1] = (*found[-1][:3], int(line.split()[1]))
-    return found
-
-
 def homes(model: torch.nn.Module) -> list[tuple[str, int]]:
-    """Where each parameter of a model lies: the mapped file, and how many KiB of that mapping are copies."""
-    memory = mappings()
-    return [
-        next((file, copied) for start, end, file, copied in memory if start <= parameter.data_ptr() < end)
-        for parameter in model.parameters()
-    ]
+    """Where each parameter of a model lies in this process's memory: the mapped file, "" for none, and how many KiB of
+    that mapping are copies."""
+    memory = Path("/proc/self/smaps").read_text()
+    mapping = re.compile(
+        r"^([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \S+[ ]*(.*)\n(?:\w+: .*\n)*?Anonymous: +(\d+)", re.MULTILINE
+    )
+    mapped = [(int(of[1], 16), int(of[2], 16), of[3], int(of[4])) for of in mapping.finditer(memory)]
+    places = [parameter.data_ptr() for parameter in model.parameters()]
+    return [next((file, copied) for start, end, file, copied in mapped if start <= at < end) for at in places]
 
 
 def test_weights_of_the_wanted_dtype_stay_in_their_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
