@@ -15,6 +15,7 @@ from diffusers.models.attention_processor import AttnProcessor
 from exactness import Expected
 from launching import TESTS, assert_succeeded
 from test_engine_pipelines import inpainting, restored
+from tiny_pipelines import image_vae_shape
 from torch import Tensor, nn
 from warm_ranks import warm_mpiexec
 
@@ -29,14 +30,7 @@ pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 
 VIDEO = {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 2, 2], "num_res_blocks": 1, "temperal_downsample": [True, False]}
 RESIDUAL = {"is_residual": True, "patch_size": 2, "in_channels": 12, "out_channels": 12}
-KL = {
-    "block_out_channels": (4, 8, 8),
-    "down_block_types": ("DownEncoderBlock2D",) * 3,
-    "up_block_types": ("UpDecoderBlock2D",) * 3,
-    "layers_per_block": 1,
-    "latent_channels": 4,
-    "norm_num_groups": 2,
-}
+KL = image_vae_shape(4, (4, 8, 8)) | {"mid_block_add_attention": True}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "kl": ("AutoencoderKL", KL),
     "flux2": ("AutoencoderKLFlux2", KL),

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -59,9 +60,8 @@ def made(pipe: Any, arguments: dict[str, Any], image: Image, strength: float = 1
     generator = torch.Generator().manual_seed(image.seed)
     mask_BCHW = torch.zeros(1, 1, image.side, image.side)
     mask_BCHW[..., 8:24, 8:24] = 1
-    hook = failing(pipe.transformer, image)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), failing(pipe.transformer, image):
             return pipe(
                 image=torch.rand(1, 3, image.side, image.side, generator=generator),
                 mask_image=mask_BCHW,
@@ -78,8 +78,6 @@ def made(pipe: Any, arguments: dict[str, Any], image: Image, strength: float = 1
         told = "the other guidance branch could not" in str(error) and image.fault == "branch"
         assert isinstance(error, Failure) or told, error
         return None
-    finally:
-        hook()
 
 
 def ending(image: Image) -> Callable[..., dict[str, Any]]:
@@ -97,30 +95,27 @@ def ending(image: Image) -> Callable[..., dict[str, Any]]:
     return callback
 
 
-def failing(model: Any, image: Image) -> Callable[[], None]:
+@contextmanager
+def failing(model: Any, image: Image) -> Iterator[None]:
     """Has a layer of the model raise in the calls of one step; with "branch" only where the text is the shorter one,
-    which the ranks of one guidance branch compute. Returns what ends that."""
-    if image.fault not in ("model", "branch"):
-        return lambda: None
+    which the ranks of one guidance branch compute."""
     layers = [module for name, module in model.named_modules() if not list(module.children()) and "blocks" in name]
-    timesteps: list[float] = []
+    timesteps: dict[float, None] = {}
     texts: list[int] = []
 
     def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        timestep = float(kwargs["timestep"].flatten()[0])
-        if timestep not in timesteps:
-            timesteps.append(timestep)
+        timesteps[float(kwargs["timestep"].flatten()[0])] = None
         texts.append(kwargs["encoder_hidden_states"].shape[1])
 
     def fail(*_: Any) -> None:
         if len(timesteps) == image.step + 1 and (image.fault == "model" or texts[-1] == min(texts)):
             raise Failure
 
-    hooks = [
-        model.register_forward_pre_hook(note, with_kwargs=True),
-        layers[image.layer % len(layers)].register_forward_pre_hook(fail),
-    ]
-    return lambda: [hook.remove() for hook in hooks] and None
+    with ExitStack() as hooks:
+        if image.fault in ("model", "branch"):
+            hooks.callback(model.register_forward_pre_hook(note, with_kwargs=True).remove)
+            hooks.callback(layers[image.layer % len(layers)].register_forward_pre_hook(fail).remove)
+        yield
 
 
 def images_of(

@@ -41,7 +41,7 @@ def flux2_pipeline(heads: int = 4, klein: bool = True, **text: Any) -> Any:
     settings: dict[str, Any] = {"num_layers": 1, "num_single_layers": 1, "in_channels": 16, "out_channels": 16}
     settings |= {"timestep_guidance_channels": 16, "axes_dims_rope": (2, 2, 2, 2), "guidance_embeds": not klein}
     transformer = _transformer("Flux2Transformer2DModel", heads, **settings)
-    vae = AutoencoderKLFlux2(**_image_vae_shape(4))
+    vae = AutoencoderKLFlux2(**image_vae_shape(4))
     return assembled(Flux2KleinPipeline if klein else Flux2Pipeline, transformer, vae, 1, **text)
 
 
@@ -92,11 +92,11 @@ def wan_pipeline(
 def image_vae(channels: int, widths: tuple[int, ...] = (4, 4), **more: Any) -> Any:
     from diffusers import AutoencoderKL
 
-    settings = _image_vae_shape(channels, widths) | {"use_quant_conv": False, "use_post_quant_conv": False}
+    settings = image_vae_shape(channels, widths) | {"use_quant_conv": False, "use_post_quant_conv": False}
     return AutoencoderKL(**settings | {"shift_factor": 0.0, "scaling_factor": 1.0} | more)
 
 
-def _image_vae_shape(channels: int, widths: tuple[int, ...] = (4, 4)) -> dict[str, Any]:
+def image_vae_shape(channels: int, widths: tuple[int, ...] = (4, 4)) -> dict[str, Any]:
     return {
         "block_out_channels": widths,
         "down_block_types": ("DownEncoderBlock2D",) * len(widths),
