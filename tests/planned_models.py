@@ -83,18 +83,10 @@ HELIOS = Planned(
     },
 )
 MIXED = torch.randperm(29, generator=torch.Generator().manual_seed(1))  # 17 tokens of video, 5 of text, 7 of audio
+OF_MINIMAX = {"num_attention_heads": 14, "attention_head_dim": 12, "hidden_size": 24, "rope_freq_dim": 2}
 MINIMAX = Planned(
     "MiniMaxH3Transformer3DModel",
-    {
-        "num_attention_heads": 14,
-        "attention_head_dim": 12,
-        "hidden_size": 24,
-        "audio_in_channels": 6,
-        "text_dim": 10,
-        "time_embed_hidden_dim": 24,
-        "time_embed_dim": 12,
-        "rope_freq_dim": 2,
-    },
+    OF_MINIMAX | {"audio_in_channels": 6, "text_dim": 10, "time_embed_hidden_dim": 24, "time_embed_dim": 12},
     {
         "hidden_states": noise(1, 17, 16),
         "audio_hidden_states": noise(1, 7, 6),
@@ -121,17 +113,11 @@ LTX = Planned(
     }
     | GRID,
 )
+AUDIO = {"in_channels": 6, "out_channels": 6, "num_attention_heads": 32, "attention_head_dim": 2}
+AUDIO |= {"cross_attention_dim": 64}
 LTX2 = Planned(
     "LTX2VideoTransformer3DModel",
-    OF_LTX
-    | {
-        "audio_in_channels": 6,
-        "audio_out_channels": 6,
-        "audio_num_attention_heads": 32,
-        "audio_attention_head_dim": 2,
-        "audio_cross_attention_dim": 64,
-        "rope_double_precision": False,
-    },
+    OF_LTX | {f"audio_{name}": value for name, value in AUDIO.items()} | {"rope_double_precision": False},
     {
         "hidden_states": noise(1, 3 * 5 * 3, 4),
         "audio_hidden_states": noise(1, 11, 6),
@@ -187,16 +173,10 @@ Z_IMAGE = Planned(
         "cap_feats": [noise(9, 10), noise(40, 10)],
     },
 )
+OF_COSMOS = {"num_attention_heads": 32, "attention_head_dim": 12, "mlp_ratio": 2.0, "max_size": (4, 16, 16)}
 COSMOS = Planned(
     "CosmosTransformer3DModel",
-    {
-        "num_attention_heads": 32,
-        "attention_head_dim": 12,
-        "mlp_ratio": 2.0,
-        "adaln_lora_dim": 4,
-        "max_size": (4, 16, 16),
-        "concat_padding_mask": False,
-    },
+    OF_COSMOS | {"adaln_lora_dim": 4, "concat_padding_mask": False},
     {
         "hidden_states": noise(1, 4, 3, 6, 10),
         "timestep": torch.tensor([500]),
@@ -205,20 +185,11 @@ COSMOS = Planned(
     },
     in_double=False,
 )
+OF_KANDINSKY = {"in_visual_dim": 4, "out_visual_dim": 4, "in_text_dim": 12, "in_text_dim2": 8, "time_dim": 16}
+OF_KANDINSKY |= {"model_dim": 14 * 12, "ff_dim": 32, "num_text_blocks": 1, "num_visual_blocks": 2}
 KANDINSKY = Planned(
     "Kandinsky5Transformer3DModel",
-    {
-        "in_visual_dim": 4,
-        "out_visual_dim": 4,
-        "in_text_dim": 12,
-        "in_text_dim2": 8,
-        "time_dim": 16,
-        "model_dim": 14 * 12,
-        "ff_dim": 32,
-        "num_text_blocks": 1,
-        "num_visual_blocks": 2,
-        "axes_dims": (4, 4, 4),
-    },
+    OF_KANDINSKY | {"axes_dims": (4, 4, 4)},
     {
         "hidden_states": noise(1, 3, 6, 10, 4),
         "encoder_hidden_states": noise(1, 7, 12),
@@ -229,22 +200,13 @@ KANDINSKY = Planned(
     },
     in_double=False,
 )
+OF_KREA = {"num_attention_heads": 24, "num_key_value_heads": 6, "intermediate_size": 32, "axes_dims_rope": (4, 2, 2)}
+KREA_TEXT = {"hidden_dim": 12, "num_attention_heads": 3, "num_key_value_heads": 3, "intermediate_size": 16}
 KREA = Planned(
     "Krea2Transformer2DModel",
-    {
-        "num_attention_heads": 24,
-        "num_key_value_heads": 6,
-        "intermediate_size": 32,
-        "timestep_embed_dim": 16,
-        "text_hidden_dim": 12,
-        "num_text_layers": 3,
-        "text_num_attention_heads": 3,
-        "text_num_key_value_heads": 3,
-        "text_intermediate_size": 16,
-        "num_layerwise_text_blocks": 1,
-        "num_refiner_text_blocks": 1,
-        "axes_dims_rope": (4, 2, 2),
-    },
+    OF_KREA
+    | {f"text_{name}": value for name, value in KREA_TEXT.items()}
+    | {"timestep_embed_dim": 16, "num_text_layers": 3, "num_layerwise_text_blocks": 1, "num_refiner_text_blocks": 1},
     {
         "hidden_states": noise(2, 30, 4),
         "encoder_hidden_states": noise(2, 7, 3, 12),
@@ -253,17 +215,10 @@ KREA = Planned(
         "encoder_attention_mask": mask(7, 4, 7).bool(),
     },
 )
+OF_COGVIDEOX = {"num_attention_heads": 30, "time_embed_dim": 8, "use_rotary_positional_embeddings": True}
 COGVIDEOX = Planned(
     "CogVideoXTransformer3DModel",
-    {
-        "num_attention_heads": 30,
-        "time_embed_dim": 8,
-        "sample_width": 6,
-        "sample_height": 10,
-        "sample_frames": 9,
-        "max_text_seq_length": 13,
-        "use_rotary_positional_embeddings": True,
-    },
+    OF_COGVIDEOX | {"sample_width": 6, "sample_height": 10, "sample_frames": 9, "max_text_seq_length": 13},
     {
         "hidden_states": noise(2, 3, 4, 10, 6),
         "encoder_hidden_states": noise(2, 13, 12),

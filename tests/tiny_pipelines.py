@@ -97,14 +97,12 @@ def image_vae(channels: int, widths: tuple[int, ...] = (4, 4), **more: Any) -> A
 
 
 def image_vae_shape(channels: int, widths: tuple[int, ...] = (4, 4)) -> dict[str, Any]:
-    return {
-        "block_out_channels": widths,
-        "down_block_types": ("DownEncoderBlock2D",) * len(widths),
+    down, up = ((f"{way}Block2D",) * len(widths) for way in ("DownEncoder", "UpDecoder"))
+    blocks = {"block_out_channels": widths, "down_block_types": down, "up_block_types": up, "layers_per_block": 1}
+    return blocks | {
         "sample_size": 32,
-        "up_block_types": ("UpDecoderBlock2D",) * len(widths),
         "latent_channels": channels,
         "norm_num_groups": 2,
-        "layers_per_block": 1,
         "mid_block_add_attention": False,
     }
 
@@ -230,15 +228,9 @@ def cogvideox_pipeline(heads: int = 4, **text: Any) -> Any:
     settings = {"num_attention_heads": heads, "attention_head_dim": 16, "time_embed_dim": 8, "text_embed_dim": 24}
     settings |= {"sample_width": 8, "sample_height": 8, "sample_frames": 5, "max_text_seq_length": 8}
     transformer = small("CogVideoXTransformer3DModel", settings | {"use_rotary_positional_embeddings": True})
-    vae = AutoencoderKLCogVideoX(
-        down_block_types=("CogVideoXDownBlock3D",) * 4,
-        up_block_types=("CogVideoXUpBlock3D",) * 4,
-        block_out_channels=(8, 8, 8, 8),
-        latent_channels=4,
-        layers_per_block=1,
-        norm_num_groups=2,
-        temporal_compression_ratio=4,
-        scaling_factor=0.7,
-    )
+    down, up = ((f"CogVideoX{way}Block3D",) * 4 for way in ("Down", "Up"))
+    blocks = {"down_block_types": down, "up_block_types": up, "block_out_channels": (8, 8, 8, 8), "norm_num_groups": 2}
+    scales = {"temporal_compression_ratio": 4, "scaling_factor": 0.7}
+    vae = AutoencoderKLCogVideoX(latent_channels=4, layers_per_block=1, **blocks, **scales)
     scheduler = CogVideoXDDIMScheduler(prediction_type="v_prediction", snr_shift_scale=1.0)
     return assembled(CogVideoXPipeline, transformer, vae, 1, scheduler=scheduler, **text)

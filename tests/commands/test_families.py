@@ -45,25 +45,18 @@ def inpainting(name: str) -> tuple[Any, dict[str, Any]]:
     return kind(**pipe.components), arguments
 
 
-@pytest.fixture(scope="module")
-def restored(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Each family's folder of results, from a model folder, two forked ranks and two steps."""
-    folder = tmp_path_factory.mktemp("families")
-    tifffile.imwrite(folder / "scan.tif", IMAGE_YX)
-    tifffile.imwrite(folder / "hole.tif", HOLE_YX.astype(np.uint8))
-    for name, build in tiny_pipelines.PIPELINES.items():
-        build().save_pretrained(folder / f"{name}-model")
-        options = {"input": folder / "scan.tif", "mask": folder / "hole.tif", "model": folder / f"{name}-model"}
-        assert_succeeded(forked(*words("inpaint", **options, steps=2, ranks=2, out=folder / name), folder=folder))
-    return folder
-
-
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", NAMES)
-def test_two_ranks_restore_what_the_familys_pipeline_restores_alone(restored: Path, name: str) -> None:
-    result_YX = tifffile.imread(restored / name / "images" / "scan_hole_tapa.tif")
+def test_two_ranks_restore_what_the_familys_pipeline_restores_alone(tmp_path: Path, name: str) -> None:
+    tifffile.imwrite(tmp_path / "scan.tif", IMAGE_YX)
+    tifffile.imwrite(tmp_path / "hole.tif", HOLE_YX.astype(np.uint8))
+    tiny_pipelines.PIPELINES[name]().save_pretrained(tmp_path / "model")
+    options = {"input": tmp_path / "scan.tif", "mask": tmp_path / "hole.tif", "model": tmp_path / "model"}
+    run = words("inpaint", **options, steps=2, ranks=2, out=tmp_path / "out")
+    assert_succeeded(forked(*run, folder=tmp_path))
+    result_YX = tifffile.imread(tmp_path / "out" / "images" / "scan_hole_tapa.tif")
     assert np.array_equal(result_YX[~HOLE_YX], IMAGE_YX[~HOLE_YX])
-    (row,) = json.loads((restored / name / "metrics.json").read_text())["images"]
+    (row,) = json.loads((tmp_path / "out" / "metrics.json").read_text())["images"]
     assert row["exact_compared"] and row["psnr_vs_exact_db"] is None  # the same bits as flat
     assert sum(row["bytes"].values()) > 0
     pipe, arguments = inpainting(name)
