@@ -43,22 +43,16 @@ def inpainting(name: str) -> tuple[Any, dict[str, Any]]:
     return pipe, arguments | {"true_cfg_scale" if name == "qwen" else "guidance_scale": 3.0}
 
 
-def restored(pipe: Any, arguments: dict[str, Any]) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
-    mask_BCHW = torch.zeros(1, 1, SIDE, SIDE)
+def restored(
+    pipe: Any, arguments: dict[str, Any], side: int = SIDE, steps: int = 3, seed: int = 0, **more: Any
+) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    mask_BCHW = torch.zeros(1, 1, side, side)
     mask_BCHW[..., 8:24, 8:24] = 1
+    picture = {"image": torch.rand(1, 3, side, side, generator=generator), "mask_image": mask_BCHW}
+    settings = {"height": side, "width": side, "num_inference_steps": steps, "output_type": "pt", "strength": 1.0}
     with torch.no_grad():
-        return pipe(
-            image=torch.rand(1, 3, SIDE, SIDE, generator=generator),
-            mask_image=mask_BCHW,
-            height=SIDE,
-            width=SIDE,
-            strength=1.0,
-            num_inference_steps=3,
-            generator=generator,
-            output_type="pt",
-            **arguments,
-        ).images
+        return pipe(**picture, generator=generator, **settings | arguments | more).images
 
 
 @pytest.mark.sample(4)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from diffusers import FlowMatchHeunDiscreteScheduler
 from seams import interrupt
-from test_engine_pipelines import inpainting
+from test_engine_pipelines import inpainting, restored
 from test_guidance import GUIDED, guiding
 
 from cocodiff.comm.loopback import run_ranks
@@ -57,23 +57,10 @@ def random_image(draw: random.Random) -> Image:
 def made(pipe: Any, arguments: dict[str, Any], image: Image, strength: float = 1.0) -> torch.Tensor | None:
     """The image; None where its fault is an error."""
     off = {key: 1.0 for key in ("guidance_scale", "true_cfg_scale") if key in arguments}
-    generator = torch.Generator().manual_seed(image.seed)
-    mask_BCHW = torch.zeros(1, 1, image.side, image.side)
-    mask_BCHW[..., 8:24, 8:24] = 1
+    given, size = arguments if image.guided else arguments | off, {"side": image.side, "steps": STEPS}
     try:
-        with torch.no_grad(), failing(pipe.transformer, image):
-            return pipe(
-                image=torch.rand(1, 3, image.side, image.side, generator=generator),
-                mask_image=mask_BCHW,
-                height=image.side,
-                width=image.side,
-                strength=strength,
-                num_inference_steps=STEPS,
-                generator=generator,
-                output_type="pt",
-                callback_on_step_end=ending(image),
-                **(arguments if image.guided else arguments | off),
-            ).images
+        with failing(pipe.transformer, image):
+            return restored(pipe, given, **size, seed=image.seed, strength=strength, callback_on_step_end=ending(image))
     except (Failure, RuntimeError) as error:
         told = "the other guidance branch could not" in str(error) and image.fault == "branch"
         assert isinstance(error, Failure) or told, error

@@ -131,6 +131,9 @@ PIPELINES = {
 }
 
 
+ENCODER = {"intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
 def clip_text() -> dict[str, Any]:
     """SD3's two CLIP encoders, without T5, and a tokenizer that knows single letters."""
     from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
@@ -142,18 +145,9 @@ def clip_text() -> dict[str, Any]:
     text: dict[str, Any] = {"tokenizer": tokenizer, "tokenizer_2": tokenizer}
     for seed, part in enumerate(("text_encoder", "text_encoder_2")):
         torch.manual_seed(seed)
-        config = CLIPTextConfig(
-            vocab_size=len(words),
-            hidden_size=8,
-            intermediate_size=16,
-            projection_dim=8,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            max_position_embeddings=16,
-            bos_token_id=len(words) - 2,
-            eos_token_id=len(words) - 1,
-            pad_token_id=len(words) - 1,
-        )
+        ids = {"bos_token_id": len(words) - 2, "eos_token_id": len(words) - 1, "pad_token_id": len(words) - 1}
+        sizes = {"hidden_size": 8, "projection_dim": 8, "max_position_embeddings": 16, "vocab_size": len(words)}
+        config = CLIPTextConfig(**ENCODER | ids | sizes)
         text[part] = CLIPTextModelWithProjection(config).eval()
     return text
 
@@ -168,15 +162,8 @@ def qwen3_text() -> dict[str, Any]:
     tokenizer = Qwen2Tokenizer({word: number for number, word in enumerate(words)}, [])
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=len(words),
-        hidden_size=TEXT_WIDTH // 3,
-        intermediate_size=16,
-        num_hidden_layers=28,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=4,
-    )
+    sizes = {"hidden_size": TEXT_WIDTH // 3, "head_dim": 4, "num_key_value_heads": 1, "vocab_size": len(words)}
+    config = Qwen3Config(**ENCODER | sizes | {"num_hidden_layers": 28})
     return {"tokenizer": tokenizer, "text_encoder": Qwen3ForCausalLM(config).eval()}
 
 
@@ -198,9 +185,7 @@ def clip_vision() -> dict[str, Any]:
     """An image encoder of 32 x 32 pixels."""
     from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel
 
-    config = CLIPVisionConfig(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=32, patch_size=16
-    )
+    config = CLIPVisionConfig(**ENCODER | {"hidden_size": 16, "image_size": 32, "patch_size": 16})
     sides = {"height": 32, "width": 32}
     processor = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=sides)
     return {"image_encoder": CLIPVisionModel(config).eval(), "image_processor": processor}
