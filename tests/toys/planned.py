@@ -56,6 +56,8 @@ class Planned(nn.Module):
         elif kind == "by head":
             seen = seen & (torch.arange(6).view(-1, 1, 1) + torch.arange(x.shape[1]) > 2)
         x = x + self.joint(x, mask=seen, kind=kind)
+        if seen is not None and not kind:  # a second mask in one call: the other row's
+            x = x + self.joint(x, mask=seen.flip(0))
         x = x + self.cross(x, others=speech)
         return self.proj_out(x[:, text.shape[1] :])
 
