@@ -71,3 +71,18 @@ def call_before_ends_are_noted(call: Callable[[], None]) -> None:
 def connect_ranks_by(connecting: Callable[..., Any]) -> None:
     """Have the library's connection of ranks made by `connecting`, for good."""
     connect._initialise = connecting  # type: ignore[assignment]
+
+
+def choose_backend(processor: Any, name: str) -> None:
+    """Have a processor of diffusers attend by a backend, whether or not it is installed."""
+    processor._attention_backend = name
+
+
+def plan_of_diffusers(model: Any) -> dict[str, Any]:
+    """List where diffusers' own context parallelism cuts and gathers the tokens of a model."""
+    return model._cp_plan
+
+
+def interrupt(pipe: Any) -> None:
+    """Have a pipeline of diffusers leave out its further steps, as its users do from a callback."""
+    pipe._interrupt = True

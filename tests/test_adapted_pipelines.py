@@ -11,13 +11,11 @@ import diffusers
 import pytest
 import torch
 from diffusers import FluxControlNetModel, SD3ControlNetModel
+from on_ranks import check_alike, on_ranks
 from PIL import Image
 from test_adapters import with_ip_adapters
-from tiny_pipelines import TEXT_WIDTH, flux2_pipeline, flux_pipeline, qwen_pipeline, sd3_pipeline
+from tiny_pipelines import TEXT_WIDTH, flux2_pipeline, flux_pipeline, qwen_pipeline, qwen_vae, sd3_pipeline
 from torch.nn.functional import avg_pool3d
-
-from cocodiff.comm.loopback import run_ranks
-from cocodiff.engine.engine import parallelize
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 
@@ -57,15 +55,7 @@ def qwen(name: str, image: Any, **config: Any) -> Made:
     """These pipelines resize an image to a large size of their own: latents are means of 32 pixels a side each."""
     pipe = qwen_pipeline(heads=6)
     torch.manual_seed(0)
-    vae = type(pipe.vae)(
-        base_dim=2,
-        z_dim=4,
-        dim_mult=[1] * 6,
-        num_res_blocks=1,
-        temperal_downsample=[False] * 5,
-        latents_mean=[0.0] * 4,
-        latents_std=[1.0] * 4,
-    ).eval()
+    vae = qwen_vae(2, 6)
     transformer = type(pipe.transformer).from_config(dict(pipe.transformer.config) | config).eval()
     parts = {"vae": vae, "transformer": transformer, "text_encoder": Encoder(), "processor": None}
     vae.encode = lambda x: SimpleNamespace(latents=avg_pool3d(x[:, [0, 1, 2, 0]], (1, 32, 32)))
@@ -91,31 +81,40 @@ def kontext() -> Made:
     return pipe, prompts() | size | {"image": picture(), "_auto_resize": False}
 
 
+SQUARE = {"height": 32, "width": 32}
+
+
 def flux_control() -> Made:
     pipe = flux_pipeline(6)
-    config = dict(pipe.transformer.config) | {"in_channels": 32}
-    transformer = type(pipe.transformer).from_config(config).eval()
+    transformer = another(type(pipe.transformer), pipe, in_channels=32)
     pipe = made_of("FluxControlPipeline", pipe, transformer=transformer)
-    return pipe, prompts() | {"control_image": picture(), "height": 32, "width": 32}
+    return pipe, prompts() | SQUARE | {"control_image": picture()}
+
+
+def another(kind: Any, pipe: Any, **settings: Any) -> Any:
+    """A random model with the settings of a pipeline's transformer, and some others. A ControlNet's residuals start at
+    zero, which would say nothing of them."""
+    known = inspect.signature(kind.__init__).parameters
+    torch.manual_seed(3)
+    model = kind(
+        **{name: pipe.transformer.config[name] for name in known if name in pipe.transformer.config} | settings
+    )
+    for parameter in model.parameters():
+        if not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model.eval()
 
 
 def flux_controlnet() -> Made:
     pipe = flux_pipeline(6)
-    torch.manual_seed(3)
-    names = ("in_channels", "attention_head_dim", "num_attention_heads", "joint_attention_dim", "pooled_projection_dim")
-    config = {name: pipe.transformer.config[name] for name in (*names, "guidance_embeds", "axes_dims_rope")}
-    controlnet = randomised(FluxControlNetModel(**config, num_layers=1, num_single_layers=1))
+    controlnet = another(FluxControlNetModel, pipe)
     pipe = made_of("FluxControlNetPipeline", pipe, controlnet=controlnet)
-    return pipe, prompts() | {"control_image": picture(), "height": 32, "width": 32}
+    return pipe, prompts() | SQUARE | {"control_image": picture()}
 
 
 def sd3_controlnet() -> Made:
     pipe = sd3_pipeline(6)
-    torch.manual_seed(3)
-    names = ("sample_size", "patch_size", "in_channels", "attention_head_dim", "num_attention_heads", "qk_norm")
-    more = ("joint_attention_dim", "pooled_projection_dim", "caption_projection_dim", "pos_embed_max_size")
-    config = {name: pipe.transformer.config[name] for name in (*names, *more)}
-    controlnet = randomised(SD3ControlNetModel(**config, num_layers=2))
+    controlnet = another(SD3ControlNetModel, pipe, dual_attention_layers=())
     pipe = made_of("StableDiffusion3ControlNetPipeline", pipe, controlnet=controlnet)
     encode = pipe.vae.encode  # it samples by torch's own generator, which ranks share here, as they are threads
 
@@ -124,44 +123,32 @@ def sd3_controlnet() -> Made:
         return SimpleNamespace(latent_dist=SimpleNamespace(sample=latent_dist.mode))
 
     pipe.vae.encode = mode
-    return pipe, guided_sd3() | {"control_image": picture()}
+    return pipe, guided(3.0) | {"control_image": picture()}
 
 
-def randomised(controlnet: Any) -> Any:
-    """A ControlNet whose residuals start at zero says nothing of them."""
-    for parameter in controlnet.parameters():
-        if not parameter.any():
-            torch.nn.init.normal_(parameter, std=0.2)
-    return controlnet.eval()
-
-
-def guided_sd3() -> dict[str, Any]:
-    negative = {f"negative_{name}": -value for name, value in prompts().items()}
-    return prompts() | negative | {"height": 32, "width": 32, "guidance_scale": 3.0}
+def guided(scale: float, name: str = "guidance_scale") -> dict[str, Any]:
+    return prompts() | {f"negative_{one}": -value for one, value in prompts().items()} | SQUARE | {name: scale}
 
 
 def skipping_sd3() -> Made:
     window = {"skip_layer_guidance_start": -1.0, "skip_layer_guidance_stop": 0.6}
-    return sd3_pipeline(6), guided_sd3() | window | {"skip_guidance_layers": [1]}
+    return sd3_pipeline(6), guided(3.0) | window | {"skip_guidance_layers": [1]}
 
 
 def prompted_flux() -> Made:
     pipe, adapted = flux_pipeline(6), with_ip_adapters(1)
-    pipe.transformer = type(adapted).from_config(dict(pipe.transformer.config) | {"num_attention_heads": 8}).eval()
-    torch.manual_seed(0)
+    pipe.transformer = another(type(adapted), pipe, num_attention_heads=8)
     given = next(iter(adapted.attn_processors.values()))
     processors = dict(pipe.transformer.attn_processors)
-    for name in processors:
-        if not name.startswith("single"):
-            processors[name] = given
-    pipe.transformer.set_attn_processor(processors)
+    pipe.transformer.set_attn_processor(
+        {name: of if name.startswith("single") else given for name, of in processors.items()}
+    )
     pipe.transformer.encoder_hid_proj = adapted.encoder_hid_proj
-    negative = {f"negative_{name}": -value for name, value in prompts().items()}
     embeds = {
         "ip_adapter_image_embeds": [noise(1, 1, 12)],
         "negative_ip_adapter_image_embeds": [noise(1, 1, 12, seed=4)],
     }
-    return pipe, prompts() | negative | embeds | {"height": 32, "width": 32, "true_cfg_scale": 3.0}
+    return pipe, guided(3.0, "true_cfg_scale") | embeds
 
 
 def klein() -> Made:
@@ -199,14 +186,8 @@ def latents(pipe: Any, arguments: dict[str, Any]) -> torch.Tensor:
 def test_equals_one_process(name):
     pipe, arguments = PIPELINES[name]()
     plain = latents(pipe, copy.deepcopy(arguments))
-
-    def work(transport: Any, guidance: int) -> torch.Tensor:
-        own = copy.deepcopy(pipe)
-        with parallelize(own, "v_first", transport=transport, guidance_parallel=guidance):
-            return latents(own, copy.deepcopy(arguments))
-
-    guided = any(name.startswith("negative") for name in arguments)
-    for size, guidance in [(3, 1), *([(4, 2)] if guided else [])]:
-        of_ranks = run_ranks(size, lambda t, guidance=guidance: work(t, guidance))
-        torch.testing.assert_close(of_ranks[0] + 0, plain, rtol=0, atol=1e-4)
-        assert all(torch.equal(x + 0, of_ranks[0] + 0) for x in of_ranks)
+    guides = any(name.startswith("negative") for name in arguments)
+    for size, guidance in [(3, 1), *([(4, 2)] if guides else [])]:
+        settings = {"preset": "v_first", "guidance_parallel": guidance}
+        of_ranks = on_ranks(size, pipe, run=lambda own, _: [latents(own, copy.deepcopy(arguments)) + 0], **settings)
+        check_alike(of_ranks, [plain])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from itertools import product
 from typing import Any
 
 import diffusers
@@ -11,8 +12,10 @@ import pytest
 import torch
 from covering import covering
 from diffusers.models.attention_processor import AttnProcessor
+from exactness import Expected
 from launching import TESTS, assert_succeeded
 from test_engine_pipelines import inpainting, restored
+from tiny_pipelines import image_vae_shape
 from torch import Tensor, nn
 from warm_ranks import warm_mpiexec
 
@@ -27,14 +30,7 @@ pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 
 VIDEO = {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 2, 2], "num_res_blocks": 1, "temperal_downsample": [True, False]}
 RESIDUAL = {"is_residual": True, "patch_size": 2, "in_channels": 12, "out_channels": 12}
-KL = {
-    "block_out_channels": (4, 8, 8),
-    "down_block_types": ("DownEncoderBlock2D",) * 3,
-    "up_block_types": ("UpDecoderBlock2D",) * 3,
-    "layers_per_block": 1,
-    "latent_channels": 4,
-    "norm_num_groups": 2,
-}
+KL = image_vae_shape(4, (4, 8, 8)) | {"mid_block_add_attention": True}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "kl": ("AutoencoderKL", KL),
     "flux2": ("AutoencoderKLFlux2", KL),
@@ -74,14 +70,6 @@ def both_ways(vae: Any, z: Tensor) -> tuple[Tensor, Tensor]:
         return vae.decode(z).sample, vae.encode(image.to(z.device, dtype)).latent_dist.parameters
 
 
-def check(found: Tensor, plain: Tensor, truth: Tensor) -> None:
-    """The error is at most twice that of one process at this dtype, plus rounding of the largest value."""
-    assert found.dtype == plain.dtype and found.shape == plain.shape
-    rounding = torch.finfo(plain.dtype).eps * truth.abs().max()
-    allowed, error = 2 * (plain - truth).abs().max() + rounding, (found - truth).abs().max()
-    assert error <= allowed, f"error {error:.3e} to the truth, {allowed:.3e} allowed"
-
-
 @pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("kind", "size", "dtype"), covering(tuple(KINDS), (1, 2, 3, 4), (torch.float32, torch.bfloat16))
@@ -104,12 +92,11 @@ def test_bands_of_all_ranks_are_one_process(kind, size, dtype):
         return found
 
     of_ranks = run_ranks(size, work)
-    for number, (plain, truth) in enumerate(expected):
-        for way in (0, 1):
-            first = of_ranks[0][number][way]
-            assert all(torch.equal(of_rank[number][way], first) for of_rank in of_ranks)
-            check(first, plain[way], truth[way])
-            assert size > 1 or torch.equal(first, plain[way])
+    for (number, (plain, truth)), way in product(enumerate(expected), (0, 1)):
+        first = of_ranks[0][number][way]
+        assert all(torch.equal(of_rank[number][way], first) for of_rank in of_ranks)
+        Expected(None, plain[way], truth[way]).check(first)
+        assert size > 1 or torch.equal(first, plain[way])
 
 
 def test_pictures_of_some_size_have_one_process_bits():
@@ -170,12 +157,6 @@ class Normed(nn.LayerNorm):
     """A norm over columns."""
 
 
-def changed(kind: str, change: Any) -> Any:
-    vae = random_vae(kind)
-    change(vae)
-    return vae
-
-
 def put(place: str, layer: Any) -> Any:
     """Changes a VAE: another layer stands in a place of it."""
     path, _, name = place.rpartition(".")
@@ -201,27 +182,24 @@ class OwnBlock(type(random_vae("qwen").decoder.mid_block)):  # type: ignore[misc
     ],
 )
 def test_layers_that_are_not_known_are_refused_by_name(kind, change, reason):
-    vae, name = changed(kind, change), KINDS[kind][0]
-
-    def work(transport: Any) -> None:
-        with pytest.raises(UserError, match=f"vae sharded: a {name} is not known in bands: it has .*{reason}.*choose"):
-            ShardedVAE(vae, transport)
-
-    run_ranks(1, work)
+    vae = random_vae(kind)
+    change(vae)
+    check_unknown(vae, f": it has .*{reason}.*choose")
 
 
-def test_vaes_that_are_not_known_are_refused_by_name():
-    def work(transport: Any) -> None:
-        for vae in (LappedTransformVAE(), diffusers.AutoencoderTiny()):
-            with pytest.raises(UserError, match=f"vae sharded: a {type(vae).__name__} is not known in bands"):
-                ShardedVAE(vae, transport)
+def check_unknown(vae: Any, words: str = "") -> None:
+    with pytest.raises(UserError, match=f"vae sharded: a {type(vae).__name__} is not known in bands{words}"):
+        run_ranks(1, lambda transport: ShardedVAE(vae, transport) and None)
 
-    run_ranks(1, work)
+
+@pytest.mark.parametrize("vae", [LappedTransformVAE(), diffusers.AutoencoderTiny()], ids=["demo", "tiny"])
+def test_vaes_that_are_not_known_are_refused_by_name(vae):
+    check_unknown(vae)
 
 
 def test_a_rank_that_fails_ends_the_others():
     vae, z = random_vae("qwen"), random_latents("qwen", 2, 8, 4)
-    ends: dict[int, BaseException] = {}
+    told: list[str] = []
 
     def work(transport: Any) -> None:
         own = copy.deepcopy(vae)
@@ -229,22 +207,19 @@ def test_a_rank_that_fails_ends_the_others():
             own.decoder.up_blocks[0].register_forward_pre_hook(lambda *_: 1 / 0)
         try:
             ShardedVAE(own, transport).decode(z)
-        except BaseException as error:
-            ends[transport.rank] = error
+        except PeerLost as error:
+            told.append(str(error))
             raise
 
     with pytest.raises(ZeroDivisionError):
         run_ranks(4, work, timeout_s=30.0)
-    assert all(
-        isinstance(ends[rank], PeerLost) and "failed: ZeroDivisionError" in str(ends[rank]) for rank in (0, 2, 3)
-    )
+    assert len(told) == 3 and all("failed: ZeroDivisionError" in one for one in told)
 
 
 @pytest.mark.parametrize("name", ["qwen", "sd3"])
 def test_a_pipeline_is_restored_in_bands(name):
     """By all ranks of a replica, whose two halves compute a branch of guidance each while they denoise."""
     pipe, arguments = inpainting(name)
-    plain = restored(pipe, arguments)
 
     def work(transport: Any) -> Tensor:
         own = copy.deepcopy(pipe)
@@ -252,7 +227,7 @@ def test_a_pipeline_is_restored_in_bands(name):
         with parallelize(own, transport=part, vae="sharded", guidance_parallel=2):
             return restored(own, arguments)
 
-    images = run_ranks(6, work)
+    images, plain = run_ranks(6, work), restored(pipe, arguments)
     for replica in (images[:4], images[4:]):
         assert all(torch.equal(image, replica[0]) for image in replica)
         torch.testing.assert_close(replica[0], plain, rtol=0, atol=1e-4)

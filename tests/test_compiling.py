@@ -4,15 +4,14 @@ apart into graphs is the same, and every bit has to be what it is without."""
 from __future__ import annotations
 
 import copy
-import sys
+import inspect
 import threading
-from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from diffusers.hooks import MagCacheConfig, PyramidAttentionBroadcastConfig, TaylorSeerCacheConfig
+from on_ranks import check_alike, on_ranks, outputs_of, state_of
 from planned_models import PLANNED
 from test_engine_families import with_lora
 from tiny_models import FAMILIES, sd3_inpaint_pipeline, sd3_transformer
@@ -23,7 +22,6 @@ from cocodiff.comm.loopback import run_ranks
 from cocodiff.comm.transport import Lane
 from cocodiff.config.errors import UserError
 from cocodiff.engine import compiling
-from cocodiff.engine.agreement import tensors_in
 from cocodiff.engine.engine import parallelize
 from cocodiff.engine.sequence import SequenceRanks
 
@@ -57,49 +55,18 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "BACKEND", "eager")
 
 
-@pytest.fixture
-def alone() -> Iterator[Any]:
-    from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld
-
-    transport = LoopbackTransport(LoopbackWorld(1), 0)
-    yield transport
-    transport.close()
-
-
-def three_steps(model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
-    """Of a run: the timestep falls."""
-    steps = [inputs | {"timestep": inputs["timestep"] * (1 - step / 4)} for step in range(3)]
-    return [model(**step).sample + 0 for step in steps]
-
-
-def on_ranks(size: int, model: nn.Module, inputs: dict[str, Any], **settings: Any) -> tuple[list[Tensor], list[str]]:
-    """The steps' outputs, the same bits on all ranks, and what was compiled on each."""
-
-    def work(transport: Any) -> tuple[list[Tensor], str]:
-        own = copy.deepcopy(model)
-        with parallelize(own, transport=transport, steps=3, **settings) as engine:
-            return three_steps(own, inputs), engine.compiled
-
-    of_ranks = run_ranks(size, work)
-    assert all(torch.equal(x, y) for outputs, _ in of_ranks for x, y in zip(outputs, of_ranks[0][0], strict=True))
-    return of_ranks[0][0], [said for _, said in of_ranks]
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(("family", "size"), [("flux", 2), ("sd3", 1)])
 def test_compiled_a_model_gives_the_same_up_to_rounding(family, size):
     model, inputs = FAMILIES[family][0](6), FAMILIES[family][1](1, 4, 5, 6)
-    with torch.no_grad():
-        plain = three_steps(model, inputs)
-    outputs, (said, *_) = on_ranks(size, model, inputs, preset="lossless", compile=True)
-    for output, expected in zip(outputs, plain, strict=True):
-        torch.testing.assert_close(output, expected, rtol=0, atol=1e-5)
-    assert said.startswith("compiled ")
+    calls = [inputs | {"timestep": inputs["timestep"] * (1 - step / 4)} for step in range(3)]
+    of_ranks = on_ranks(size, model, *calls, preset="lossless", compile=True, steps=3, timeout_s=600)
+    assert check_alike(of_ranks, outputs_of(model, *calls), 1e-5).engine.compiled.startswith("compiled ")
 
 
 def is_traced() -> bool:
     """Whether this thread's call is made by torch.compile, to see what it does."""
-    frame: Any = sys._getframe()
+    frame: Any = inspect.currentframe()
     while frame is not None and "_dynamo/symbolic_convert" not in frame.f_code.co_filename:
         frame = frame.f_back
     return frame is not None
@@ -154,20 +121,15 @@ def test_taken_apart_a_model_has_the_same_bits_and_sends_nothing_from_inside_a_g
     model = FAMILIES[family][0](6, **LAYERS.get(family, {}))
     calls = four_steps(family, 1 + ("guidance_parallel" in settings))
 
-    def work(transport: Any, compiled: bool) -> tuple[list[Tensor], str, list[dict[str, Any]]]:
-        own = copy.deepcopy(model)
-        before = {name: dict(vars(part)) for name, part in own.named_modules()}
-        given = {**settings, "steps": 4, "compile": compiled}
-        with torch.no_grad(), parallelize(own, transport=transport, **given) as engine:
-            outputs = [own(**call).sample + 0 for call in calls]
-        assert before == {name: dict(vars(part)) for name, part in own.named_modules()}
-        return outputs, engine.compiled, engine.drift_profile()
-
-    (plain, nothing, drift), *_ = run_ranks(size, lambda transport: work(transport, False))
-    assert not nothing and not any(graphs for graphs, _ in sent)
-    for outputs, said, profile in run_ranks(size, lambda transport: work(transport, True)):
-        assert all(torch.equal(x, y) for x, y in zip(outputs, plain, strict=True)) and profile == drift
-        assert " 0 of them after the first step; 0 graph breaks beside" in said
+    given = {"steps": 4, **settings}
+    plain, *_ = on_ranks(size, model, *calls, **given)
+    assert not plain.engine.compiled and not any(graphs for graphs, _ in sent)
+    compiled = on_ranks(size, model, *calls, compile=True, timeout_s=600, **given)
+    check_alike(compiled, plain.found, 0)
+    drift = plain.engine.drift_profile()
+    for ran in compiled:
+        assert ran.engine.drift_profile() == drift
+        assert " 0 of them after the first step; 0 graph breaks beside" in ran.engine.compiled
     if "cached" in name:
         cached = [row["cached_fraction"] for row in drift[1:]]
         assert any(cached) and not all(cached)
@@ -204,20 +166,15 @@ def test_a_pipeline_with_a_lora(no_compiler):
     with_lora(pipe.transformer)
     call = {name: torch.ones(1, 5, 16) / 4 for name in ("prompt_embeds", "negative_prompt_embeds")}
     call |= {f"{name}pooled_prompt_embeds": torch.zeros(1, 16) for name in ("", "negative_")}
+    call |= {"image": torch.rand(1, 3, 64, 64), "mask_image": torch.ones(1, 1, 64, 64), "strength": 1.0}
 
-    def painted(own: Any) -> Tensor:
+    def run(own: Any, _: Any) -> list[Tensor]:
+        torch.manual_seed(3)
         noise = torch.Generator().manual_seed(0)
-        picture = {"image": torch.rand(1, 3, 64, 64), "mask_image": torch.ones(1, 1, 64, 64), "strength": 1.0}
-        return own(**call, **picture, generator=noise, num_inference_steps=2, output_type="latent").images
+        return [own(**call, generator=noise, num_inference_steps=2, output_type="latent").images]
 
-    def work(transport: Any, compiled: bool) -> Tensor:
-        own = copy.deepcopy(pipe)
-        with parallelize(own, transport=transport, compile=compiled):
-            torch.manual_seed(3)
-            return painted(own)
-
-    plain, outputs = (run_ranks(1, lambda transport, c=compiled: work(transport, c)) for compiled in (False, True))
-    assert torch.equal(plain[0], outputs[0])
+    plain, compiled = (on_ranks(1, pipe, run=run, compile=on) for on in (False, True))
+    check_alike(compiled, plain[0].found, 0)
 
 
 SOME = ("wan", "helios", "z-image")  # the last two cut tokens inside of blocks, and give a list
@@ -229,54 +186,52 @@ SOME = ("wan", "helios", "z-image")  # the last two cut tokens inside of blocks,
 )
 def test_models_by_a_plan(name, no_compiler):
     """Whose first call, which is followed, is not compiled."""
-    case = PLANNED[name]
-    model = case.model()
-
-    def work(transport: Any, compiled: bool) -> tuple[list[Tensor], str]:
-        own = copy.deepcopy(model)
-        with parallelize(own, transport=transport, compile=compiled) as engine:
-            outputs = [x + 0 for _ in range(2) for x in tensors_in(own(**case.call()))]
-            return outputs, engine.compiled
-
-    plain, compiled = (run_ranks(2, partial(work, compiled=on)) for on in (False, True))
-    for outputs, said in compiled:
-        assert all(torch.equal(x, y) for x, y in zip(outputs, plain[0][0], strict=True))
-        assert said.endswith("; 0 graph breaks beside those at attention")
+    model, calls = PLANNED[name].model(), [PLANNED[name].call()] * 2
+    plain, compiled = (on_ranks(2, model, *calls, compile=on, timeout_s=600) for on in (False, True))
+    check_alike(compiled, plain[0].found, 0)
+    assert all(ran.engine.compiled.endswith("; 0 graph breaks beside those at attention") for ran in compiled)
 
 
 # What is refused ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cache", [MagCacheConfig, PyramidAttentionBroadcastConfig, TaylorSeerCacheConfig])
-def test_caches_of_steps_are_refused(cache, alone):
-    more = {
-        MagCacheConfig: {"mag_ratios": torch.ones(4), "num_inference_steps": 4},
-        PyramidAttentionBroadcastConfig: {"current_timestep_callback": lambda: 500},
-    }
+def refuses(words: str, model: nn.Module) -> None:
+    """On entering, before anything is put on the model."""
+    before = state_of(model)
+
+    def work(transport: Any) -> None:
+        with pytest.raises(UserError, match=words), parallelize(model, transport=transport, compile=True):
+            raise AssertionError("entered")
+
+    run_ranks(1, work)
+    assert state_of(model) == before
+
+
+@pytest.mark.parametrize(
+    ("cache", "given"),
+    [
+        (MagCacheConfig, {"mag_ratios": torch.ones(4), "num_inference_steps": 4}),
+        (PyramidAttentionBroadcastConfig, {"current_timestep_callback": lambda: 500}),
+        (TaylorSeerCacheConfig, {}),
+    ],
+)
+def test_caches_of_steps_are_refused(cache, given):
     model = FAMILIES["flux"][0](6)
-    model.enable_cache(cache(**more.get(cache, {})))
-    with (
-        pytest.raises(UserError, match=r"has the cache hook .*Hook, and compiled"),
-        parallelize(model, transport=alone, compile=True),
-    ):
-        raise AssertionError("entered")
-    assert not model._forward_pre_hooks
+    model.enable_cache(cache(**given))
+    refuses(r"has the cache hook .*Hook, and compiled", model)
 
 
-def test_a_replaced_forward_is_refused(alone):
+def test_a_replaced_forward_is_refused():
     model = sd3_transformer(6)
     model.transformer_blocks[1].forward = model.transformer_blocks[1].forward
-    message = r"^transformer_blocks.1 cannot be compiled: its forward was replaced"
-    with pytest.raises(UserError, match=message), parallelize(model, transport=alone, compile=True):
-        raise AssertionError("entered")
+    refuses(r"^transformer_blocks.1 cannot be compiled: its forward was replaced", model)
 
 
 @pytest.mark.parametrize("part", ["", ".attn"])
-def test_a_block_that_the_user_has_compiled_is_refused(part, alone):
+def test_a_block_that_the_user_has_compiled_is_refused(part):
     model = sd3_transformer(6)
     model.get_submodule(f"transformer_blocks.0{part}").compile()
-    with pytest.raises(UserError, match=rf"^transformer_blocks\.0{part} is compiled by torch\.compile.*compile=True$"):
-        parallelize(model, transport=alone)
+    refuses(rf"^transformer_blocks\.0{part} is compiled by torch\.compile.*compile=True$", model)
 
 
 # A rank that compiles for long ----------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_engine_pipelines import inpainting, restored
+from on_ranks import check_alike, on_ranks, state_of
+from test_engine_pipelines import inpainting, restored, restoring
 from tiny_pipelines import flux2_pipeline, image_vae, qwen_pipeline
 
 from cocodiff.comm.loopback import run_ranks
@@ -89,30 +90,22 @@ def test_tiles_are_dealt_evenly():
 def test_a_pipeline_is_restored_in_tiles():
     pipe, arguments = inpainting("flux")
     with_small_tiles(pipe.vae)
-
-    def work(transport: Any) -> torch.Tensor:
-        own = copy.deepcopy(pipe)
-        with parallelize(own, transport=transport, vae="tiled"):
-            return restored(own, arguments)
-
-    images = {size: run_ranks(size, work) for size in (1, 3)}
+    alone, shared = (on_ranks(size, pipe, run=restoring(arguments), vae="tiled") for size in (1, 3))
     pipe.vae.enable_tiling()
     plain = restored(pipe, arguments)
-    assert torch.equal(images[1][0], plain)
-    assert all(torch.equal(image, images[3][0]) for image in images[3])
-    torch.testing.assert_close(images[3][0], plain, rtol=0, atol=1e-4)
+    check_alike(alone, [plain], 0)
+    check_alike(shared, [plain])
 
 
 def test_what_has_no_tiles_is_refused_and_stays_as_it_was():
     pipe, _ = inpainting("flux")
-    processors = dict(pipe.transformer.attn_processors)
     pipe.vae = LappedTransformVAE()
+    before = state_of(pipe)
 
     def work(transport: Any) -> None:
-        engine = parallelize(pipe, transport=transport, vae="tiled")
         with pytest.raises(UserError, match="a LappedTransformVAE does not decode in tiles; choose vae one or all"):
-            engine.__enter__()
-        assert pipe.transformer.attn_processors == processors and not pipe.transformer._forward_pre_hooks
+            parallelize(pipe, transport=transport, vae="tiled").__enter__()
+        assert state_of(pipe) == before
         with pytest.raises(UserError, match="3 frames; only images are decoded in tiles"):
             TiledVAE(random_vae("qwen"), transport).decode(torch.zeros(1, 4, 3, 8, 8))
 

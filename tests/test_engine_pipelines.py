@@ -1,16 +1,15 @@
 """Whole inpainting pipelines of every family, with VAE and guidance, on several ranks: one process's image."""
 
-import copy
+from pathlib import Path
 from typing import Any
 
 import diffusers
 import pytest
 import torch
 from covering import all_but
+from on_ranks import check_alike, on_ranks
 from tiny_pipelines import PIPELINES, TEXT_WIDTH
 
-from cocodiff.comm.loopback import run_ranks
-from cocodiff.engine.engine import parallelize
 from cocodiff.models import families, pipelines_of
 from cocodiff.models.family import INPAINT
 
@@ -44,22 +43,16 @@ def inpainting(name: str) -> tuple[Any, dict[str, Any]]:
     return pipe, arguments | {"true_cfg_scale" if name == "qwen" else "guidance_scale": 3.0}
 
 
-def restored(pipe: Any, arguments: dict[str, Any]) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
-    mask_BCHW = torch.zeros(1, 1, SIDE, SIDE)
+def restored(
+    pipe: Any, arguments: dict[str, Any], side: int = SIDE, steps: int = 3, seed: int = 0, **more: Any
+) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    mask_BCHW = torch.zeros(1, 1, side, side)
     mask_BCHW[..., 8:24, 8:24] = 1
+    picture = {"image": torch.rand(1, 3, side, side, generator=generator), "mask_image": mask_BCHW}
+    settings = {"height": side, "width": side, "num_inference_steps": steps, "output_type": "pt", "strength": 1.0}
     with torch.no_grad():
-        return pipe(
-            image=torch.rand(1, 3, SIDE, SIDE, generator=generator),
-            mask_image=mask_BCHW,
-            height=SIDE,
-            width=SIDE,
-            strength=1.0,
-            num_inference_steps=3,
-            generator=generator,
-            output_type="pt",
-            **arguments,
-        ).images
+        return pipe(**picture, generator=generator, **settings | arguments | more).images
 
 
 @pytest.mark.sample(4)
@@ -70,42 +63,32 @@ def test_equals_one_process(name, size):
     if name == "fill" and size == 12:
         size = 4  # it has that many heads
     pipe, arguments = inpainting(name)
-    plain = restored(pipe, arguments)
+    plain, of_order = restored(pipe, arguments), {}
+    for exchange, order in VARIANTS:
+        of_ranks = on_ranks(size, pipe, run=restoring(arguments), exchange=exchange, order=order)
+        found = check_alike(of_ranks, [plain]).found
+        one = of_order.setdefault(order if name == "klein" else "any", found[0])
+        assert torch.equal(found[0], one)
 
-    def work(transport: Any) -> list[torch.Tensor]:
-        own, images = copy.deepcopy(pipe), []
-        components, config = dict(own.components), dict(own.config)
-        for exchange, order in VARIANTS:
-            with parallelize(own, transport=transport, exchange=exchange, order=order):
-                images.append(restored(own, arguments))
-            assert all(own.components[part] is module for part, module in components.items())
-            assert "decode" not in vars(own.vae)
-            assert dict(own.config) == config
-        return images
 
-    of_ranks = run_ranks(size, work)
-    first = of_ranks[0][0]
-    torch.testing.assert_close(first, plain, rtol=0, atol=1e-4)
-    for images in of_ranks:
-        assert all(torch.equal(image, first) for image in images[: 2 if name == "klein" else 3])
-        torch.testing.assert_close(images[2], plain, rtol=0, atol=1e-4)
+def restoring(arguments: dict[str, Any]) -> Any:
+    return lambda pipe, _: [restored(pipe, arguments)]
 
 
 def test_latents_are_decoded_on_one_rank_or_on_all():
     pipe, arguments = inpainting("flux")
+    decoded: list[int] = []
 
-    def work(transport: Any) -> list[int]:
-        own, decoded = copy.deepcopy(pipe), []
-        own.vae.decoder.register_forward_pre_hook(lambda *_: decoded.append(transport.rank))
-        images, calls = [], []
-        for vae in ("one", "all"):
-            with parallelize(own, transport=transport, vae=vae):
-                images.append(restored(own, arguments))
-            calls.append(len(decoded))
-        assert torch.equal(*images)
-        return calls
+    def run(own: Any, engine: Any) -> list[torch.Tensor]:
+        hook = own.vae.decoder.register_forward_pre_hook(lambda *_: decoded.append(engine.rank))
+        image = restored(own, arguments)
+        hook.remove()
+        return [image]
 
-    assert run_ranks(3, work) == [[1, 2], [0, 1], [0, 1]]
+    one = check_alike(on_ranks(3, pipe, run=run, vae="one"), [restored(pipe, arguments)])
+    assert decoded == [0]
+    check_alike(on_ranks(3, pipe, run=run, vae="all"), one.found, atol=0)
+    assert sorted(decoded) == [0, 0, 1, 2]
 
 
 @pytest.mark.parametrize("vae", ["one", "tiled", "sharded"])
@@ -113,24 +96,21 @@ def test_inside_the_block_a_pipeline_has_all_its_parts(vae, tmp_path):
     """Whatever walks over them finds the VAE as well."""
     pipe, arguments = inpainting("flux")
     pipe.save_pretrained(tmp_path / "plain")
-    files = sorted(path.relative_to(tmp_path / "plain") for path in (tmp_path / "plain").rglob("*"))
-
-    def work(transport: Any) -> torch.Tensor:
-        own, folder = copy.deepcopy(pipe), tmp_path / str(transport.rank)
-        with parallelize(own, transport=transport, vae=vae):
-            own.save_pretrained(folder)
-            assert sorted(path.relative_to(folder) for path in folder.rglob("*")) == files
-            index = "model_index.json"
-            assert (folder / index).read_text() == (tmp_path / "plain" / index).read_text()
-            own.to(torch.float64)
-            image = restored(own, wide)
-        assert own.vae.dtype == torch.float64
-        return image
-
     wide = {name: x.double() if "embeds" in name else x for name, x in arguments.items()}
-    images, plain = run_ranks(2, work), restored(pipe.to(torch.float64), wide)
-    for image in images:
-        torch.testing.assert_close(image, plain, rtol=0, atol=1e-4)
+
+    def files(folder: Path) -> dict[str, bytes]:
+        paths = (path for path in folder.rglob("*") if path.is_file())
+        return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+    def run(own: Any, engine: Any) -> list[torch.Tensor]:
+        folder = tmp_path / str(engine.rank)
+        own.save_pretrained(folder)
+        assert files(folder) == files(tmp_path / "plain")
+        own.to(torch.float64)
+        assert own.vae.dtype == torch.float64
+        return [restored(own, wide)]
+
+    check_alike(on_ranks(2, pipe, run=run, vae=vae), [restored(pipe.to(torch.float64), wide)])
 
 
 def test_every_family_is_here():

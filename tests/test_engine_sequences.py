@@ -5,17 +5,20 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from diffusers import FlowMatchHeunDiscreteScheduler
-from test_engine_pipelines import inpainting
-from test_guidance import guiding
+from seams import interrupt
+from test_engine_pipelines import inpainting, restored
+from test_guidance import GUIDED, guiding
 
 from cocodiff.comm.loopback import run_ranks
-from cocodiff.engine.engine import parallelize
+from cocodiff.engine.engine import Engine, parallelize
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 
@@ -54,30 +57,14 @@ def random_image(draw: random.Random) -> Image:
 def made(pipe: Any, arguments: dict[str, Any], image: Image, strength: float = 1.0) -> torch.Tensor | None:
     """The image; None where its fault is an error."""
     off = {key: 1.0 for key in ("guidance_scale", "true_cfg_scale") if key in arguments}
-    generator = torch.Generator().manual_seed(image.seed)
-    mask_BCHW = torch.zeros(1, 1, image.side, image.side)
-    mask_BCHW[..., 8:24, 8:24] = 1
-    hook = failing(pipe.transformer, image)
+    given, size = arguments if image.guided else arguments | off, {"side": image.side, "steps": STEPS}
     try:
-        with torch.no_grad():
-            return pipe(
-                image=torch.rand(1, 3, image.side, image.side, generator=generator),
-                mask_image=mask_BCHW,
-                height=image.side,
-                width=image.side,
-                strength=strength,
-                num_inference_steps=STEPS,
-                generator=generator,
-                output_type="pt",
-                callback_on_step_end=ending(image),
-                **(arguments if image.guided else arguments | off),
-            ).images
+        with failing(pipe.transformer, image):
+            return restored(pipe, given, **size, seed=image.seed, strength=strength, callback_on_step_end=ending(image))
     except (Failure, RuntimeError) as error:
         told = "the other guidance branch could not" in str(error) and image.fault == "branch"
         assert isinstance(error, Failure) or told, error
         return None
-    finally:
-        hook()
 
 
 def ending(image: Image) -> Callable[..., dict[str, Any]]:
@@ -87,7 +74,7 @@ def ending(image: Image) -> Callable[..., dict[str, Any]]:
         if step == image.step and image.fault == "latents":
             return tensors | {"latents": 1.5 * tensors["latents"].flip(0, 1)}
         if step == image.step and image.fault == "interrupt":
-            pipe._interrupt = True
+            interrupt(pipe)
         if step == image.step and image.fault == "callback":
             raise Failure
         return tensors
@@ -95,89 +82,91 @@ def ending(image: Image) -> Callable[..., dict[str, Any]]:
     return callback
 
 
-def failing(model: Any, image: Image) -> Callable[[], None]:
+@contextmanager
+def failing(model: Any, image: Image) -> Iterator[None]:
     """Has a layer of the model raise in the calls of one step; with "branch" only where the text is the shorter one,
-    which the ranks of one guidance branch compute. Returns what ends that."""
-    if image.fault not in ("model", "branch"):
-        return lambda: None
+    which the ranks of one guidance branch compute."""
     layers = [module for name, module in model.named_modules() if not list(module.children()) and "blocks" in name]
-    timesteps: list[float] = []
+    timesteps: dict[float, None] = {}
     texts: list[int] = []
 
     def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        timestep = float(kwargs["timestep"].flatten()[0])
-        if timestep not in timesteps:
-            timesteps.append(timestep)
+        timesteps[float(kwargs["timestep"].flatten()[0])] = None
         texts.append(kwargs["encoder_hidden_states"].shape[1])
 
     def fail(*_: Any) -> None:
         if len(timesteps) == image.step + 1 and (image.fault == "model" or texts[-1] == min(texts)):
             raise Failure
 
-    hooks = [
-        model.register_forward_pre_hook(note, with_kwargs=True),
-        layers[image.layer % len(layers)].register_forward_pre_hook(fail),
-    ]
-    return lambda: [hook.remove() for hook in hooks] and None
+    with ExitStack() as hooks:
+        if image.fault in ("model", "branch"):
+            hooks.callback(model.register_forward_pre_hook(note, with_kwargs=True).remove)
+            hooks.callback(layers[image.layer % len(layers)].register_forward_pre_hook(fail).remove)
+        yield
 
 
-def settings_of(preset: str) -> dict[str, Any]:
-    return PRESETS[preset] | {"steps": STEPS}
+def images_of(
+    pipe: Any, arguments: dict[str, Any], calls: Sequence[Image], transport: Any, strength: float = 1.0, **settings: Any
+) -> tuple[list[torch.Tensor | None], Engine]:
+    with parallelize(pipe, transport=transport, **{"steps": STEPS, **settings}) as engine:
+        return [made(pipe, arguments, call, strength) for call in calls], engine
 
 
-def sequence_of(family: str, seed: int) -> tuple[int, list[tuple[str, list[Image]]]]:
-    """The ranks, and the images of each preset in turn."""
+def check_same(found: Sequence[torch.Tensor | None], expected: Sequence[torch.Tensor | None], told: object) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None) == (other is None), told
+        assert one is None or torch.equal(one, other), told
+
+
+def seeds(first: int, of_all: int) -> list[Any]:
+    """The first ones, and many where everything runs."""
+    return [pytest.param(seed, marks=[pytest.mark.exhaustive] * (seed >= first)) for seed in range(of_all)]
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("seed", seeds(2, 25))
+@pytest.mark.parametrize("family", ["sd3", "flux", "qwen", pytest.param("klein", marks=pytest.mark.exhaustive)])
+def test_every_image_has_the_bits_of_a_fresh_engine(family, seed):
+    pipe, arguments = guiding(family) if family == "flux" else inpainting(family)
     draw = random.Random(f"{family} {seed}")
-    return draw.choice((2, 4)), [
+    ranks = draw.choice((2, 4))
+    sequence = [
         (draw.choice([*PRESETS]), [random_image(draw) for _ in range(draw.randint(1, 4))])
         for _ in range(draw.randint(1, 3))
     ]
 
-
-def check_sequence(family: str, seed: int, known: dict[Any, torch.Tensor | None]) -> None:
-    """known: what fresh engines have made."""
-    pipe, arguments = guiding(family) if family == "flux" else inpainting(family)
-    ranks, sequence = sequence_of(family, seed)
-
     def work(transport: Any) -> list[torch.Tensor | None]:
         own, images = copy.deepcopy(pipe), []
         for preset, calls in sequence:
-            with parallelize(own, preset, transport=transport, **settings_of(preset)):
-                images += [made(own, arguments, call) for call in calls]
+            images += images_of(own, arguments, calls, transport, preset=preset, **PRESETS[preset])[0]
         return images
 
-    def alone(preset: str, call: Image) -> torch.Tensor | None:
-        def work_alone(transport: Any) -> torch.Tensor | None:
-            own = copy.deepcopy(pipe)
-            with parallelize(own, preset, transport=transport, **settings_of(preset)):
-                return made(own, arguments, call)
-
-        return run_ranks(ranks, work_alone, timeout_s=120.0)[0]
+    def alone(transport: Any, preset: str, call: Image) -> list[torch.Tensor | None]:
+        return images_of(copy.deepcopy(pipe), arguments, [call], transport, preset=preset, **PRESETS[preset])[0]
 
     of_ranks = run_ranks(ranks, work, timeout_s=120.0)
-    expected = []
+    fresh = []
     for preset, calls in sequence:
         for call in calls:
-            key = family, ranks, preset, call
-            if key not in known:
-                known[key] = alone(preset, call)
-            expected.append((key, known[key]))
+            fresh += run_ranks(ranks, partial(alone, preset=preset, call=call), timeout_s=120.0)[0]
     for images in of_ranks:
-        for image, (key, one) in zip(images, expected, strict=True):
-            assert (image is None) == (one is None), key
-            assert one is None or torch.equal(image, one), key
+        check_same(images, fresh, (ranks, sequence))
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("family", ["sd3", "flux", "qwen"])
-def test_every_image_has_the_bits_of_a_fresh_engine(family):
-    known: dict[Any, torch.Tensor | None] = {}
-    for seed in range(2):
-        check_sequence(family, seed, known)
+def is_real(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.is_floating_point()
 
 
-def check_lossless(family: str, seed: int, heun: bool = False) -> None:
-    """Images in 16 bits whose tensors travel as streams have the bits of those whose tensors travel whole."""
+HEUN = pytest.param("sd3", 1, True, id="a scheduler that has every level twice")
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(
+    ("family", "seed", "heun"),
+    [HEUN, *(pytest.param(family, *of.values, False, marks=of.marks) for family in GUIDED for of in seeds(1, 26))],
+)
+def test_lossless_images_have_the_bits_of_whole_ones(family, seed, heun):
+    """In 16 bits, where tensors travel as streams and where they travel whole."""
     draw = random.Random(f"lossless {family} {seed}")
     pipe, arguments = guiding(family) if family == "flux" else inpainting(family)
     dtype = draw.choice((torch.bfloat16, torch.float16))
@@ -200,48 +189,13 @@ def check_lossless(family: str, seed: int, heun: bool = False) -> None:
     if how["ring"] > 1:  # else the two ranks of a part are a ring, whose messages stay whole
         how["guidance_parallel"] = 1
 
-    def work(transport: Any) -> tuple[list[torch.Tensor | None], list[int]]:
-        found, coded = [], []
-        for codec in ("none", "lossless"):
-            own = copy.deepcopy(pipe)
-            with parallelize(own, "flat", transport=transport, codec=codec, steps=STEPS, **how) as engine:
-                found.append([made(own, arguments, one, strength) for one in images])
-                coded.append(sum(row["coded_fraction"] for row in engine.drift_profile()))
-                assert sum(engine.bytes("overflow").values()) <= sum(engine.bytes().values())
-        assert coded[1] > 0
-        return found
+    def work(transport: Any, codec: str) -> tuple[list[torch.Tensor | None], float]:
+        own, settings = copy.deepcopy(pipe), how | {"preset": "flat", "codec": codec}
+        found, engine = images_of(own, arguments, images, transport, strength, **settings)
+        assert sum(engine.bytes("overflow").values()) <= sum(engine.bytes().values())
+        return found, sum(row["coded_fraction"] for row in engine.drift_profile())
 
-    for expected, images_of_rank in run_ranks(ranks, work, timeout_s=120.0):
-        for one, other in zip(expected, images_of_rank, strict=True):
-            assert (one is None) == (other is None)
-            assert one is None or torch.equal(one, other), (family, seed, how, strength, type(pipe.scheduler))
-
-
-def is_real(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and x.is_floating_point()
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("family", ["sd3", "flux", "qwen", "klein"])
-def test_lossless_images_have_the_bits_of_whole_ones(family):
-    check_lossless(family, 0)
-
-
-def test_lossless_images_have_the_bits_of_whole_ones_with_a_scheduler_of_second_order():
-    """Heun's, which has every level twice."""
-    check_lossless("sd3", 1, heun=True)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("family", ["sd3", "flux", "qwen", "klein"])
-def test_hundred_lossless_sequences(family):
-    for seed in range(1, 26):
-        check_lossless(family, seed)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("family", ["sd3", "flux", "qwen", "klein"])
-def test_hundred_sequences(family):
-    known: dict[Any, torch.Tensor | None] = {}
-    for seed in range(25):
-        check_sequence(family, seed, known)
+    whole, coded = (run_ranks(ranks, partial(work, codec=codec), 120.0) for codec in ("none", "lossless"))
+    for (expected, _), (found, fraction) in zip(whole, coded, strict=True):
+        assert fraction > 0
+        check_same(found, expected, (how, strength, type(pipe.scheduler)))

@@ -1,16 +1,14 @@
 """A family that only the tests know (`toys/family.py`) runs and is sized by its record and one line of the table."""
 
-import copy
 import json
 from typing import Any
 
 import pytest
 import torch
+from on_ranks import check_exact
 
 from cocodiff import models
 from cocodiff.cli.main import main
-from cocodiff.comm.loopback import run_ranks
-from cocodiff.engine.engine import parallelize
 from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.planner.memory import ModelShape
 
@@ -26,21 +24,11 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize(("size", "machine", "ring"), [(3, "local", 1), (6, "local", 2), (12, "aurora", 2)])
 def test_it_gives_what_one_process_gives(toy, size, machine, ring):
-    generator = torch.Generator().manual_seed(1)
-    inputs = {"hidden_states": torch.randn(2, 17, 24, generator=generator), "timestep": torch.tensor([500.0])}
-    inputs["encoder_hidden_states"] = torch.randn(2, 5, 24, generator=generator)
-    with torch.no_grad():
-        expected = toy(**inputs)
-
-    def work(transport: Any) -> None:
-        own = copy.deepcopy(toy)
-        for preset, chunks in (("flat", 1), ("tapa", 1), ("split", 1), ("v_first", 1), ("split", 2), ("tapa", 3)):
-            settings = {"transport": transport, "machine": machine, "ring": ring, "chunks": chunks}
-            with torch.no_grad(), parallelize(own, preset, **settings) as engine:
-                torch.testing.assert_close(own(**inputs), expected)
-                assert sum(engine.bytes().values()) > 0
-
-    run_ranks(size, work)
+    inputs = {name: torch.randn(2, n, 24) for name, n in (("hidden_states", 17), ("encoder_hidden_states", 5))}
+    presets = (("flat", 1), ("tapa", 1), ("split", 1), ("v_first", 1), ("split", 2), ("tapa", 3))
+    modes = {f"{preset}, {chunks}": {"preset": preset, "chunks": chunks} for preset, chunks in presets}
+    call = inputs | {"timestep": torch.tensor([500.0])}
+    check_exact(size, toy, [call], modes, machine=machine, ring=ring)
 
 
 def test_plan_sizes_its_folder_and_a_file_that_names_it(toy, tmp_path):

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from seams import interrupt
 from test_engine_families import with_lora
 from test_engine_pipelines import restored
 from test_guidance import GUIDED, guiding
@@ -69,7 +70,7 @@ class History:
 
     def stopped(self) -> torch.Tensor:
         def stop(pipe: Any, _: Any, __: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-            pipe._interrupt = True
+            interrupt(pipe)
             return tensors
 
         return self.image(callback_on_step_end=stop)
@@ -209,7 +210,7 @@ def test_each_image_is_one_processs_or_refused_in_a_line(number, tmp_path, monke
     chance, name = random.Random(number), GUIDED[number % len(GUIDED)]
     deeds, settings = history_of(chance), settings_of(chance)
     if "compiled_around" in deeds:
-        torch._dynamo.reset()  # which traces a function anew eight times, and then no more
+        torch.compiler.reset()  # which traces a function anew eight times, and then no more
     pipe, arguments = guiding(name)
     expected = lived(History(pipe, arguments, tmp_path / "plain"), deeds, None)
 

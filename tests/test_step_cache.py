@@ -10,7 +10,8 @@ import pytest
 import torch
 from cocodiff_eval.harness.session import same_bits
 from diffusers.hooks import FirstBlockCacheConfig, MagCacheConfig
-from planned_models import PLANNED
+from on_ranks import Call, Ran, on_ranks, outputs_of, refused
+from planned_models import PLANNED, cast
 from test_engine_checks import painted
 from tiny_models import FAMILIES
 from tiny_pipelines import PIPELINES
@@ -18,7 +19,7 @@ from tiny_pipelines import PIPELINES
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.comm.transport import Part
 from cocodiff.config.config import Config
-from cocodiff.config.errors import PeerLost, UserError
+from cocodiff.config.errors import PeerLost
 from cocodiff.engine.engine import parallelize
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
@@ -31,54 +32,50 @@ MORE_BLOCKS = {
 }
 MOVES = (0.0, 0.01, 0.02, 1.0, 1.01, 1.02, 1.5, 2.5)
 CACHED = {"step_cache": "first_block", "step_cache_threshold": 0.2}
-Calls = Sequence[dict[str, Any]]
+Calls = Sequence[Call]
 
 
-def moving(inputs: dict[str, Any], moves: Sequence[float], tokens: slice = slice(None)) -> Calls:
+def moving(inputs: Call, moves: Sequence[float], tokens: slice = slice(None)) -> Calls:
     """A call for each step, whose sample has moved so far from the first. tokens: of a sequence, those that move."""
     name, time = ("x", "t") if "x" in inputs else ("hidden_states", "timestep")
     calls = []
     for step, far in enumerate(moves):
-        several = inputs[name] if isinstance(inputs[name], list) else [inputs[name]]
-        moved = [x.clone() for x in several]
-        for number, x in enumerate(moved):
+        call = cast(inputs, torch.float32)
+        for number, x in enumerate(call[name] if name == "x" else [call[name]]):
             to = torch.randn(x.shape, generator=torch.Generator().manual_seed(number))
             x[:, tokens] += far * to[:, tokens]
-        now = inputs[time] * (1 - step / 1000) if inputs[time].is_floating_point() else inputs[time] - step
-        calls.append(inputs | {name: moved if isinstance(inputs[name], list) else moved[0], time: now})
+        call[time] = call[time] * (1 - step / 1000) if call[time].is_floating_point() else call[time] - step
+        calls.append(call)
     return calls
 
 
-def of_calls(model: Any, calls: Calls) -> torch.Tensor:
-    found = [model(**copy.deepcopy(call), return_dict=False)[0] for call in calls]
-    return torch.stack([torch.stack(x) if isinstance(x, list) else x for x in found]) + 0
-
-
-def family(name: str, heads: int = 6, batch: int = 1) -> tuple[Any, dict[str, Any]]:
+def family(name: str, heads: int = 6, batch: int = 1) -> tuple[Any, Call]:
     make, inputs_of = FAMILIES[name]
     return make(heads, **MORE_BLOCKS[name]), inputs_of(batch, 6, 7, 5)
 
 
-def planned(name: str) -> tuple[Any, dict[str, Any]]:
-    blocks = {"n_layers": 3} if name == "z-image" else {"num_layers": 3}
-    case = PLANNED[name]._replace(config=PLANNED[name].config | blocks)
+def planned(name: str) -> tuple[Any, Call]:
+    case = PLANNED[name].variant({}, **{"n_layers" if name == "z-image" else "num_layers": 3})
     return case.model(), case.call()
 
 
-def run(transport: Any, model: Any, calls: Calls, **settings: Any) -> tuple[torch.Tensor, list[float]]:
-    """A rank's outputs of all calls, and of each step the fraction of calls that were cached."""
-    own = copy.deepcopy(model)
-    with torch.no_grad(), parallelize(own, transport=transport, **CACHED | settings) as engine:
-        found = of_calls(own, calls)
-    assert all("forward" not in vars(module) for module in own.modules())
-    return found, [row["cached_fraction"] for row in engine.drift_profile()]
+def cached_on(size: int, model: Any, calls: Calls, **settings: Any) -> list[Ran]:
+    return on_ranks(size, model, *calls, **CACHED | settings)
 
 
-def check_alike(of_ranks: Sequence[tuple[torch.Tensor, list[float]]], one: tuple[torch.Tensor, list[float]]) -> None:
-    """The same bits on all ranks, and one process's decisions and outputs."""
-    for found, cached in of_ranks:
-        assert torch.equal(found, of_ranks[0][0]) and cached == one[1]
-    torch.testing.assert_close(of_ranks[0][0], one[0], rtol=1e-4, atol=2e-5)
+def check_alike(of_ranks: Sequence[Ran], found: Sequence[torch.Tensor], cached: Sequence[float]) -> None:
+    """The same bits on all ranks, and these decisions and outputs."""
+    for ran in of_ranks:
+        assert all(map(torch.equal, ran.found, of_ranks[0].found)) and ran.cached() == cached
+    torch.testing.assert_close(list(of_ranks[0].found), list(found), rtol=1e-4, atol=2e-5)
+
+
+def check_one_process(size: int, model: Any, calls: Calls, **settings: Any) -> Ran:
+    """Several ranks decide and compute as one, which is returned."""
+    threshold = {name: settings[name] for name in ("step_cache_threshold",) if name in settings}
+    (one,) = cached_on(1, model, calls, **threshold)
+    check_alike(cached_on(size, model, calls, timeout_s=30.0, **settings), one.found, one.cached())
+    return one
 
 
 # One process ----------------------------------------------------------------------------------------------------------
@@ -90,17 +87,22 @@ def test_four_ranks_equal_one_process_and_diffusers_own_hook(name):
     """diffusers' hook fails with SD3, FLUX.2 and Z-Image; elsewhere one rank gives its very bits."""
     model, inputs = family(name) if name in FAMILIES else planned(name)
     calls = moving(inputs, MOVES)
-    with torch.no_grad():
-        exact = of_calls(model, calls)
-    (one,) = run_ranks(1, lambda transport: run(transport, model, calls))
-    assert {0.0, 1.0} == {*one[1]} and one[1][0] == 0
-    assert [bool(x) for x in one[1]] == [not torch.equal(x, y) for x, y in zip(exact, one[0], strict=True)]
+    one = check_one_process(4, model, calls)
+    exact = [
+        all(map(torch.equal, *of)) for of in zip(by_call(outputs_of(model, *calls)), by_call(one.found), strict=True)
+    ]
+    assert {0.0, 1.0} == {*one.cached()} and one.cached()[0] == 0
+    assert one.cached() == [not same for same in exact]
     if name in ("flux", "qwen", "wan"):
         theirs = copy.deepcopy(model)
         theirs.enable_cache(FirstBlockCacheConfig(threshold=CACHED["step_cache_threshold"]))
-        with torch.no_grad(), theirs.cache_context("cond"):
-            assert torch.equal(of_calls(theirs, calls), one[0])
-    check_alike(run_ranks(4, lambda transport: run(transport, model, calls)), one)
+        with theirs.cache_context("cond"):
+            assert all(map(torch.equal, outputs_of(theirs, *calls), one.found))
+
+
+def by_call(found: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    each = len(found) // len(MOVES)
+    return [found[at : at + each] for at in range(0, len(found), each)]
 
 
 @pytest.mark.parametrize("name", ["flux", "qwen"])
@@ -111,24 +113,20 @@ def test_pipelines_paint_what_one_process_paints_with_diffusers_own_hook(name):
     theirs.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.5))
     plain = painted(name, theirs)
 
-    def work(transport: Any) -> tuple[torch.Tensor, list[float]]:
-        own = copy.deepcopy(pipe)
-        with parallelize(own, transport=transport, **CACHED | {"step_cache_threshold": 0.5}) as engine:
-            found = [painted(name, own) for _ in range(2)]
+    def run(own: Any, _: Any) -> list[torch.Tensor]:
+        found = [painted(name, own) + 0 for _ in range(2)]
         assert torch.equal(*found)
-        return found[0] + 0, [row["cached_fraction"] for row in engine.drift_profile()]
+        return found
 
-    (one,) = run_ranks(1, work)
-    assert torch.equal(one[0], plain) and any(one[1])
-    check_alike(run_ranks(4, work), one)
+    (one,), of_ranks = (on_ranks(size, pipe, run=run, **CACHED | {"step_cache_threshold": 0.5}) for size in (1, 4))
+    assert torch.equal(one.found[0], plain) and any(one.cached())
+    check_alike(of_ranks, one.found, one.cached())
 
 
 @pytest.mark.parametrize("settings", [{"ring": 2}, {"chunks": 2, "exchange": "split"}], ids=["ring", "chunks"])
 def test_with_a_ring_and_in_chunks(settings):
     model, inputs = family("qwen")
-    calls = moving(inputs, MOVES)
-    (one,) = run_ranks(1, lambda transport: run(transport, model, calls))
-    check_alike(run_ranks(4, lambda transport: run(transport, model, calls, **settings)), one)
+    check_one_process(4, model, moving(inputs, MOVES), **settings)
 
 
 def test_calls_of_another_form_begin_anew():
@@ -137,11 +135,8 @@ def test_calls_of_another_form_begin_anew():
     calls = moving(inputs, [0.01 * step for step in range(6)])
     calls[2]["encoder_hidden_states"] = calls[2]["encoder_hidden_states"][:, :3]
     calls[4]["skip_layers"] = [0]
-    (one,) = run_ranks(1, lambda transport: run(transport, model, calls))
-    with torch.no_grad():
-        exact = of_calls(model, calls)
-    assert [torch.equal(x, y) for x, y in zip(exact, one[0], strict=True)] == [True, False, True, True, True, True]
-    check_alike(run_ranks(3, lambda transport: run(transport, model, calls)), one)
+    one = check_one_process(3, model, calls)
+    assert [*map(torch.equal, outputs_of(model, *calls), one.found)] == [True, False, True, True, True, True]
 
 
 # Ranks that see different things --------------------------------------------------------------------------------------
@@ -159,8 +154,7 @@ def test_ranks_that_would_decide_differently_end_alike(share):
         added.append(output[1] - kwargs["hidden_states"])
 
     handle = model.transformer_blocks[0].register_forward_hook(keep, with_kwargs=True)
-    with torch.no_grad():
-        of_calls(model, calls)
+    outputs_of(model, *calls)
     handle.remove()
 
     def change(rows: slice) -> float:
@@ -171,28 +165,23 @@ def test_ranks_that_would_decide_differently_end_alike(share):
     threshold = share * own[0]
     assert max(own[1:]) < threshold < own[0] and (change(slice(0, 42)) < threshold) == (share == 0.5)
 
-    def work(transport: Any) -> tuple[torch.Tensor, list[float]]:
-        return run(transport, model, calls, step_cache_threshold=threshold)
-
-    (one,), of_ranks = run_ranks(1, work), run_ranks(4, work, timeout_s=30.0)
-    assert one[1][1] == (share == 0.5)
-    check_alike(of_ranks, one)
+    one = check_one_process(4, model, calls, step_cache_threshold=threshold)
+    assert one.cached()[1] == (share == 0.5)
 
 
 def test_a_threshold_of_0_leaves_out_what_does_not_change():
     model, inputs = family("qwen")
     torch.nn.init.zeros_(model.time_text_embed.timestep_embedder.linear_2.weight)  # blocks see nothing of the time
     calls = moving(inputs, [0.0, 0.0, 0.0, 0.01])
-    found = run_ranks(2, lambda transport: run(transport, model, calls, step_cache_threshold=0.0))
-    assert all(cached == [0, 1, 1, 0] for _, cached in found)
+    assert check_one_process(2, model, calls, step_cache_threshold=0.0).cached() == [0, 1, 1, 0]
 
 
 def test_values_that_are_no_numbers_are_computed():
     model, inputs = family("qwen")
     calls = moving(inputs, [0.0, 0.0, 0.0, 0.0])
     calls[1]["hidden_states"][0, 40] = float("nan")
-    found = run_ranks(4, lambda transport: run(transport, model, calls, step_cache_threshold=1e30), timeout_s=30.0)
-    assert all(cached == [0, 0, 0, 1] for _, cached in found)
+    found = cached_on(4, model, calls, step_cache_threshold=1e30)
+    assert all(ran.cached() == [0, 0, 0, 1] for ran in found)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -203,14 +192,8 @@ def test_each_branch_of_guidance_decides_for_itself(size):
     calls = []
     for step, call in enumerate(moving(inputs, [0.0] * 5)):
         calls += [call, call | {"encoder_hidden_states": 9 * (-1) ** step * inputs["encoder_hidden_states"]}]
-
-    def work(transport: Any, parts: int) -> tuple[torch.Tensor, list[float]]:
-        settings = {"guidance_parallel": parts, "step_cache_threshold": 0.08}
-        return run(transport, model, calls, **settings)
-
-    (one,) = run_ranks(1, lambda transport: work(transport, 1))
-    assert one[1][0] == 0 and 0.5 in one[1]
-    check_alike(run_ranks(size, lambda transport: work(transport, 2), timeout_s=30.0), one)
+    one = check_one_process(size, model, calls, guidance_parallel=2, step_cache_threshold=0.08)
+    assert one.cached()[0] == 0 and 0.5 in one.cached()
 
 
 def test_each_part_decides_for_its_half_of_a_batch():
@@ -219,21 +202,12 @@ def test_each_part_decides_for_its_half_of_a_batch():
     calls = moving(inputs, [0.0, 0.5, 0.51, 1.0])
     for call in calls:
         call["hidden_states"][0] = inputs["hidden_states"][0]  # one of them does not move
-    halves = [
-        [{name: x[row : row + 1] for name, x in call.items()} for call in calls]
-        for row in range(len(calls[0]["timestep"]))
-    ]
-
-    def work(transport: Any, calls: Calls) -> tuple[torch.Tensor, list[float]]:
-        return run(
-            transport, model, calls, guidance_parallel="auto" if transport.size == 1 else 2, step_cache_threshold=0.1
-        )
-
-    of_halves = [run_ranks(1, lambda transport, half=half: work(transport, half))[0] for half in halves]
-    assert of_halves[0][1] == [0, 1, 1, 1] and of_halves[1][1] == [0, 0, 1, 0]
-    cached = [sum(of) / 2 for of in zip(*(cached for _, cached in of_halves), strict=True)]
-    one = torch.cat([found for found, _ in of_halves], dim=1), cached
-    check_alike(run_ranks(4, lambda transport: work(transport, calls)), one)
+    rows = [[{name: x[row : row + 1] for name, x in call.items()} for call in calls] for row in range(2)]
+    (still,), (moved,) = (cached_on(1, model, of_row, step_cache_threshold=0.1) for of_row in rows)
+    assert still.cached() == [0, 1, 1, 1] and moved.cached() == [0, 0, 1, 0]
+    found = [torch.cat(of) for of in zip(still.found, moved.found, strict=True)]
+    of_ranks = cached_on(4, model, calls, guidance_parallel=2, step_cache_threshold=0.1)
+    check_alike(of_ranks, found, [0, 0.5, 1, 0.5])
 
 
 def test_replicas_decide_for_themselves():
@@ -241,65 +215,61 @@ def test_replicas_decide_for_themselves():
     model, inputs = family("flux")
     of_replica = [moving(inputs, MOVES), moving(inputs, [0.0, 0.01, 0.02, 0.03, 2.0])]
 
-    def work(transport: Any) -> tuple[torch.Tensor, list[float]]:
+    def work(transport: Any) -> Ran:
         number = transport.rank // 2
-        part = Part(transport, (2 * number, 2 * number + 1))
-        return [run(part, model, of_replica[number]) for _ in range(1 + 2 * number)][-1]
+        part, own = Part(transport, (2 * number, 2 * number + 1)), copy.deepcopy(model)
+        for _ in range(1 + 2 * number):
+            with torch.no_grad(), parallelize(own, transport=part, **CACHED) as engine:
+                found = outputs_of(own, *of_replica[number])
+        return Ran(found, engine)
 
     found = run_ranks(4, work, timeout_s=30.0)
-    assert found[0][1] != found[2][1]
+    assert found[0].cached() != found[2].cached()
     for number, calls in enumerate(of_replica):
-        check_alike(
-            found[2 * number : 2 * number + 2], run_ranks(1, lambda transport, c=calls: run(transport, model, c))[0]
-        )
+        (one,) = cached_on(1, model, calls)
+        check_alike(found[2 * number : 2 * number + 2], one.found, one.cached())
 
 
 # Interruptions --------------------------------------------------------------------------------------------------------
 
 
+def failing(error: Exception) -> Any:
+    def fail(*_: Any) -> None:
+        raise error
+
+    return fail
+
+
 def test_a_run_after_an_interrupted_one_begins_anew():
     model, inputs = family("sd3")
     calls = moving(inputs, MOVES)
-    (one,) = run_ranks(1, lambda transport: run(transport, model, calls))
+    (one,) = cached_on(1, model, calls)
 
-    def work(transport: Any) -> tuple[torch.Tensor, list[float]]:
-        own = copy.deepcopy(model)
+    def run(own: Any, engine: Any) -> list[torch.Tensor]:
+        outputs_of(own, *calls[:3])
+        handle = own.transformer_blocks[1].register_forward_pre_hook(failing(RuntimeError("enough")))
+        with pytest.raises(RuntimeError, match="enough"):
+            outputs_of(own, *calls[3:])
+        handle.remove()
+        engine.new_run()
+        engine.forget_drift()
+        return outputs_of(own, *calls)
 
-        def fail(*_: Any) -> None:
-            raise RuntimeError("enough")
-
-        with torch.no_grad(), parallelize(own, transport=transport, **CACHED) as engine:
-            of_calls(own, calls[:3])
-            handle = own.transformer_blocks[1].register_forward_pre_hook(fail)
-            with pytest.raises(RuntimeError, match="enough"):
-                of_calls(own, calls[3:])
-            handle.remove()
-            engine.new_run()
-            engine.forget_drift()
-            found = of_calls(own, calls)
-        return found, [row["cached_fraction"] for row in engine.drift_profile()]
-
-    check_alike(run_ranks(4, work, timeout_s=30.0), one)
+    check_alike(on_ranks(4, model, run=run, timeout_s=30.0, **CACHED), one.found, one.cached())
 
 
 def test_a_rank_that_fails_before_the_decision_ends_the_others():
     model, inputs = family("sd3")
     calls = moving(inputs, MOVES)
 
-    def work(transport: Any) -> None:
-        own = copy.deepcopy(model)
-
-        def fail(*_: Any) -> None:
-            raise ValueError("lost its way")
-
-        with torch.no_grad(), parallelize(own, transport=transport, **CACHED):
-            of_calls(own, calls[:2])
-            if transport.rank == 1:
-                own.transformer_blocks[0].register_forward_hook(fail)
-            of_calls(own, calls[2:])
+    def run(own: Any, engine: Any) -> None:
+        outputs_of(own, *calls[:2])
+        if engine.rank == 1:
+            own.transformer_blocks[0].register_forward_hook(failing(ValueError("lost its way")))
+        outputs_of(own, *calls[2:])
 
     with pytest.raises((ValueError, PeerLost), match="lost its way"):
-        run_ranks(4, work, timeout_s=30.0)
+        on_ranks(4, model, run=run, timeout_s=30.0, **CACHED)
 
 
 # Beside codecs, displacement and V-Major ------------------------------------------------------------------------------
@@ -310,38 +280,28 @@ def test_beside_what_is_sent_in_tensors_place(preset):
     """Layers that a step left out go on from their last call. The lossless codec changes no bit; what is lossy is not
     far from what is sent whole, though a change near the threshold may be decided otherwise; all ranks are alike."""
     model, inputs = family("flux")
-    model, inputs = (
-        model.to(torch.bfloat16),
-        {name: x if "ids" in name else x.to(torch.bfloat16) for name, x in inputs.items()},
-    )
-    calls = moving(inputs, MOVES)
-    whole = run_ranks(4, lambda transport: run(transport, model, calls, preset="split"))
-    found = run_ranks(4, lambda transport: run(transport, model, calls, preset=preset, steps=len(calls)))
-    assert all(torch.equal(of_rank[0], found[0][0]) and of_rank[1] == found[0][1] for of_rank in found)
-    assert all(any(cached) and not all(cached[1:]) for cached in (whole[0][1], found[0][1]))
+    calls = [
+        {name: x if "ids" in name else x.to(torch.bfloat16) for name, x in call.items()}
+        for call in moving(inputs, MOVES)
+    ]
+    model.to(torch.bfloat16)
+    whole, *_ = cached_on(4, model, calls, preset="split")
+    found = cached_on(4, model, calls, preset=preset, steps=len(calls))
+    check_alike(found, found[0].found, found[0].cached())
+    assert all(any(cached) and not all(cached[1:]) for cached in (whole.cached(), found[0].cached()))
+    distance = (torch.stack(found[0].found) - torch.stack(whole.found)).float().norm()
     if preset == "lossless":
-        assert torch.equal(found[0][0], whole[0][0]) and found[0][1] == whole[0][1]
+        assert distance == 0 and found[0].cached() == whole.cached()
     else:
-        distance = (found[0][0].float() - whole[0][0].float()).norm() / whole[0][0].float().norm()
-        assert 0 < distance < 0.2
+        assert 0 < distance < 0.2 * torch.stack(whole.found).float().norm()
 
 
 def test_a_layer_that_was_left_out_is_coded_when_it_is_called_again():
     model, inputs = family("qwen")
     calls = moving(inputs, [0.0, 0.5, 0.51, 1.2, 1.21, 3.0])
-
-    def work(transport: Any) -> list[dict[str, Any]]:
-        own = copy.deepcopy(model)
-        with (
-            torch.no_grad(),
-            parallelize(own, "coded", transport=transport, **CACHED | {"step_cache_threshold": 0.12}) as engine,
-        ):
-            of_calls(own, calls)
-        return engine.drift_profile()
-
-    rows = run_ranks(2, work)[0]
-    assert [row["cached_fraction"] for row in rows] == [0, 0, 1, 0, 1, 0]
-    assert [row["coded_fraction"] for row in rows] == [0, 1, 1, 1, 1, 1]
+    first, _ = cached_on(2, model, calls, preset="coded", step_cache_threshold=0.12)
+    assert first.cached() == [0, 0, 1, 0, 1, 0]
+    assert [row["coded_fraction"] for row in first.engine.drift_profile()] == [0, 1, 1, 1, 1, 1]
 
 
 # Settings -------------------------------------------------------------------------------------------------------------
@@ -349,16 +309,9 @@ def test_a_layer_that_was_left_out_is_coded_when_it_is_called_again():
 
 def test_what_it_sends_is_counted_and_small():
     model, inputs = family("flux")
-    calls = moving(inputs, MOVES)
-
-    def work(transport: Any) -> dict[str, int]:
-        own = copy.deepcopy(model)
-        with torch.no_grad(), parallelize(own, transport=transport, **CACHED) as engine:
-            of_calls(own, calls)
-        return engine.bytes("notes")
-
-    decisions, ranks = len(calls) - 1, 4  # the first call has nothing to compare with
-    assert sum(run_ranks(ranks, work)[0].values()) == decisions * ranks * (ranks - 1) * 2 * 8
+    calls, ranks = moving(inputs, MOVES), 4
+    decisions = len(calls) - 1  # the first call has nothing to compare with
+    assert cached_on(ranks, model, calls)[0].sent("notes") == decisions * ranks * (ranks - 1) * 2 * 8
 
 
 def test_it_is_lossy_and_does_not_change_other_settings():
@@ -370,22 +323,14 @@ def test_it_is_lossy_and_does_not_change_other_settings():
 @pytest.mark.parametrize("size", [1, 2])
 def test_it_is_refused_beside_a_cache_of_diffusers(size):
     pipe = PIPELINES["flux"](heads=12)
-
-    def work(transport: Any) -> None:
-        own = copy.deepcopy(pipe)
-        own.transformer.enable_cache(MagCacheConfig(mag_ratios=[1.0] * 6, num_inference_steps=6))
-        with parallelize(own, transport=transport, **CACHED):
-            raise AssertionError("entered")
-
-    with pytest.raises(UserError, match=r"step_cache first_block and the cache hook MagCacheHeadHook .*disable_cache"):
-        run_ranks(size, work)
+    pipe.transformer.enable_cache(MagCacheConfig(mag_ratios=[1.0] * 6, num_inference_steps=6))
+    words = r"step_cache first_block and the cache hook MagCacheHeadHook .*disable_cache"
+    refused(words, pipe, size=size, run=lambda *_: pytest.fail("entered"), **CACHED)
 
 
 def test_models_of_which_too_little_is_known_are_refused():
+    several = "HunyuanVideo15Transformer3DModel has blocks that return several tensors"
     case = PLANNED["hunyuan 1.5"]
-    model, calls = case.model(), moving(case.call(), MOVES)
-    with pytest.raises(UserError, match="HunyuanVideo15Transformer3DModel has blocks that return several tensors"):
-        run_ranks(2, lambda transport: run(transport, model, calls))
-    single = FAMILIES["sd3"][0](6, layers=1)
-    with pytest.raises(UserError, match=r"SD3Transformer2DModel has 1 block\(s\).*choose step_cache none"):
-        run_ranks(1, lambda transport: run(transport, single, calls))
+    refused(several, case.model(), *moving(case.call(), MOVES), **CACHED)
+    alone = r"SD3Transformer2DModel has 1 block\(s\).*choose step_cache none"
+    refused(alone, FAMILIES["sd3"][0](6, layers=1), size=1, **CACHED)

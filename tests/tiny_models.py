@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+SMALL = {  # settings by the names that classes share
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_layers": 2,
+    "num_single_layers": 2,
+    "num_refiner_layers": 1,
+    "attention_head_dim": 8,
+    "joint_attention_dim": 16,
+    "text_embed_dim": 12,
+    "text_dim": 16,
+    "freq_dim": 16,
+    "ffn_dim": 32,
+}
 
-def random_transformer(class_name: str, seed: int, settings: dict[str, Any]) -> Any:
-    """Of a class in diffusers, with weights of its own in every norm, where diffusers begins with ones: one norm's
-    weights taken for another's are seen."""
+
+def small(class_name: str, settings: dict[str, Any]) -> Any:
+    """A transformer of a class in diffusers, with the settings given and those of SMALL that it has."""
     import diffusers
 
+    kind = getattr(diffusers, class_name)
+    known = inspect.signature(kind.__init__).parameters
+    return kind(**{name: value for name, value in SMALL.items() if name in known} | settings)
+
+
+def random_transformer(class_name: str, seed: int, settings: dict[str, Any]) -> Any:
+    """A small one with weights of its own in every norm, where diffusers begins with ones: one norm's weights taken
+    for another's are seen."""
     torch.manual_seed(seed)
-    model = getattr(diffusers, class_name)(**settings)
+    model = small(class_name, settings)
     for name, weight in model.named_parameters():
         if "norm" in name and weight.ndim == 1:
             torch.nn.init.uniform_(weight, 0.5, 1.5)
@@ -23,21 +45,9 @@ def random_transformer(class_name: str, seed: int, settings: dict[str, Any]) -> 
 
 def sd3_transformer(heads: int, *, layers: int = 2, dual: tuple[int, ...] = (), seed: int = 0, **overrides: Any) -> Any:
     """A random SD3 transformer with `heads` heads of 8 channels over latents of 4 channels (patch 1)."""
-    settings: dict[str, Any] = {
-        "sample_size": 16,
-        "patch_size": 1,
-        "in_channels": 4,
-        "out_channels": 4,
-        "num_layers": layers,
-        "attention_head_dim": 8,
-        "num_attention_heads": heads,
-        "joint_attention_dim": 16,
-        "pooled_projection_dim": 16,
-        "caption_projection_dim": heads * 8,
-        "pos_embed_max_size": 24,
-        "qk_norm": "rms_norm",
-        "dual_attention_layers": dual,
-    }
+    settings = {"num_layers": layers, "num_attention_heads": heads, "caption_projection_dim": heads * 8}
+    settings |= {"sample_size": 16, "patch_size": 1, "pooled_projection_dim": 16, "pos_embed_max_size": 24}
+    settings |= {"qk_norm": "rms_norm", "dual_attention_layers": dual}
     return random_transformer("SD3Transformer2DModel", seed, settings | overrides)
 
 
@@ -60,47 +70,21 @@ def sd3_inputs(batch: int, height: int, width: int, text: int, dtype: torch.dtyp
 
 def flux_transformer(heads: int, *, seed: int = 0, **overrides: Any) -> Any:
     """A random FLUX.1 transformer: 1 double and 1 single block, heads of 8 channels, 4 channels a token."""
-    settings: dict[str, Any] = {
-        "in_channels": 4,
-        "num_layers": 1,
-        "num_single_layers": 1,
-        "attention_head_dim": 8,
-        "num_attention_heads": heads,
-        "joint_attention_dim": 16,
-        "pooled_projection_dim": 16,
-        "guidance_embeds": True,
-        "axes_dims_rope": (2, 2, 4),
-    }
+    settings = {"num_layers": 1, "num_single_layers": 1, "num_attention_heads": heads}
+    settings |= {"pooled_projection_dim": 16, "guidance_embeds": True, "axes_dims_rope": (2, 2, 4)}
     return random_transformer("FluxTransformer2DModel", seed, settings | overrides)
 
 
 def flux2_transformer(heads: int, *, seed: int = 0, **overrides: Any) -> Any:
     """A random FLUX.2 transformer: 1 double and 2 single blocks, heads of 8 channels, 4 channels a token."""
-    settings: dict[str, Any] = {
-        "in_channels": 4,
-        "num_layers": 1,
-        "num_single_layers": 2,
-        "attention_head_dim": 8,
-        "num_attention_heads": heads,
-        "joint_attention_dim": 16,
-        "timestep_guidance_channels": 16,
-        "axes_dims_rope": (2, 2, 2, 2),
-    }
+    settings = {"num_layers": 1, "num_attention_heads": heads}
+    settings |= {"timestep_guidance_channels": 16, "axes_dims_rope": (2, 2, 2, 2)}
     return random_transformer("Flux2Transformer2DModel", seed, settings | overrides)
 
 
 def qwen_transformer(heads: int, *, seed: int = 0, **overrides: Any) -> Any:
     """A random Qwen-Image transformer of 2 blocks with heads of 8 channels, 4 channels a token."""
-    settings: dict[str, Any] = {
-        "patch_size": 1,
-        "in_channels": 4,
-        "out_channels": 4,
-        "num_layers": 2,
-        "attention_head_dim": 8,
-        "num_attention_heads": heads,
-        "joint_attention_dim": 16,
-        "axes_dims_rope": (4, 2, 2),
-    }
+    settings = {"patch_size": 1, "num_attention_heads": heads, "axes_dims_rope": (4, 2, 2)}
     return random_transformer("QwenImageTransformer2DModel", seed, settings | overrides)
 
 
@@ -165,30 +149,10 @@ HEADS = {"sd3": 38, "flux": 24, "flux2": 48, "qwen": 24}
 
 def sd3_inpaint_pipeline(heads: int = 12, seed: int = 0) -> Any:
     """A random StableDiffusion3InpaintPipeline without text encoders: 64 x 64 pixels, 8 x 8 latents of 16 channels."""
-    from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, StableDiffusion3InpaintPipeline
+    from diffusers import StableDiffusion3InpaintPipeline
+    from tiny_pipelines import assembled, image_vae
 
     transformer = sd3_transformer(heads, seed=seed, sample_size=8, in_channels=33, out_channels=16)
     torch.manual_seed(seed)
-    vae = AutoencoderKL(
-        block_out_channels=(4, 4, 4, 4),
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-        latent_channels=16,
-        norm_num_groups=2,
-        sample_size=64,
-        layers_per_block=1,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-        shift_factor=0.0,
-    ).eval()
-    return StableDiffusion3InpaintPipeline(
-        transformer=transformer,
-        vae=vae,
-        scheduler=FlowMatchEulerDiscreteScheduler(),
-        text_encoder=None,
-        tokenizer=None,
-        text_encoder_2=None,
-        tokenizer_2=None,
-        text_encoder_3=None,
-        tokenizer_3=None,
-    )
+    vae = image_vae(16, (4, 4, 4, 4), mid_block_add_attention=True, sample_size=64, scaling_factor=0.18215)
+    return assembled(StableDiffusion3InpaintPipeline, transformer, vae, 3)

@@ -19,6 +19,7 @@ from cocodiff_eval.restore.restore import restore_slices
 from cocodiff_eval.restore.tiling import steps_at
 from launching import assert_succeeded
 from warm import forked
+from words import words
 
 from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
@@ -44,49 +45,25 @@ def inpainting(name: str) -> tuple[Any, dict[str, Any]]:
     return kind(**pipe.components), arguments
 
 
-@pytest.fixture(scope="module")
-def restored(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Each family's folder of results, from a model folder, two forked ranks and two steps."""
-    folder = tmp_path_factory.mktemp("families")
-    tifffile.imwrite(folder / "scan.tif", IMAGE_YX)
-    tifffile.imwrite(folder / "hole.tif", HOLE_YX.astype(np.uint8))
-    runs = []
-    for name, build in tiny_pipelines.PIPELINES.items():
-        build().save_pretrained(folder / f"{name}-model")
-        options = {
-            "input": folder / "scan.tif",
-            "mask": folder / "hole.tif",
-            "model": folder / f"{name}-model",
-            "steps": 2,
-            "ranks": 2,
-            "out": folder / name,
-        }
-        runs.append(["inpaint", *(str(word) for key, value in options.items() for word in (f"--{key}", value))])
-    for words in runs:
-        assert_succeeded(forked(*words, folder=folder))
-    return folder
-
-
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", NAMES)
-def test_two_ranks_restore_what_the_familys_pipeline_restores_alone(restored: Path, name: str) -> None:
-    result_YX = tifffile.imread(restored / name / "images" / "scan_hole_tapa.tif")
+def test_two_ranks_restore_what_the_familys_pipeline_restores_alone(tmp_path: Path, name: str) -> None:
+    tifffile.imwrite(tmp_path / "scan.tif", IMAGE_YX)
+    tifffile.imwrite(tmp_path / "hole.tif", HOLE_YX.astype(np.uint8))
+    tiny_pipelines.PIPELINES[name]().save_pretrained(tmp_path / "model")
+    options = {"input": tmp_path / "scan.tif", "mask": tmp_path / "hole.tif", "model": tmp_path / "model"}
+    run = words("inpaint", **options, steps=2, ranks=2, out=tmp_path / "out")
+    assert_succeeded(forked(*run, folder=tmp_path))
+    result_YX = tifffile.imread(tmp_path / "out" / "images" / "scan_hole_tapa.tif")
     assert np.array_equal(result_YX[~HOLE_YX], IMAGE_YX[~HOLE_YX])
-    (row,) = json.loads((restored / name / "metrics.json").read_text())["images"]
+    (row,) = json.loads((tmp_path / "out" / "metrics.json").read_text())["images"]
     assert row["exact_compared"] and row["psnr_vs_exact_db"] is None  # the same bits as flat
     assert sum(row["bytes"].values()) > 0
     pipe, arguments = inpainting(name)
-
-    def repeated(batch: int) -> dict[str, Any]:
-        return {
-            key: value if isinstance(value, float) else value.repeat(batch, *[1] * (value.ndim - 1))
-            for key, value in arguments.items()
-        }
-
     known = IMAGE_YX[~HOLE_YX]
     scale = IntensityRange(float(known.min()), float(known.max()))
-    inpainter = PipelineInpainter(pipe, repeated, 2, 0)
-    alone01_YX = restore_slices([prepare_slice(IMAGE_YX, HOLE_YX, scale)], [HOLE_YX], inpainter, batch=2)[0]
+    inpainter = PipelineInpainter(pipe, lambda _: arguments, 2, 0)
+    alone01_YX = restore_slices([prepare_slice(IMAGE_YX, HOLE_YX, scale)], [HOLE_YX], inpainter, batch=1)[0]
     alone_YX = compose_native(IMAGE_YX, alone01_YX, HOLE_YX, scale)
     assert np.abs(alone_YX - result_YX).max() < 1e-4
     assert not np.array_equal(result_YX[HOLE_YX], IMAGE_YX[HOLE_YX])
@@ -114,25 +91,16 @@ def test_what_a_family_cannot_do_is_said() -> None:
         assert bool(pipelines.lacks) is not bool(pipelines.generate)
 
 
-def mappings() -> list[tuple[int, int, str, int]]:
-    """This process's memory: start, end, the mapped file ("" for none), and how many KiB of it are copies."""
-    found: list[tuple[int, int, str, int]] = []
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        header = re.match(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \S+\s*(.*)", line)
-        if header:
-            found.append((int(header[1], 16), int(header[2], 16), header[3], 0))
-        elif line.startswith("Anonymous:"):
-            found[-1] = (*found[-1][:3], int(line.split()[1]))
-    return found
-
-
 def homes(model: torch.nn.Module) -> list[tuple[str, int]]:
-    """Where each parameter of a model lies: the mapped file, and how many KiB of that mapping are copies."""
-    memory = mappings()
-    return [
-        next((file, copied) for start, end, file, copied in memory if start <= parameter.data_ptr() < end)
-        for parameter in model.parameters()
-    ]
+    """Where each parameter of a model lies in this process's memory: the mapped file, "" for none, and how many KiB of
+    that mapping are copies."""
+    memory = Path("/proc/self/smaps").read_text()
+    mapping = re.compile(
+        r"^([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \S+[ ]*(.*)\n(?:\w+: .*\n)*?Anonymous: +(\d+)", re.MULTILINE
+    )
+    mapped = [(int(of[1], 16), int(of[2], 16), of[3], int(of[4])) for of in mapping.finditer(memory)]
+    places = [parameter.data_ptr() for parameter in model.parameters()]
+    return [next((file, copied) for start, end, file, copied in mapped if start <= at < end) for at in places]
 
 
 def test_weights_of_the_wanted_dtype_stay_in_their_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

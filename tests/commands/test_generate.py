@@ -16,8 +16,8 @@ import yaml
 from launching import assert_succeeded
 from PIL import Image
 from warm import forked
+from words import refusal, words
 
-from cocodiff.cli.main import main
 from cocodiff.jobs.pipelines import no_prompt
 from cocodiff.models import pipelines_of
 from cocodiff.models.family import GENERATE
@@ -35,41 +35,38 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders of results on two ranks: a family without encoders each, and prompts for two with; three of them in two
     presets divided among two replicas."""
     folder = tmp_path_factory.mktemp("generate")
-    runs = []
-
-    def plan(name: str, pipe: Any, *words: str, ranks: int = 2) -> None:
-        pipe.save_pretrained(folder / f"{name}-model")
-        add(name, name, ranks, *words)
-
-    def add(name: str, model: str, ranks: int, *words: str) -> None:
-        options = {"model": folder / f"{model}-model", "out": folder / name, "steps": 2, "ranks": ranks, **SIDES}
-        runs.append(
-            ["generate", *(str(word) for key, value in options.items() for word in (f"--{key}", value)), *words]
-        )
-
-    for name, build in FAMILIES.items():
-        plan(name, build(), "--quiet")
+    sd3 = tiny_pipelines.sd3_pipeline(**tiny_pipelines.clip_text())
+    klein = tiny_pipelines.flux2_pipeline(**tiny_pipelines.qwen3_text())
     noisy = tiny_pipelines.sd3_pipeline()
     noisy.scheduler.register_to_config(stochastic_sampling=True)
-    plan("noisy", noisy, "--preset", "flat,tapa", "--quiet")
-    encoders = {"prompt-sd3": tiny_pipelines.clip_text(), "prompt-klein": tiny_pipelines.qwen3_text()}
-    plan(
-        "prompt-sd3",
-        tiny_pipelines.sd3_pipeline(**encoders["prompt-sd3"]),
-        "--prompt",
-        *PROMPTS,
-        "--preset",
-        "flat,tapa",
-        "--replicas",
-        "2",
-        ranks=4,
-    )
+    models = {name: build() for name, build in FAMILIES.items()} | {
+        "noisy": noisy,
+        "text-sd3": sd3,
+        "text-klein": klein,
+    }
+    for name, pipe in models.items():
+        pipe.save_pretrained(folder / f"{name}-model")
+
+    def run(name: str, *more: str, model: str = "", ranks: int = 2) -> list[str]:
+        options = {
+            "model": folder / f"{model or name}-model",
+            "out": folder / name,
+            "steps": 2,
+            "ranks": ranks,
+            **SIDES,
+        }
+        return words("generate", *more, **options)
+
     bound = ("--preset", "split", "--quality", "50dB", "--quality_every", "9", "--guidance", "1", "--quiet")
-    add("bounded", "prompt-sd3", 2, "--prompt", *PROMPTS, *bound)
-    klein = tiny_pipelines.flux2_pipeline(**encoders["prompt-klein"])
-    plan("prompt-klein", klein, "--prompt", PROMPTS[0], "--order", "v_first", "--no-exact", "--quiet")
-    for words in runs:
-        done = forked(*words, folder=folder)
+    runs = [
+        *(run(name, "--quiet") for name in FAMILIES),
+        run("noisy", "--preset", "flat,tapa", "--quiet"),
+        run("text-sd3", "--prompt", *PROMPTS, "--preset", "flat,tapa", "--replicas", "2", ranks=4),
+        run("bounded", "--prompt", *PROMPTS, *bound, model="text-sd3"),
+        run("text-klein", "--prompt", PROMPTS[0], "--order", "v_first", "--no-exact", "--quiet"),
+    ]
+    for one in runs:
+        done = forked(*one, folder=folder)
         assert_succeeded(done)
         for file, text in (("output", done.stdout), ("errors", done.stderr)):
             with (folder / file).open("a") as so_far:
@@ -108,13 +105,13 @@ def test_two_ranks_make_the_image_of_the_familys_pipeline(made: Path, name: str)
 def test_prompts_are_encoded_once_with_the_pipelines_own_guidance(made: Path) -> None:
     """With SD3's negative prompt from `encode_prompt` itself, and klein's from a call of its own."""
     sd3 = diffusers.StableDiffusion3Pipeline.from_pretrained(
-        made / "prompt-sd3-model", text_encoder_3=None, tokenizer_3=None
+        made / "text-sd3-model", text_encoder_3=None, tokenizer_3=None
     )
-    klein = diffusers.Flux2KleinPipeline.from_pretrained(made / "prompt-klein-model")
+    klein = diffusers.Flux2KleinPipeline.from_pretrained(made / "text-klein-model")
     for name, image, pipe, prompt in (
-        ("prompt-sd3", "a_tooth_tapa.png", sd3, PROMPTS[0]),
-        ("prompt-sd3", "bone_polished_flat.png", sd3, PROMPTS[2]),
-        ("prompt-klein", "a_tooth_tapa.png", klein, PROMPTS[0]),
+        ("text-sd3", "a_tooth_tapa.png", sd3, PROMPTS[0]),
+        ("text-sd3", "bone_polished_flat.png", sd3, PROMPTS[2]),
+        ("text-klein", "a_tooth_tapa.png", klein, PROMPTS[0]),
     ):
         assert np.abs(pixels(made / name / "images" / image) - alone(pipe, prompt=prompt)).max() <= 1
 
@@ -136,15 +133,9 @@ def test_a_bound_on_quality_is_checked_on_some_images_and_kept_on_them(made: Pat
 
 
 def test_results_have_the_promised_names(made: Path) -> None:
-    out = made / "prompt-sd3"
-    assert sorted(path.name for path in out.iterdir()) == [
-        ".cocodiff-files.json",
-        "images",
-        "metrics.json",
-        "report.html",
-        "run.yaml",
-        "trace.json",
-    ]
+    out = made / "text-sd3"
+    files = {"metrics.json", "report.html", "run.yaml", "trace.json", ".cocodiff-files.json"}
+    assert {path.name for path in out.iterdir()} == files | {"images"}
     names = ["a_tooth", "A_tooth-2", "bone_polished"]
     expected = {f"{name}_{preset}.png" for name in names for preset in ("flat", "tapa")}
     assert {path.name for path in (out / "images").iterdir()} == expected
@@ -159,12 +150,12 @@ def test_results_have_the_promised_names(made: Path) -> None:
         assert row["exact_compared"] and row["seconds"] > 0 and sum(row["bytes"].values()) == 0
     json.loads((out / "trace.json").read_text())
     assert yaml.safe_load((out / "run.yaml").read_text())["prompt"] == PROMPTS
-    (row,) = json.loads((made / "prompt-klein" / "metrics.json").read_text())["images"]
+    (row,) = json.loads((made / "text-klein" / "metrics.json").read_text())["images"]
     assert not row["exact_compared"]
 
 
 def test_the_report_shows_prompts_and_modes_side_by_side(made: Path) -> None:
-    page = (made / "prompt-sd3" / "report.html").read_text()
+    page = (made / "text-sd3" / "report.html").read_text()
     blocks = re.findall(r'<script type="text/plain" class="picture"[^>]*>(.*?)</script>', page)
     assert [list(json.loads(block)["images"]) for block in blocks] == [["flat", "tapa"]] * 3
     assert "Generated images" in page and all(f"<small>{prompt}</small>" in page for prompt in PROMPTS)
@@ -179,22 +170,15 @@ def test_rank_0_alone_speaks_and_shows_progress(made: Path) -> None:
     assert "0 of 3 images" in errors and "3 of 3 images, " in errors and "warn" not in errors.lower()
 
 
-@pytest.fixture
-def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
-    def run(*words: Any) -> str:
-        code = main(["generate", "--out", str(tmp_path / "out"), "--steps", "1", *map(str, words)])
-        captured = capsys.readouterr()
-        (line,) = [line for line in captured.err.splitlines() if line.startswith("cocodiff: ")]
-        assert code == 2 and not (tmp_path / "out").exists()
-        return line
+def test_mistakes_are_said_in_one_line(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(*more: object) -> str:
+        said = refusal(capsys, words("generate", *more, out=tmp_path / "out", steps=1))
+        assert not (tmp_path / "out").exists()
+        return said
 
-    return run
-
-
-def test_mistakes_are_said_in_one_line(refused: Any, made: Path, tmp_path: Path) -> None:
     assert "--model is missing" in refused() and "the embedded model only restores" in refused()
     assert "the embedded model only restores" in refused("--model", "embedded")
-    without, encoders = made / "sd3-model", made / "prompt-sd3-model"
+    without, encoders = made / "sd3-model", made / "text-sd3-model"
     assert "has no text encoders, so it takes no --prompt" in refused("--model", without, "--prompt", "a tooth")
     assert "--prompt is missing" in refused("--model", encoders)
     assert "--width 50: model" in refused("--model", without, "--width", "50")

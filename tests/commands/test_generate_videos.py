@@ -20,8 +20,8 @@ from killed_runs import Killed, results
 from launching import assert_succeeded
 from PIL import Image
 from warm import forked
+from words import refusal, words
 
-from cocodiff.cli.main import main
 from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.jobs.partition import image_tokens
 from cocodiff.jobs.pipelines import Request
@@ -54,17 +54,15 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, more in MODELS.items():
         text = tiny_pipelines.umt5_text() if name == "text" else {}
         tiny_pipelines.wan_pipeline(**more, **text).save_pretrained(folder / f"{name}-model")
-        done = forked(*words(folder, name, folder / name), *RUNS[name], folder=folder)
+        done = forked(*run_of(folder, name, folder / name), *RUNS[name], folder=folder)
         assert_succeeded(done)
         (folder / f"{name}-said").write_text(done.stdout + done.stderr)
     return folder
 
 
-def words(folder: Path, name: str, out: Path) -> list[str]:
-    options = {"model": folder / f"{name}-model", "out": out, "steps": STEPS, "frames": FRAMES, **SIDES}
-    if name in ("clip", "tokens"):
-        options["image"] = folder / "first.png"
-    return ["generate", *(str(word) for key, value in options.items() for word in (f"--{key}", value))]
+def run_of(folder: Path, name: str, out: Path) -> list[str]:
+    image = {"image": folder / "first.png"} if name in ("clip", "tokens") else {}
+    return words("generate", model=folder / f"{name}-model", out=out, steps=STEPS, frames=FRAMES, **SIDES, **image)
 
 
 def alone(folder: Path, name: str, **arguments: Any) -> np.ndarray:
@@ -113,7 +111,7 @@ def test_what_is_lossy_is_compared_with_the_exact_run_over_all_frames(made: Path
 @pytest.mark.full
 def test_a_bound_on_quality_is_kept_over_all_frames(made: Path, tmp_path: Path) -> None:
     out, bounds = tmp_path / "out", ("--quality", "50dB", "--quality_slices", "1", "--ranks", "2")
-    done = forked(*words(made, "text", out), *RUNS["text"][:3], *RUNS["text"][-4:], *bounds, folder=tmp_path)
+    done = forked(*run_of(made, "text", out), *RUNS["text"][:3], *RUNS["text"][-4:], *bounds, folder=tmp_path)
     assert_succeeded(done)
     assert "that keeps it on 1 videos" in done.stdout
     found = json.loads((out / "metrics.json").read_text())
@@ -175,7 +173,7 @@ def test_the_deal_counts_a_videos_tokens_and_both_experts(made: Path) -> None:
 
 
 def test_a_killed_job_goes_on_to_the_same_bits(made: Path, tmp_path: Path) -> None:
-    run = [*words(made, "text", tmp_path / "out"), *RUNS["text"], "--resume", "--quiet"]
+    run = [*run_of(made, "text", tmp_path / "out"), *RUNS["text"], "--resume", "--quiet"]
     killed = Killed(tmp_path, run)
     os.killpg(killed.process.pid, signal.SIGKILL)
     killed.end()
@@ -188,10 +186,7 @@ def test_a_killed_job_goes_on_to_the_same_bits(made: Path, tmp_path: Path) -> No
 
 def test_mistakes_are_said_in_one_line(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def refused(model: str, *more: object) -> str:
-        run = ["generate", "--model", str(made / f"{model}-model"), "--out", str(tmp_path / "out"), "--steps", "1"]
-        assert main([*run, *map(str, more)]) == 2
-        (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("cocodiff: ")]
-        return line
+        return refusal(capsys, words("generate", *more, model=made / f"{model}-model", out=tmp_path / "out", steps=1))
 
     first = made / "first.png"
     assert "--image is missing" in refused("clip")

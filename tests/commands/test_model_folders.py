@@ -19,6 +19,7 @@ import tiny_pipelines
 import torch
 from diffusers import StableDiffusion3InpaintPipeline, StableDiffusion3Pipeline
 from safetensors.torch import load_file, save_file
+from words import words
 
 from cocodiff.cli.main import main
 from cocodiff.config.errors import UserError
@@ -26,12 +27,8 @@ from cocodiff.jobs.model_checks import check_scheduler, check_sides, variant_of
 from cocodiff.jobs.model_shapes import load_shape
 
 Break = Callable[[Path], Any]
-INDEX, TRANSFORMER, VAE, SCHEDULER = (
-    "model_index.json",
-    "transformer/config.json",
-    "vae/config.json",
-    "scheduler/scheduler_config.json",
-)
+INDEX, SCHEDULER = "model_index.json", "scheduler/scheduler_config.json"
+TRANSFORMER, VAE = "transformer/config.json", "vae/config.json"
 WEIGHTS = {part: f"{part}/diffusion_pytorch_model.safetensors" for part in ("transformer", "vae")}
 pytestmark = pytest.mark.usefixtures("promptly")
 
@@ -47,6 +44,10 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {path.stem: path for path in folder.iterdir()}
 
 
+def inpaint(sound: dict[str, Path], model: Path, *more: str, out: Path) -> list[str]:
+    return words("inpaint", *more, "--quiet", "--no-exact", input=sound["scan"], model=model, steps=1, out=out)
+
+
 @pytest.fixture
 def refused(sound: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Breaks a copy of a sound folder, restores a slice with it and returns the one line that is said of it."""
@@ -56,18 +57,7 @@ def refused(sound: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixtur
         for one in broken:
             one(tmp_path / "model")
         prompt = ["--prompt", "a tooth"] if kind == "encoders" else []
-        words = [
-            "--input",
-            sound["scan"],
-            "--model",
-            tmp_path / "model",
-            "--steps",
-            "1",
-            "--quiet",
-            "--no-exact",
-            *prompt,
-        ]
-        code = main(["inpaint", *map(str, words), "--out", str(tmp_path / "out")])
+        code = main(inpaint(sound, tmp_path / "model", *prompt, out=tmp_path / "out"))
         lines = capsys.readouterr().err.splitlines()
         assert code == 2 and not (tmp_path / "out").exists(), lines
         (line,) = lines
@@ -99,20 +89,8 @@ def tensors(change: Callable[[dict[str, torch.Tensor]], Any], name: str = WEIGHT
 
 
 def test_a_sound_folder_is_taken(sound: dict[str, Path], tmp_path: Path) -> None:
-    for kind, words in {"sd3": [], "flux": [], "encoders": ["--prompt", "a tooth"]}.items():
-        run = [
-            "inpaint",
-            "--input",
-            sound["scan"],
-            "--model",
-            sound[kind],
-            "--steps",
-            "1",
-            "--quiet",
-            "--no-exact",
-            *words,
-        ]
-        assert main([*map(str, run), "--out", str(tmp_path / kind)]) == 0
+    for kind, prompt in {"sd3": [], "flux": [], "encoders": ["--prompt", "a tooth"]}.items():
+        assert main(inpaint(sound, sound[kind], *prompt, out=tmp_path / kind)) == 0
 
 
 @pytest.mark.parametrize("shard", [{}, {"max_shard_size": "100KB"}], ids=["whole", "sharded"])
@@ -126,9 +104,8 @@ def test_weights_of_a_variant_alone_are_loaded(sound: dict[str, Path], tmp_path:
     assert variant_of(tmp_path / "fp16" / "transformer") == "fp16" and variant_of(sound["sd3"] / "transformer") is None
     found = []
     for model in (sound["encoders"], tmp_path / "fp16"):
-        words = ["inpaint", "--input", sound["scan"], "--model", model, "--prompt", "a tooth", "--steps", "1"]
         out = tmp_path / f"out-{model.name}"
-        assert main([*map(str, words), "--quiet", "--no-exact", "--out", str(out)]) == 0
+        assert main(inpaint(sound, model, "--prompt", "a tooth", out=out)) == 0
         found.append(tifffile.imread(out / "images/scan_block_tapa.tif"))
     assert (found[0] == found[1]).all()
 
@@ -197,26 +174,17 @@ FLOW = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
 HEUN, UNIPC, DPM = "FlowMatchHeunDiscreteScheduler", "UniPCMultistepScheduler", "DPMSolverMultistepScheduler"
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings", "said"),
-    [
-        (HEUN, {}, "calls the transformer 2 times a step, which inpaint does not know"),
-        (UNIPC, FLOW, "has no scale_noise, which StableDiffusion3InpaintPipeline calls"),
-        (DPM, FLOW, "has no scale_noise, which StableDiffusion3InpaintPipeline calls"),
-        ("DDIMScheduler", {}, "adds noise otherwise than flow matching does, for which StableDiffusion3Inpaint"),
-    ],
-)
-def test_schedulers_of_another_kind(
-    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, kind: str, settings: dict[str, Any], said: str
-) -> None:
+def test_a_scheduler_of_another_kind(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Before weights are read."""
     monkeypatch.setattr(StableDiffusion3InpaintPipeline, "from_pretrained", lambda *_, **__: pytest.fail("read"))
-    swapped = setting(INDEX, "scheduler", ["diffusers", kind])
-    line = refused(
-        "sd3", swapped, lambda folder: getattr(diffusers, kind)(**settings).save_pretrained(folder / "scheduler")
-    )
-    assert f"model /model: its {kind} {said}" in line
+    swapped = setting(INDEX, "scheduler", ["diffusers", HEUN])
+    line = refused("sd3", swapped, lambda folder: getattr(diffusers, HEUN)().save_pretrained(folder / "scheduler"))
+    assert f"model /model: its {HEUN} calls the transformer 2 times a step, which inpaint does not know" in line
     assert line.endswith(": save the pipeline with FlowMatchEulerDiscreteScheduler")
+
+
+NOISELESS = "has no scale_noise, which StableDiffusion3InpaintPipeline calls"
+UNLIKE_FLOW = "adds noise otherwise than flow matching does, for which StableDiffusion3Inpaint"
 
 
 @pytest.mark.parametrize(
@@ -226,6 +194,9 @@ def test_schedulers_of_another_kind(
         ("StableDiffusion3Pipeline", UNIPC, FLOW, "keep", ""),
         ("StableDiffusion3Pipeline", UNIPC, FLOW | {"prediction_type": "epsilon"}, "generate", "flow matching"),
         ("StableDiffusion3InpaintPipeline", "FlowMatchLCMScheduler", {}, "inpaint", ""),
+        ("StableDiffusion3InpaintPipeline", UNIPC, FLOW, "inpaint", NOISELESS),
+        ("StableDiffusion3InpaintPipeline", DPM, FLOW, "inpaint", NOISELESS),
+        ("StableDiffusion3InpaintPipeline", "DDIMScheduler", {}, "inpaint", UNLIKE_FLOW),
         ("FluxPipeline", HEUN, {}, "generate", "takes no sigmas"),
         ("FluxPipeline", DPM, FLOW, "generate", ""),
         ("QwenImagePipeline", DPM, FLOW, "keep", "takes no sigmas"),
