@@ -19,6 +19,7 @@ import pytest
 import torch
 import zarr
 from launching import end_group
+from seams import error_of_restore, save_as_restore, words_of_restore
 
 import cocodiff
 from cocodiff import PeerLost, UserError
@@ -102,7 +103,7 @@ class Chunked:
 @pytest.mark.parametrize("chunks", [(2, 24, 16), ((2, 2), (24, 24), (16, 16, 8))], ids=["zarr", "dask"])
 def test_each_chunk_is_read_once(volume: np.ndarray, chunks: tuple[Any, ...], tmp_path: Path) -> None:
     array = Chunked(volume, chunks, (2, 24, 16))
-    arrays._save(array, tmp_path / "volume.npy")
+    save_as_restore(array, tmp_path / "volume.npy")
     assert (np.load(tmp_path / "volume.npy") == volume).all()
     assert (array.decoded, array.largest) == (volume.size, 2 * 24 * 40)
 
@@ -132,89 +133,49 @@ def test_a_launchers_variables_are_not_those_of_its_ranks(
     assert cocodiff.restore(volume[:1], mask, samples=1, ranks=ranks, **QUICK).mean.shape == (1, 48, 40)
 
 
-def test_what_cannot_be_restored_is_a_line(volume: np.ndarray, mask: np.ndarray) -> None:
-    with pytest.raises(UserError, match="the mask is empty"):
-        cocodiff.restore(volume, np.zeros_like(mask), **QUICK)
-    torn = np.where(np.arange(40) == 3, np.nan, volume)
-    for given, hidden, options, said in (
-        (volume, mask[:20], {}, "restore: mask: the mask has shape 20 x 40 but volume has 4 x 48 x 40; give a mask of"),
-        (torn, mask, {}, "restore: volume: 192 NaN or Inf voxels outside the mask 'mask', the first at slice 0, row 0"),
-        (volume, mask, {"colour": "red"}, "restore: unknown option colour"),
-        (volume, mask, {"steps": "-1"}, "restore: steps -1: at least 1 is needed"),
-        (volume, mask, {"device": "gpu"}, "restore: device: invalid choice: 'gpu' (choose from"),
-        (volume, mask, {"range": (-3000, -1000)}, "restore: range -3000,-1000: no voxel of volume outside the mask"),
-    ):
-        with pytest.raises(UserError) as error:
-            cocodiff.restore(given, hidden, **QUICK | options)
-        line = str(error.value)
-        assert line.startswith(said) and "--" not in line and ".npy" not in line and "\n" not in line, line
+WRONG: list[tuple[Callable[[Any, Any], dict[str, Any]], str]] = [
+    # Found before a job begins:
+    (lambda v, m: {"volume": v[0, 0]}, "volume is a ndarray of 1 dimensions and type uint16: give integers or floats"),
+    (lambda v, m: {"volume": v[None]}, "volume is a ndarray of 4 dimensions"),
+    (lambda v, m: {"volume": None}, "volume is a NoneType of 0 dimensions"),
+    (lambda v, m: {"volume": "scan.tif"}, "volume is a str of 0 dimensions"),
+    (lambda v, m: {"volume": [[1, 2], [3]]}, "volume is a list that NumPy makes no array of"),
+    (lambda v, m: {"volume": torch.from_numpy(v.astype("f4")).bfloat16()}, "volume is a Tensor that NumPy makes no"),
+    (lambda v, m: {"volume": v > 9}, "volume is a ndarray of 3 dimensions and type bool: give integers or floats"),
+    (lambda v, m: {"volume": v.astype("c8")}, "volume is a ndarray of 3 dimensions and type complex64"),
+    (lambda v, m: {"volume": v.astype(object)}, "volume is a ndarray of 3 dimensions and type object"),
+    (lambda v, m: {"volume": np.ma.masked_less(v, 9000)}, "volume is a MaskedArray of 3 dimensions and type uint16"),
+    (lambda v, m: {"mask": m[0]}, "mask is a ndarray of 1 dimensions"),
+    (lambda v, m: {"mask": m.astype("U5")}, "mask is a ndarray of 2 dimensions and type <U5: give True and False"),
+    (lambda v, m: {"mask": m.astype("c8")}, "mask is a ndarray of 2 dimensions and type complex64"),
+    (lambda v, m: {"out": "here"}, "out cannot be given: the function decides it"),
+    (lambda v, m: {"dry_run": True}, "dry_run cannot be given: the function decides it"),
+    (lambda v, m: {"preset": "flat,tapa"}, "preset is 'flat,tapa': give the name of one"),
+    (lambda v, m: {"truth": v}, "truth is an array: only volume and mask can be"),
+    # Told by the job:
+    (lambda v, m: {"mask": m & False}, "mask: the mask is empty"),
+    (lambda v, m: {"mask": m[:20]}, "mask: the mask has shape 20 x 40 but volume has 4 x 48 x 40"),
+    (
+        lambda v, m: {"volume": np.where(np.arange(40) == 3, np.nan, v)},
+        "volume: 192 NaN or Inf voxels outside the mask 'mask', the first at slice 0, row 0",
+    ),
+    (lambda v, m: {"colour": "red"}, "unknown option colour"),
+    (lambda v, m: {"steps": "-1"}, "steps -1: at least 1 is needed"),
+    (lambda v, m: {"device": "gpu"}, "device: invalid choice: 'gpu' (choose from"),
+    (lambda v, m: {"range": (-3000, -1000)}, "range -3000,-1000: no voxel of volume outside the mask"),
+]
 
 
-@pytest.mark.parametrize(
-    ("given", "hidden", "options", "said"),
-    [
-        (
-            lambda v: v[0, 0],
-            None,
-            {},
-            "volume is a ndarray of 1 dimensions and type uint16: give integers or floats as [Z",
-        ),
-        (lambda v: v[None], None, {}, "volume is a ndarray of 4 dimensions"),
-        (lambda v: None, None, {}, "volume is a NoneType of 0 dimensions"),
-        (lambda v: "scan.tif", None, {}, "volume is a str of 0 dimensions"),
-        (lambda v: [[1, 2], [3]], None, {}, "volume is a list that NumPy makes no array of"),
-        (
-            lambda v: torch.from_numpy(v.astype("f4")).bfloat16(),
-            None,
-            {},
-            "volume is a Tensor that NumPy makes no array",
-        ),
-        (lambda v: v > 9, None, {}, "volume is a ndarray of 3 dimensions and type bool: give integers or floats"),
-        (
-            lambda v: v.astype("c8"),
-            None,
-            {},
-            "volume is a ndarray of 3 dimensions and type complex64: give integers or floats",
-        ),
-        (
-            lambda v: v.astype(object),
-            None,
-            {},
-            "volume is a ndarray of 3 dimensions and type object: give integers or floats",
-        ),
-        (
-            lambda v: np.ma.masked_less(v, 9000),
-            None,
-            {},
-            "volume is a MaskedArray of 3 dimensions and type uint16: give",
-        ),
-        (None, lambda m: m[0], {}, "mask is a ndarray of 1 dimensions"),
-        (None, lambda m: m.astype("U5"), {}, "mask is a ndarray of 2 dimensions and type <U5: give True and False"),
-        (
-            None,
-            lambda m: m.astype("c8"),
-            {},
-            "mask is a ndarray of 2 dimensions and type complex64: give True and False",
-        ),
-        (None, None, {"out": "here"}, "out cannot be given: the function decides it"),
-        (None, None, {"dry_run": True}, "dry_run cannot be given: the function decides it"),
-        (None, None, {"preset": "flat,tapa"}, "preset is 'flat,tapa': give the name of one"),
-        (None, None, {"truth": np.zeros((4, 48, 40))}, "truth is an array: only volume and mask can be"),
-    ],
-)
-def test_arguments_of_a_wrong_kind_are_a_line_and_start_nothing(
-    volume: np.ndarray,
-    mask: np.ndarray,
-    given: Callable[[Any], Any] | None,
-    hidden: Callable[[Any], Any] | None,
-    options: dict[str, Any],
-    said: str,
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("case", range(len(WRONG)))
+def test_a_mistake_is_one_line_in_words_of_python(
+    volume: np.ndarray, mask: np.ndarray, case: int, temporary: Path
 ) -> None:
-    monkeypatch.setattr(arrays, "_run", lambda *_: pytest.fail("it was started"))
+    change, said = WRONG[case]
     with pytest.raises(UserError) as error:
-        cocodiff.restore(given(volume) if given else volume, hidden(mask) if hidden else mask, **QUICK | options)
-    assert str(error.value).startswith(f"restore: {said}") and "\n" not in str(error.value)
+        cocodiff.restore(**{"volume": volume, "mask": mask, **QUICK, **change(volume, mask)})
+    line = str(error.value)
+    assert line.startswith(f"restore: {said}") and "--" not in line and ".npy" not in line and "\n" not in line, line
+    assert [*temporary.iterdir()] == []
 
 
 @pytest.mark.parametrize(
@@ -233,22 +194,16 @@ def test_arguments_of_a_wrong_kind_are_a_line_and_start_nothing(
 def test_whatever_numpy_makes_an_array_of_is_taken(
     volume: np.ndarray, as_given: Callable[[Any], Any], tmp_path: Path
 ) -> None:
-    for name, wanted in (("volume", volume), ("mask", volume > 30000)):
-        arrays._save(as_given(volume if name == "volume" else 2 * wanted.astype(np.uint16)), tmp_path / f"{name}.npy")
+    for name, values, wanted in (("volume", volume, volume), ("mask", (volume > 30000) * np.uint16(2), volume > 30000)):
+        save_as_restore(as_given(values), tmp_path / f"{name}.npy")
         assert (np.load(tmp_path / f"{name}.npy") == wanted).all()
 
 
 def test_options_are_words_of_the_command_line() -> None:
-    given = {
-        "axes": ("z", "y"),
-        "exact": False,
-        "hidden_test": np.True_,
-        "range": (-1.5, 3000),
-        "prompt": "--a",
-        "fps": None,
-    }
+    given = {"axes": ("z", "y"), "exact": False, "hidden_test": np.True_, "range": (-1.5, 3000), "prompt": "--a"}
     words = ["--axes=z", "--axes=y", "--exact=false", "--hidden_test=true", "--range=-1.5,3000", "--prompt=--a"]
-    assert arrays._words(given) == words and arrays._words({"range": "-1,2"}) == ["--range=-1,2"]
+    assert words_of_restore({**given, "fps": None}) == words
+    assert words_of_restore({"range": "-1,2"}) == ["--range=-1,2"]
 
 
 def ranks_of(job: subprocess.Popen[Any]) -> list[int]:
@@ -316,7 +271,7 @@ def test_a_rank_that_is_lost_is_named(
 
 def test_a_mistake_late_in_a_job_is_what_is_told() -> None:
     said = "cocodiff: the model makes NaN\ncocodiff: 2 of 4 slices are kept: go on with --resume\n"
-    assert str(arrays._error(2, said, Path("f"))) == "restore: the model makes NaN"
+    assert str(error_of_restore(2, said)) == "restore: the model makes NaN"
 
 
 def test_files_of_the_working_folder_are_not_run(

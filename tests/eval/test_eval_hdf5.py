@@ -1,7 +1,8 @@
-"""HDF5 files that name others, hold nothing, or lead in circles."""
+"""HDF5 files: links, virtual datasets and other files that they name, scales, attributes, and what is not stored."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import subprocess
@@ -18,7 +19,8 @@ from cocodiff_eval.data import hdf5
 from cocodiff_eval.data.formats import open_volume
 from cocodiff_eval.data.masks import make_mask
 from cocodiff_eval.data.slices import open_stack, open_truth
-from cocodiff_eval.data.volume import NewVolume, Region
+from cocodiff_eval.data.volume import NewVolume, Part, Region
+from file_kinds import PROVENANCE, assert_bits, reopened, restored, voxels, write_frames, write_hdf5
 
 from cocodiff.config.errors import UserError
 
@@ -26,9 +28,9 @@ IMAGE = np.arange(400, dtype=np.uint16).reshape(20, 20)
 pytestmark = pytest.mark.usefixtures("promptly")
 
 
-def virtual(file: h5py.File, name: str, source: str) -> None:
+def virtual(file: h5py.File, name: str, source: str, inner: str = "data") -> None:
     layout = h5py.VirtualLayout((20, 20), "u2")
-    layout[:] = h5py.VirtualSource(source, "data", (20, 20))
+    layout[:] = h5py.VirtualSource(source, inner, (20, 20))
     file.create_virtual_dataset(name, layout)
 
 
@@ -102,24 +104,6 @@ def test_a_link_to_a_pipe_is_refused_even_if_links_are_followed(make: Callable[.
     ):
         with pytest.raises(UserError, match=r"pipe\.h5, which is a named pipe"):
             open_stack(make(fill) + ":/a", follow_links=True)
-
-
-@pytest.mark.parametrize(
-    ("fill", "said"),
-    [
-        (lambda file: file.create_dataset("a", data=h5py.Empty("f4")), "an empty dataspace"),
-        (lambda file: file.create_dataset("a", data=3.0), "0 dimensions"),
-        (lambda file: file.create_group("a"), "is a group"),
-        (lambda file: file.create_dataset("a", (0, 20, 20), "f4"), "no slices"),
-        (lambda file: file.create_dataset("a", (20, 20), h5py.vlen_dtype("f4")), "values of type object"),
-        (lambda file: file.create_dataset("a", (20, 20), [("x", "f4"), ("y", "i4")]), "values of type"),
-    ],
-)
-def test_datasets_that_are_no_images(make: Callable[..., str], fill: Callable[[h5py.File], object], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        open_stack(make(fill) + ":/a")
-    with pytest.raises(UserError, match=r"in\.h5: name the dataset as in\.h5:/path; it holds"):
-        open_stack("in.h5")
 
 
 def test_what_is_not_kept_of_a_file_of_very_many_objects_is_said(
@@ -254,7 +238,8 @@ def test_a_disk_that_is_full_while_hdf5_writes_is_one_error(tmp_path: Path, most
     script = f"""
 import resource, numpy as np
 from cocodiff_eval.data.hdf5 import write_hdf5
-from cocodiff_eval.data.volume import NewVolume, Region
+from cocodiff_eval.data.volume import NewVolume, Part, Region
+from file_kinds import PROVENANCE, assert_bits, reopened, restored, voxels, write_frames, write_hdf5
 resource.setrlimit(resource.RLIMIT_FSIZE, ({most}, resource.RLIM_INFINITY))
 image = np.zeros((64, 64), "u2")
 try:
@@ -267,27 +252,6 @@ except OSError as error:
     assert done.stdout == f"[Errno 27] File too large: '{tmp_path / 'out.h5'}'\n"
 
 
-def linked(file: h5py.File) -> None:
-    """One dataset of many names, in groups of many names."""
-    file["entry/instrument/detector/data"] = IMAGE
-    file["entry/plot/hard"] = file["entry/instrument/detector/data"]
-    file["entry/plot"].attrs["signal"], file["entry/plot/theta"] = "hard", np.arange(5.0)
-    file["entry/angle"] = file["entry/plot/theta"]
-    file["entry/plot/soft"] = h5py.SoftLink("/entry/instrument/detector/data")
-    file["entry/plot/relative"] = h5py.SoftLink("hard")
-    file["again"], file["entry/top"] = file["entry/plot"], file["/"]
-    file["folder"] = h5py.SoftLink("/entry/plot")
-    file["itself"] = h5py.ExternalLink("in.h5", "/folder/soft")
-    file["away"], file["lost"] = h5py.ExternalLink("other.h5", "/data"), h5py.SoftLink("/nowhere")
-    layout = h5py.VirtualLayout((10, 20), "u2")
-    layout[:] = h5py.VirtualSource(".", "entry/plot/hard", (20, 20))[5:15]
-    file.create_virtual_dataset("part", layout)
-
-
-NAMES = "entry/instrument/detector/data entry/plot/hard entry/plot/soft entry/plot/relative again/hard again/relative "
-NAMES += "folder/soft folder/hard itself entry/top/entry/plot/soft entry/top/again/hard"
-
-
 def result_of(path: str, region: Region | None = None, follow_links: bool = False) -> h5py.File:
     """A result of larger voxels in the place of the input's."""
     stack = open_volume(path, follow_links)
@@ -295,23 +259,6 @@ def result_of(path: str, region: Region | None = None, follow_links: bool = Fals
     parts = stack.shape, stack.dtype, stack.ndim, lambda index: stack.read(index) + 1000, stack.metadata
     hdf5.write_hdf5(NewVolume(Path("new.h5"), *parts, region=stack.region))
     return h5py.File("new.h5")
-
-
-@pytest.mark.parametrize("name", [*NAMES.split()[:7:2], "again/hard", "folder/hard", "itself"])
-def test_every_name_of_the_dataset_shows_the_restored_voxels(make: Callable[..., str], name: str) -> None:
-    with result_of(f"{make(linked)}:/{name}", follow_links=name == "itself") as new, h5py.File("in.h5") as old:
-        for one in NAMES.split():
-            np.testing.assert_array_equal(new[one], IMAGE + 1000)
-            links = [file.get(one, getlink=True) for file in (old, new)]
-            if not isinstance(links[0], h5py.ExternalLink):
-                assert type(links[0]) is type(links[1])
-        np.testing.assert_array_equal(new["part"], IMAGE[5:15] + 1000)
-        assert new["again"] == new["folder"] == new["entry/plot"] and new["entry/angle"] == new["again/theta"]
-        assert new["again"].attrs["signal"] == "hard" and new["entry/top"] == new["/"]
-        assert {*new} == {*old} - {"away"} and new.get("lost", getlink=True).path == "/nowhere"
-    region = Region((0, 2, 3), (1, 18, 20))
-    with result_of(f"in.h5:/{name}", region, name == "itself") as new:
-        assert all(np.array_equal(new[one], IMAGE[2:18, 3:20] + 1000) for one in NAMES.split()) and "part" not in new
 
 
 @pytest.mark.parametrize("name", ["folder/data", "folder/hard", "soft", "single", "back"])
@@ -332,20 +279,6 @@ def test_names_that_lead_through_other_files(make: Callable[..., str], name: str
             np.testing.assert_array_equal(new[one], IMAGE + 1000)
         assert {*new} == {"folder", "soft", "single", "back"} and {*new["folder"]} == {"data", "hard", "soft", "back"}
         assert not isinstance(new.get("single", getlink=True), h5py.ExternalLink)
-
-
-def test_what_a_virtual_dataset_is_made_of_is_no_second_dataset(make: Callable[..., str]) -> None:
-    def fill(file: h5py.File) -> None:
-        file["data"], file["beside"] = IMAGE, IMAGE
-        file["source"] = file["data"]
-        virtual(file, "inner", ".")
-        layout = h5py.VirtualLayout((20, 20), "u2")
-        layout[:] = h5py.VirtualSource(".", "inner", (20, 20))
-        file.create_virtual_dataset("outer", layout)
-
-    with result_of(make(fill) + ":/outer") as new:
-        np.testing.assert_array_equal(new["outer"], IMAGE + 1000)
-        assert {*new} == {"outer", "beside"}
 
 
 def test_names_of_frames(make: Callable[..., str]) -> None:
@@ -372,44 +305,121 @@ def paths_of(group: h5py.Group, depth: int = 3) -> dict[str, h5py.Group | h5py.D
     return found
 
 
+def fill_by_chance(file: h5py.File, chance: random.Random) -> None:
+    """Make groups, datasets and virtual ones of them under any names, and links of any kind to any of them."""
+    groups, nodes = ["/"], list[str]()
+    kinds = ["group", "data", "virtual", "hard", "soft", "external", "other", "attribute"]
+    for number in range(12):
+        within, name = chance.choice(groups).rstrip("/"), f"{chance.choice('abc')}{number}"
+        path, kind = f"{within}/{name}", chance.choice(kinds)
+        if kind == "group":
+            groups.append(file.create_group(path).name)
+        elif kind == "data" or not nodes:
+            file[path] = IMAGE + number
+            nodes.append(path)
+        elif kind == "virtual":
+            virtual(file, path, ".", chance.choice(nodes))
+            nodes.append(path)
+        elif kind == "hard":
+            file[path] = file[chance.choice([*nodes, *groups])]
+        elif kind == "attribute":
+            file[within or "/"].attrs[name] = number
+        elif kind == "soft":
+            file[path] = h5py.SoftLink(chance.choice([*nodes, *groups, "/nowhere"]))
+        else:
+            place = chance.choice([*nodes, *groups]) if kind == "external" else "/data"
+            file[path] = h5py.ExternalLink("in.h5" if kind == "external" else "other.h5", place)
+
+
+def sources_of(node: h5py.Dataset) -> list[h5py.Dataset]:
+    return [node.file[one.dset_name] for one in node.virtual_sources()] if node.is_virtual else []
+
+
+@pytest.mark.parametrize("region", [None, Region((0, 2, 3), (1, 18, 20))], ids=["whole", "region"])
 @pytest.mark.parametrize("seed", range(40))
-def test_generated_links(make: Callable[..., str], seed: int) -> None:
-    """Groups and datasets of any names, links of any kind to any of them: h5py finds the same in input and result."""
+def test_generated_links(make: Callable[..., str], seed: int, region: Region | None) -> None:
+    """Every name of the restored dataset shows restored voxels, also in virtual datasets of it, and every other name
+    what it did. Not in the result: what lies in other files, what a virtual dataset is made of that was restored, and
+    virtual datasets of anything else, or of a dataset of which a region was restored."""
     chance = random.Random(seed)
-
-    def fill(file: h5py.File) -> None:
-        groups, nodes = ["/"], list[str]()
-        for number in range(12):
-            within, name = chance.choice(groups).rstrip("/"), f"{chance.choice('abc')}{number}"
-            path, kind = f"{within}/{name}", chance.choice(["group", "data", "hard", "soft", "external", "attribute"])
-            if kind == "group":
-                groups.append(file.create_group(path).name)
-            elif kind == "data" or not nodes:
-                file[path] = IMAGE + number
-                nodes.append(path)
-            elif kind == "hard":
-                file[path] = file[chance.choice([*nodes, *groups])]
-            elif kind == "attribute":
-                file[within or "/"].attrs[name] = number
-            else:
-                link = {"soft": h5py.SoftLink, "external": lambda other: h5py.ExternalLink("in.h5", other)}[kind]
-                file[path] = link(chance.choice([*nodes, *groups, "/nowhere"]))
-
-    path = make(fill)
+    path = make(lambda file: fill_by_chance(file, chance))
     with h5py.File(path) as old:
         found = paths_of(old)
         chosen = chance.choice([name for name, node in found.items() if isinstance(node, h5py.Dataset)])
-        with result_of(f"{path}:/{chosen}", follow_links=chance.random() < 0.5) as new:
+        one, made_of = old[chosen], sources_of(old[chosen])
+        for source in made_of:  # which grows meanwhile
+            made_of += sources_of(source)
+        kept = {
+            name: node
+            for name, node in found.items()
+            if node == one
+            or not isinstance(node, h5py.Dataset)
+            or (
+                (node.file == old and node not in made_of and (region is None or not node.is_virtual))
+                and all(source == one for source in sources_of(node))
+            )
+        }
+        follow_links = one.file != old or chance.random() < 0.5
+        with result_of(f"{path}:/{chosen}", region, follow_links) as new:
             made = paths_of(new)
-            assert {*made} == {*found}
-            for name, node in found.items():
+            assert {*made} == {*kept}
+            for name, node in kept.items():
                 assert dict(made[name].attrs) == dict(node.attrs)
                 if isinstance(node, h5py.Dataset):
-                    np.testing.assert_array_equal(made[name], node[:] + 1000 * (node == old[chosen]))
+                    voxels = node[:] + 1000 * (node == one or node.is_virtual)
+                    np.testing.assert_array_equal(made[name], voxels[2:18, 3:20] if region and node == one else voxels)
             above = [old, *(old["/".join(chosen.split("/")[:count])] for count in range(1, chosen.count("/") + 1))]
-            if any(one == other for one, other in combinations(above, 2)):  # named through a circle
+            if any(group == other for group, other in combinations(above, 2)):  # named through a circle
                 return
-            pairs = [*combinations(found, 2)]
-            assert [
-                pair for pair in pairs if (made[pair[0]] == made[pair[1]]) != (found[pair[0]] == found[pair[1]])
-            ] == []
+            for pair in combinations(kept, 2):
+                assert (made[pair[0]] == made[pair[1]]) == (kept[pair[0]] == kept[pair[1]]), pair
+
+
+@pytest.mark.parametrize("part", [Part(), Part("1:4", ":,8:33")], ids=["whole", "part"])
+@pytest.mark.parametrize("how", ["scales", "nexus"])
+def test_coordinates_stay_with_their_axes(tmp_path: Path, how: str, part: Part) -> None:
+    path = write_hdf5(tmp_path, voxels((5, 20, 33)), how=how)
+    with h5py.File(path, "a") as file:
+        group = file["exchange"]
+        for number, name in enumerate("zyx"):
+            place = group.require_dataset(name, (group["data"].shape[number],), "f8")
+            place[:] = np.arange(len(place)) / 2
+            place.attrs["units"] = "um"
+        group["angles"] = np.arange(5.0)  # a dataset beside it that shares a scale
+        if how == "scales":
+            group["angles"].dims[0].attach_scale(group["z"])
+    with h5py.File(restored(part.of(open_volume(path)), "same", tmp_path).path) as file:
+        group, cut, scales = file["exchange"], bool(part.slices), how == "scales"
+        assert [group[name][0] for name in "zyx"] == ([0.5, 0, 4] if cut else [0, 0, 0])
+        assert group["x"].attrs["units"] == "um"
+        assert [len(group[name]) for name in "zyx"] == ([3, 20, 25] if cut else [5, 20, 33]) == [*group["data"].shape]
+        attached = [[scale.name for scale in axis.values()] for axis in group["data"].dims]
+        assert attached == [[f"/exchange/{name}"] if scales else [] for name in "zyx"]
+        assert all(group[name].is_scale == scales for name in "zyx")
+        assert len(group["angles"].dims[0]) == (scales and not cut)  # of another length than the cut scale
+        entries = [len(group[name].attrs.get("REFERENCE_LIST", ())) for name in "zyx"]
+        assert entries == ([1 + (not cut), 1, 1] if scales else [0, 0, 0])
+
+
+def test_what_says_nothing_of_axes_is_no_ground_to_refuse(tmp_path: Path) -> None:
+    path = write_hdf5(tmp_path, voxels((5, 20, 33)), how="scales")
+    with h5py.File(path, "a") as file:
+        group = file["exchange"]
+        del group["z"]  # a scale that is gone, axes of another dataset, words of another length
+        group.attrs["signal"], group.attrs["axes"] = "other", ["time", "y", "x"]
+        group["data"].attrs["axes"], group["data"].attrs["axistags"] = "time", "no JSON"
+    assert_bits(path, voxels((5, 20, 33)))
+
+
+def test_objects_and_attributes_are_kept(tmp_path: Path) -> None:
+    with h5py.File(restored(open_volume(write_hdf5(tmp_path, voxels())), "same", tmp_path).path) as file:
+        group = file["exchange"]
+        assert file.attrs["sample"] == "a tooth" and group.attrs["beamline"] == "2-BM"
+        assert group["theta"][:].tolist() == list(range(5)) and group["data"].attrs["units"] == "1/cm"
+        assert json.loads(group["data"].attrs["cocodiff"]) == PROVENANCE
+    frames = open_volume(write_frames(tmp_path, voxels()))
+    with h5py.File(restored(frames, "same", tmp_path).path) as file:
+        group = file["20260102_tooth"]
+        assert group["20260102_tooth_0000_11.tif"].attrs["date"] == "day 3" and "20260102_toothbak_0000.tif" in group
+    alone = frames.cropped(Region((2, 0, 0), (3, 20, 33)))
+    assert_bits(reopened(alone, "same", tmp_path), voxels()[2:3])
