@@ -75,14 +75,6 @@ def write_ome(folder: Path, volume: np.ndarray, order: str = "<", axes: str = ""
     return write_tiff(folder, volume, order, axes, ome=True, metadata=metadata)
 
 
-def write_white(folder: Path, volume: np.ndarray, order: str = "<") -> str:
-    options = {"resolution": (40000, 20000), "resolutionunit": 3, "software": "recon 3", "compression": "lzw"}
-    with tifffile.TiffWriter(folder / "scan.tif", byteorder=order) as writer:  # one argument of a stack's 3 slices
-        about = {"description": "a tooth", "metadata": {"beam": 30, "axes": "ZYX"[-volume.ndim :]}}
-        writer.write(volume, photometric="miniswhite", **about, **options)
-    return str(folder / "scan.tif")
-
-
 def write_sequence(folder: Path, volume: np.ndarray, order: str = "<") -> str:
     (folder / "scan").mkdir()
     for number, image_YX in enumerate(volume):
@@ -235,6 +227,8 @@ def packed_tiff(**options: Any) -> Kind:
 
 
 OME_DTYPES = tuple(one for one in DTYPES if one not in ("int64", "uint64", "float16"))
+WHITE = {"photometric": "miniswhite", "resolution": (40000, 20000), "resolutionunit": 3, "compression": "lzw"}
+WHITE |= {"software": "recon 3", "description": "a tooth", "metadata": {"beam": 30}}
 SHARDS = {"version": 3, "chunks": (1, 1, 2, 8, 16), "shards": (1, 1, 4, 16, 32)}
 BLOSC = {"compressors": numcodecs.Blosc(cname="lz4")}
 KINDS: dict[str, Kind] = {
@@ -251,7 +245,7 @@ KINDS: dict[str, Kind] = {
     "tiff lzma": packed_tiff(compression="lzma"),
     "imagej": Kind(write_imagej, dtypes=("uint8", "uint16", "float32"), shapes=(*STACKS, (17, 23))),
     "ome": Kind(write_ome, dtypes=OME_DTYPES, shapes=(*STACKS, (17, 23))),
-    "white": Kind(write_white, size=(0.5, 0.5, 0.25)),
+    "white": Kind(write_tiff, WHITE, size=(0.5, 0.5, 0.25)),
     "sequence": Kind(write_sequence, shapes=(*STACKS, (1, 20, 16)), size=None, unit=""),
     "hdf5": Kind(write_hdf5),
     "hdf5 chunked": Kind(write_hdf5, {"chunks": True, "compression": "gzip", "shuffle": True}),
@@ -325,19 +319,7 @@ def read_plainly(path: Path, volume: Stack) -> np.ndarray:
     return np.load(path) if path.suffix == ".npy" else np.asarray(tifffile.imread(path))
 
 
-def said(path: Path) -> str:
-    """Return all that a result says of itself, as text."""
-    if path.suffix == ".zarr":
-        return json.dumps(zarr.open_group(path, mode="r").attrs.asdict())
-    if path.suffix == ".h5":
-        texts: list[str] = []
-        with h5py.File(path) as file:
-            file.visititems(lambda name, node: texts.extend(map(str, node.attrs.values())))
-        return " ".join(texts)
-    if path.suffix in (".mrc", ".npy"):
-        return path.read_bytes()[:1024].decode(errors="replace")
-    file = path if path.is_file() else min(path.iterdir())
-    with tifffile.TiffFile(file) as tiff:
-        info = (tiff.imagej_metadata or {}).get("Info", "")
-        texts = [str(tag.value) for tag in tiff.pages.first.tags if tag.code == 270]
-    return " ".join([info, *texts]).replace("&quot;", '"')
+def texts_in(path: Path) -> str:
+    """Return all that is in the files of a result as text, whatever its encoding."""
+    files = [path] if path.is_file() else [one for one in path.rglob("*") if one.is_file()]
+    return b"".join(one.read_bytes() for one in files).replace(b"\0", b"").decode("latin1").replace("&quot;", '"')

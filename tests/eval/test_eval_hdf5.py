@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -34,28 +35,59 @@ def virtual(file: h5py.File, name: str, source: str, inner: str = "data") -> Non
     file.create_virtual_dataset(name, layout)
 
 
-OTHER = {
-    "external link": lambda file: file.__setitem__("a", h5py.ExternalLink("other.h5", "/data")),
-    "external group": lambda file: file.__setitem__("a", h5py.ExternalLink("other.h5", "/group")),
+def of_parts(file: h5py.File) -> None:
+    """Make a virtual dataset of a slice of each of three files."""
+    layout = h5py.VirtualLayout((3, 20, 20), "u2")
+    for number in range(3):
+        layout[number : number + 1] = h5py.VirtualSource(f"part{number}.h5", "data", (2, 20, 20))[1:]
+    file.create_virtual_dataset("a", layout)
+
+
+def numbered(file: h5py.File, source: bytes = b"part%b.h5", inner: bytes = b"data") -> None:
+    """Make an unlimited dataset of as many files as are there."""
+    ends = (h5py.h5s.UNLIMITED, 20, 20)
+    place = h5py.h5s.create_simple((0, 20, 20), ends)
+    place.select_hyperslab((0, 0, 0), (h5py.h5s.UNLIMITED, 1, 1), (1, 1, 1), (1, 20, 20))
+    part = h5py.h5s.create_simple((2, 20, 20))
+    part.select_hyperslab((1, 0, 0), (1, 1, 1), (1, 1, 1), (1, 20, 20))
+    made = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    made.set_virtual(place, source, inner, part)
+    h5py.h5d.create(file.id, b"a", h5py.h5t.NATIVE_UINT16, h5py.h5s.create_simple((0, 20, 20), ends), made)
+
+
+def of_virtual(file: h5py.File) -> None:
+    with h5py.File("outer.h5", "w") as other:
+        of_parts(other)
+    layout = h5py.VirtualLayout((3, 20, 20), "u2")
+    layout[:] = h5py.VirtualSource("outer.h5", "a", (3, 20, 20))
+    file.create_virtual_dataset("a", layout)
+
+
+def of_storage(file: h5py.File) -> None:
+    file.create_dataset("data", (20, 20), "u2", external=[("part1.raw", 0, 800)])
+    virtual(file, "a", ".")
+
+
+OTHER: dict[str, Callable[[h5py.File], object]] = {  # names of voxels in other files, among them part1's
+    "external link": lambda file: file.__setitem__("a", h5py.ExternalLink("part1.h5", "/data")),
+    "external group": lambda file: file.__setitem__("a", h5py.ExternalLink("part1.h5", "/group")),
     "a soft link to it": lambda file: file.update(
-        {"b": h5py.ExternalLink("other.h5", "/data"), "a": h5py.SoftLink("/b")}
+        {"b": h5py.ExternalLink("part1.h5", "/data"), "a": h5py.SoftLink("/b")}
     ),
-    "external storage": lambda file: file.create_dataset("a", (20, 20), "u2", external=[("other.raw", 0, 800)]),
-    "virtual dataset": lambda file: virtual(file, "a", "other.h5"),
-    "virtual of external": lambda file: (
-        file.create_dataset("data", (20, 20), "u2", external=[("other.raw", 0, 800)]),
-        virtual(file, "a", "."),
-    ),
+    "external storage": lambda file: file.create_dataset("a", (20, 20), "u2", external=[("part1.raw", 0, 800)]),
+    "virtual dataset": lambda file: virtual(file, "a", "part1.h5"),
+    "virtual of external": of_storage,
+    "parts": of_parts,
+    "numbered": numbered,
+    "virtual of virtual": of_virtual,
 }
+STACKED = ("parts", "numbered", "virtual of virtual")
 
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[h5py.File], object]], str]:
     """A file beside others that it may name; external storage is looked up in the working folder."""
     monkeypatch.chdir(tmp_path)
-    with h5py.File("other.h5", "w") as file:
-        file["data"] = file["group/inner"] = IMAGE
-    Path("other.raw").write_bytes(IMAGE.tobytes())
 
     def made(fill: Callable[[h5py.File], object]) -> str:
         with h5py.File("in.h5", "w") as file:
@@ -65,45 +97,53 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[
     return made
 
 
+def write_parts(stacked: bool) -> np.ndarray:
+    """Write three files, and return what is to be read of them."""
+    for number in range(3):
+        with h5py.File(f"part{number}.h5", "w") as file:
+            file["data"] = file["group/inner"] = np.stack([IMAGE, IMAGE + number]) if stacked else IMAGE
+    Path("part1.raw").write_bytes(IMAGE.tobytes())
+    return np.stack([IMAGE, IMAGE + 1, IMAGE + 2]) if stacked else IMAGE
+
+
 @pytest.mark.parametrize("kind", OTHER)
 def test_other_files_are_read_only_where_that_is_allowed(make: Callable[..., str], kind: str) -> None:
+    """And where they are regular files, there, and as large as what is taken of them."""
+    expected = write_parts(kind in STACKED)
     path = make(OTHER[kind]) + (":/a/inner" if kind == "external group" else ":/a")
-    with pytest.raises(UserError, match=r"in\.h5: .* another file, .*other\.(h5|raw); .* --follow-links"):
-        open_stack(path)
-    stack = open_stack(path, follow_links=True)
-    np.testing.assert_array_equal(stack.read(0), IMAGE)
-    with pytest.raises(UserError, match="--follow-links"):
-        open_truth(path, stack)
-    with pytest.raises(UserError, match="--follow-links"):
-        make_mask(path, stack)
+    other = Path("part1.raw" if ("external" in kind and kind[:8] != "external") or "storage" in kind else "part1.h5")
+    stack = assert_bits(open_stack(path, follow_links=True), expected)
+    for refused in (open_stack, partial(open_truth, stack=stack), partial(make_mask, stack=stack)):
+        with pytest.raises(UserError, match=r"in\.h5: .* another file, .*\.(h5|raw); .* --follow-links"):
+            refused(path)
+    damages: dict[str, Callable[[], Any]] = {
+        rf"{other}, which is not there": lambda: None,
+        rf"{other}, which is a named pipe": lambda: os.mkfifo(other),
+    }
+    if other.suffix == ".raw":
+        damages[rf"800 bytes of voxels in {other}, which is shorter"] = lambda: other.write_bytes(bytes(799))
+    elif "link" not in kind and kind != "external group":
+        damages[rf"of data in {other}, which has none"] = lambda: h5py.File(other, "w").close()
+        shape = (2, 9, 20) if kind in STACKED else (9, 20)
+        damages[rf"of data in {other}, which has .*9 x 20 voxels, too few"] = lambda: write_zeros(other, shape)
+    for words, damage in damages.items():
+        other.unlink(missing_ok=True)
+        damage()
+        with pytest.raises(UserError, match=words):
+            open_stack(path, follow_links=True)
 
 
-def test_links_within_a_file_are_followed(make: Callable[..., str]) -> None:
-    def fill(file: h5py.File) -> None:
-        file["group/data"] = file["data"] = IMAGE
-        file["group/relative"], file["absolute"] = h5py.SoftLink("data"), h5py.SoftLink("/group/relative")
-        file["folder"] = h5py.SoftLink("group")
-        file["circle"], file["dangling"] = h5py.SoftLink("/circle"), h5py.SoftLink("/nothing")
-        file["round"] = h5py.SoftLink("/round/a")
-        virtual(file, "virtual", ".")
+def write_zeros(path: Path, shape: tuple[int, ...]) -> None:
+    with h5py.File(path, "w") as file:
+        file["data"] = np.zeros(shape, "u2")
 
-    path = make(fill)
-    for name in ("group/relative", "absolute", "folder/data", "folder/relative", "virtual", "//folder//./data"):
-        np.testing.assert_array_equal(open_stack(f"{path}:/{name}").read(0), IMAGE)
-    for name, said in {"circle": "in a circle", "round": "in a circle", "dangling": "is not there"}.items():
-        with pytest.raises(UserError, match=said):
+
+def test_links_that_lead_nowhere(make: Callable[..., str]) -> None:
+    links = {"circle": "/circle", "round": "/round/a", "dangling": "/nothing"}
+    path = make(lambda file: file.update({name: h5py.SoftLink(link) for name, link in links.items()}))
+    for name in links:
+        with pytest.raises(UserError, match="is not there" if name == "dangling" else "in a circle"):
             open_stack(f"{path}:/{name}")
-
-
-def test_a_link_to_a_pipe_is_refused_even_if_links_are_followed(make: Callable[..., str]) -> None:
-    os.mkfifo("pipe.h5")
-    for fill in (
-        lambda file: file.__setitem__("a", h5py.ExternalLink("pipe.h5", "/data")),
-        lambda file: file.create_dataset("a", (20, 20), "u2", external=[("pipe.h5", 0, 800)]),
-        lambda file: virtual(file, "a", "pipe.h5"),
-    ):
-        with pytest.raises(UserError, match=r"pipe\.h5, which is a named pipe"):
-            open_stack(make(fill) + ":/a", follow_links=True)
 
 
 def test_what_is_not_kept_of_a_file_of_very_many_objects_is_said(
@@ -117,62 +157,6 @@ def test_what_is_not_kept_of_a_file_of_very_many_objects_is_said(
         with h5py.File("new.h5") as new:
             assert set(new) == {"a"} | kept
         assert caplog.messages == ["in.h5: has more than 5 objects; of those behind them nothing is kept"][: most == 4]
-
-
-def parts(path: Path, count: int = 3) -> None:
-    for number in range(count):
-        with h5py.File(path / f"part{number}.h5", "w") as file:
-            file.create_dataset("d", data=np.full((1, 20, 20), number + 1, "u2"))
-
-
-def of_parts(file: h5py.File, source: str = "d", shape: tuple[int, ...] = (1, 20, 20)) -> None:
-    layout = h5py.VirtualLayout((3, 20, 20), "u2")
-    for number in range(3):
-        layout[number : number + 1] = h5py.VirtualSource(f"part{number}.h5", source, shape)[:1]
-    file.create_virtual_dataset("a", layout)
-
-
-def numbered(file: h5py.File, source: bytes = b"part%b.h5", inner: bytes = b"d") -> None:
-    """An unlimited dataset of as many files as are there."""
-    ends = (h5py.h5s.UNLIMITED, 20, 20)
-    place = h5py.h5s.create_simple((0, 20, 20), ends)
-    place.select_hyperslab((0, 0, 0), (h5py.h5s.UNLIMITED, 1, 1), (1, 1, 1), (1, 20, 20))
-    made = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    made.set_virtual(place, source, inner, h5py.h5s.create_simple((1, 20, 20)))
-    h5py.h5d.create(file.id, b"a", h5py.h5t.NATIVE_UINT16, h5py.h5s.create_simple((0, 20, 20), ends), made)
-
-
-def outer(file: h5py.File) -> None:
-    """A virtual dataset of a virtual dataset."""
-    with h5py.File("outer.h5", "w") as other:
-        of_parts(other)
-    layout = h5py.VirtualLayout((3, 20, 20), "u2")
-    layout[:] = h5py.VirtualSource("outer.h5", "a", (3, 20, 20))
-    file.create_virtual_dataset("a", layout)
-
-
-@pytest.mark.parametrize("fill", [of_parts, numbered, outer])
-@pytest.mark.parametrize("gone", [0, 1])
-def test_sources_of_virtual_datasets_must_be_there(make: Callable[..., str], fill: Any, gone: int) -> None:
-    parts(Path())
-    path = make(fill) + ":/a"
-    stack = open_stack(path, follow_links=True)
-    assert [int(stack.read(number).max()) for number in range(3)] == [1, 2, 3]
-    Path(f"part{gone}.h5").rename("moved.h5")
-    with pytest.raises(UserError, match=rf"part{gone}\.h5, which is not there"):
-        open_stack(path, follow_links=True)
-    with h5py.File(f"part{gone}.h5", "w") as file:
-        file["other"] = IMAGE[None]
-    with pytest.raises(UserError, match=rf"of d in part{gone}\.h5, which has none"):
-        open_stack(path, follow_links=True)
-
-
-def test_sources_must_be_as_large_as_what_is_taken_of_them(make: Callable[..., str]) -> None:
-    parts(Path())
-    with h5py.File("part1.h5", "w") as file:
-        file["d"] = np.zeros((1, 9, 20), "u2")
-    with pytest.raises(UserError, match=r"of d in part1\.h5, which has 1 x 9 x 20 voxels, too few"):
-        open_stack(make(lambda file: of_parts(file, shape=(2, 20, 20))) + ":/a", follow_links=True)
 
 
 def test_numbers_and_signs_in_names_of_sources(make: Callable[..., str]) -> None:
@@ -190,18 +174,6 @@ def test_numbers_and_signs_in_names_of_sources(make: Callable[..., str]) -> None
         file["data"] = IMAGE
     stack = open_stack(make(lambda file: virtual(file, "a", "50%%.h5")) + ":/a", follow_links=True)
     np.testing.assert_array_equal(stack.read(0), IMAGE)
-
-
-def test_external_storage_must_be_whole(make: Callable[..., str]) -> None:
-    path = make(OTHER["external storage"]) + ":/a"
-    Path("other.raw").write_bytes(IMAGE.tobytes()[:-1])
-    with pytest.raises(UserError, match=r"800 bytes of voxels in other\.raw, which is shorter"):
-        open_stack(path, follow_links=True)
-    Path("other.raw").unlink()
-    with pytest.raises(UserError, match=r"voxels in other\.raw, which is not there"):
-        open_stack(path, follow_links=True)
-    with pytest.raises(UserError, match=r"lost\.h5, which is not there"):
-        open_stack(make(lambda file: file.update({"a": h5py.ExternalLink("lost.h5", "/d")})) + ":/a", follow_links=True)
 
 
 def test_what_was_never_stored_is_said(make: Callable[..., str]) -> None:
@@ -224,11 +196,12 @@ def test_each_failure_has_its_remedy(make: Callable[..., str]) -> None:
 
     with pytest.raises(UserError, match=r"in\.h5: /a is compressed by filter 32767 .*install hdf5plugin"):
         open_stack(make(fill) + ":/a")
-    other = "import h5py, sys; file = h5py.File('other.h5', 'a'); print('open', flush=True); sys.stdin.read()"
+    write_parts(stacked=False)
+    other = "import h5py, sys; file = h5py.File('part1.h5', 'a'); print('open', flush=True); sys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", other], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
         assert writer.stdout is not None and writer.stdout.readline() == b"open\n"
-        with pytest.raises(UserError, match=r"other\.h5: .*unable to lock.*it is open elsewhere for writing"):
-            open_stack("other.h5:/data")
+        with pytest.raises(UserError, match=r"part1\.h5: .*unable to lock.*it is open elsewhere for writing"):
+            open_stack("part1.h5:/data")
         writer.communicate()
 
 
@@ -238,8 +211,7 @@ def test_a_disk_that_is_full_while_hdf5_writes_is_one_error(tmp_path: Path, most
     script = f"""
 import resource, numpy as np
 from cocodiff_eval.data.hdf5 import write_hdf5
-from cocodiff_eval.data.volume import NewVolume, Part, Region
-from file_kinds import PROVENANCE, assert_bits, reopened, restored, voxels, write_frames, write_hdf5
+from cocodiff_eval.data.volume import NewVolume
 resource.setrlimit(resource.RLIMIT_FSIZE, ({most}, resource.RLIM_INFINITY))
 image = np.zeros((64, 64), "u2")
 try:
@@ -328,7 +300,7 @@ def fill_by_chance(file: h5py.File, chance: random.Random) -> None:
             file[path] = h5py.SoftLink(chance.choice([*nodes, *groups, "/nowhere"]))
         else:
             place = chance.choice([*nodes, *groups]) if kind == "external" else "/data"
-            file[path] = h5py.ExternalLink("in.h5" if kind == "external" else "other.h5", place)
+            file[path] = h5py.ExternalLink("in.h5" if kind == "external" else "part1.h5", place)
 
 
 def sources_of(node: h5py.Dataset) -> list[h5py.Dataset]:
@@ -342,6 +314,7 @@ def test_generated_links(make: Callable[..., str], seed: int, region: Region | N
     what it did. Not in the result: what lies in other files, what a virtual dataset is made of that was restored, and
     virtual datasets of anything else, or of a dataset of which a region was restored."""
     chance = random.Random(seed)
+    write_parts(stacked=False)
     path = make(lambda file: fill_by_chance(file, chance))
     with h5py.File(path) as old:
         found = paths_of(old)
@@ -381,24 +354,23 @@ def test_coordinates_stay_with_their_axes(tmp_path: Path, how: str, part: Part) 
     path = write_hdf5(tmp_path, voxels((5, 20, 33)), how=how)
     with h5py.File(path, "a") as file:
         group = file["exchange"]
-        for number, name in enumerate("zyx"):
-            place = group.require_dataset(name, (group["data"].shape[number],), "f8")
-            place[:] = np.arange(len(place)) / 2
-            place.attrs["units"] = "um"
+        for name, side in zip("zyx", (5, 20, 33), strict=True):
+            group.require_dataset(name, (side,), "f8")[:] = np.arange(side) / 2
+            group[name].attrs["units"] = "um"
         group["angles"] = np.arange(5.0)  # a dataset beside it that shares a scale
         if how == "scales":
             group["angles"].dims[0].attach_scale(group["z"])
     with h5py.File(restored(part.of(open_volume(path)), "same", tmp_path).path) as file:
         group, cut, scales = file["exchange"], bool(part.slices), how == "scales"
-        assert [group[name][0] for name in "zyx"] == ([0.5, 0, 4] if cut else [0, 0, 0])
-        assert group["x"].attrs["units"] == "um"
-        assert [len(group[name]) for name in "zyx"] == ([3, 20, 25] if cut else [5, 20, 33]) == [*group["data"].shape]
+        ends = {"z": (1, 4), "y": (0, 20), "x": (8, 33)} if cut else {"z": (0, 5), "y": (0, 20), "x": (0, 33)}
+        for name, numbers in ends.items():
+            np.testing.assert_array_equal(group[name], np.arange(*numbers) / 2)
+            assert group[name].attrs["units"] == "um" and group[name].is_scale == scales
+            users = len(group[name].attrs.get("REFERENCE_LIST", ()))
+            assert users == scales * (2 if name == "z" and not cut else 1)
         attached = [[scale.name for scale in axis.values()] for axis in group["data"].dims]
         assert attached == [[f"/exchange/{name}"] if scales else [] for name in "zyx"]
-        assert all(group[name].is_scale == scales for name in "zyx")
         assert len(group["angles"].dims[0]) == (scales and not cut)  # of another length than the cut scale
-        entries = [len(group[name].attrs.get("REFERENCE_LIST", ())) for name in "zyx"]
-        assert entries == ([1 + (not cut), 1, 1] if scales else [0, 0, 0])
 
 
 def test_what_says_nothing_of_axes_is_no_ground_to_refuse(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from file_kinds import (
     PROVENANCE,
     SHAPE,
     UNITS,
+    WHITE,
     reopened,
     restored,
     voxels,
@@ -24,7 +25,6 @@ from file_kinds import (
     write_ome,
     write_sequence,
     write_tiff,
-    write_white,
     write_zarr,
 )
 
@@ -103,7 +103,7 @@ def test_what_imagej_draws_is_kept_and_said_once(tmp_path: Path) -> None:
 
 
 def test_tags_are_kept(tmp_path: Path) -> None:
-    path = restored(open_volume(write_white(tmp_path, VOLUME, ">")), "same", tmp_path).path
+    path = restored(open_volume(write_tiff(tmp_path, VOLUME, ">", **WHITE)), "same", tmp_path).path
     with tifffile.TiffFile(path) as tiff:
         page = tiff.pages.first
         tags = {tag.name: tag.value for tag in page.tags if tag.code != 270}
