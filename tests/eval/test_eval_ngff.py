@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,7 @@ from cocodiff_eval.data.labels import write_labels
 from cocodiff_eval.data.masks import make_mask
 from cocodiff_eval.data.slices import open_stack
 from cocodiff_eval.data.volume import Region
-from file_kinds import assert_bits, restored, voxels, write_hdf5, write_zarr
+from file_kinds import assert_bits, restored, voxels, write_hdf5, write_tiff, write_zarr
 
 from cocodiff.jobs.record import as_read, described_inputs, first_difference
 
@@ -148,23 +147,21 @@ def test_a_run_goes_on_only_with_the_type_and_the_voxel_size_it_began_with(tmp_p
     volume = voxels((2, 20, 33))
     mask = SimpleNamespace(name="block", shape=volume.shape, read=lambda index: volume[index] > 9)
 
-    def described(path: Path, data: np.ndarray, **options: Any) -> Any:
-        path.parent.mkdir(exist_ok=True)
-        tifffile.imwrite(path, data, photometric="minisblack", **options)
-        return as_read({"inputs": described_inputs([SimpleNamespace(stack=open_stack(path), mask=mask, truth=None)])})
+    def described(folder: Path, data: np.ndarray, **options: Any) -> Any:
+        folder.mkdir(exist_ok=True)
+        stack = open_stack(write_tiff(folder, data, **options))
+        return as_read({"inputs": described_inputs([SimpleNamespace(stack=stack, mask=mask, truth=None)])})
 
     size = {"resolution": (100, 100), "resolutionunit": 3}
-    there = described(tmp_path / "scan.tif", volume, **size)
-    moved = described(tmp_path / "elsewhere" / "scan.tif", volume, **size)
-    assert first_difference(there, moved) is None
+    there = described(tmp_path, volume, **size)
+    assert first_difference(there, described(tmp_path / "elsewhere", volume, **size)) is None
     for data, options, told in (
         (volume.view(np.int16), size, ("dtype uint16", "dtype int16")),
         (volume, size | {"resolution": (50, 50)}, ("voxel size 100.0", "voxel size 200.0")),
         (volume, size | {"description": "another tooth"}, ("metadata", "metadata")),
     ):
-        difference = first_difference(there, described(tmp_path / "scan.tif", data, **options))
+        difference = first_difference(there, described(tmp_path, data, **options))
         assert difference is not None and all(map(str.startswith, difference[1:], told)), difference
-    shutil.rmtree(tmp_path / "elsewhere")
 
 
 def test_slices_in_a_folder_that_has_a_stores_name(tmp_path: Path) -> None:
