@@ -64,6 +64,14 @@ def write_pages(folder: Path, volume: np.ndarray, order: str = "<") -> str:
     return str(folder / "scan.tif")
 
 
+def write_rgb(folder: Path, volume: np.ndarray, order: str = "<", opaque: bool = False) -> str:
+    """Write an image of equal channels. opaque: and one of transparency that says there is none."""
+    last = np.iinfo(volume.dtype).max if volume.dtype.kind == "u" else 1
+    image_YXC = np.stack([volume] * 3 + [np.full_like(volume, last)] * opaque, -1)
+    more = {"extrasamples": ["unassalpha"]} if opaque else {}
+    return write_tiff(folder, image_YXC, order, photometric="rgb", metadata=None, **more)
+
+
 def write_imagej(folder: Path, volume: np.ndarray, order: str = "<", axes: str = "", **about: Any) -> str:
     metadata = {"spacing": SIDES["z"], "zunit": "nm", "unit": "um", "Info": "a tooth"} | about
     return write_tiff(folder, volume, order, axes, imagej=True, resolution=(4.0, 2.0), metadata=metadata)
@@ -174,8 +182,9 @@ def write_npy(folder: Path, volume: np.ndarray, order: str = "<") -> str:
     return str(folder / "scan.npy")
 
 
-def write_png(folder: Path, volume: np.ndarray, order: str = "<", name: str = "scan.png") -> str:
-    Image.fromarray(volume).save(folder / name)
+def write_png(folder: Path, volume: np.ndarray, order: str = "<", name: str = "scan.png", mode: str = "") -> str:
+    image = Image.fromarray(volume)
+    (image.convert(mode) if mode else image).save(folder / name)
     return str(folder / name)
 
 
@@ -231,6 +240,8 @@ WHITE = {"photometric": "miniswhite", "resolution": (40000, 20000), "resolutionu
 WHITE |= {"software": "recon 3", "description": "a tooth", "metadata": {"beam": 30}}
 SHARDS = {"version": 3, "chunks": (1, 1, 2, 8, 16), "shards": (1, 1, 4, 16, 32)}
 BLOSC = {"compressors": numcodecs.Blosc(cname="lz4")}
+FLAT: dict[str, Any] = {"dtypes": ("uint8", "uint16"), "shapes": ((17, 23),), "size": None, "unit": ""}
+PNG_MODES = ("RGB", "RGBA", "P", "LA")
 KINDS: dict[str, Kind] = {
     "tiff": plain_tiff(),
     "tiff zlib": plain_tiff(compression="zlib"),
@@ -243,6 +254,8 @@ KINDS: dict[str, Kind] = {
     "tiff zstd": packed_tiff(compression="zstd", tile=(16, 16), predictor=True),
     "tiff packbits": packed_tiff(compression="packbits", tile=(16, 16)),
     "tiff lzma": packed_tiff(compression="lzma"),
+    "tiff rgb": Kind(write_rgb, **FLAT),
+    "tiff rgb opaque": Kind(write_rgb, {"opaque": True}, **FLAT),
     "imagej": Kind(write_imagej, dtypes=("uint8", "uint16", "float32"), shapes=(*STACKS, (17, 23))),
     "ome": Kind(write_ome, dtypes=OME_DTYPES, shapes=(*STACKS, (17, 23))),
     "white": Kind(write_tiff, WHITE, size=(0.5, 0.5, 0.25)),
@@ -262,7 +275,8 @@ KINDS: dict[str, Kind] = {
     "zarr 3 sharded": Kind(write_zarr, SHARDS, shapes=SHAPES[:-1]),
     "zarr 3 array": Kind(write_zarr, {"version": 3, "image": False}, size=None, unit=""),
     "npy": Kind(write_npy, size=None, unit=""),
-    "png": Kind(write_png, dtypes=("uint8", "uint16"), shapes=((17, 23),), size=None, unit=""),
+    "png": Kind(write_png, **FLAT),
+    **{f"png {mode}": Kind(write_png, {"mode": mode}, **FLAT | {"dtypes": ("uint8",)}) for mode in PNG_MODES},
     "mrc": Kind(write_mrc, dtypes=("int8", "int16", "uint16", "float16", "float32"), unit="angstrom"),
 }
 DECLARING = ("hdf5", "frames", "zarr 2", "zarr 3", "zarr 2 array", "zarr 3 array")  # attributes of the values
