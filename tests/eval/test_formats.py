@@ -17,7 +17,19 @@ from cocodiff_eval.data.formats import FORMATS, open_volume
 from cocodiff_eval.data.masks import make_mask
 from cocodiff_eval.data.slices import open_stack, open_stacks, open_truth, safe_stem, save_preview_png, to_grey8
 from cocodiff_eval.data.volume import LENGTHS, Part
-from file_kinds import DTYPES, KINDS, MANY, assert_bits, read_plainly, restored, texts_in, voxels, write_png, write_zarr
+from file_kinds import (
+    DTYPES,
+    KINDS,
+    MANY,
+    assert_bits,
+    read_plainly,
+    restored,
+    texts_in,
+    voxels,
+    write_png,
+    write_rgb,
+    write_zarr,
+)
 from PIL import Image
 
 from cocodiff.config.errors import UserError
