@@ -124,8 +124,8 @@ def test_other_files_are_read_only_where_that_is_allowed(make: Callable[..., str
         damages[rf"800 bytes of voxels in {other}, which is shorter"] = lambda: other.write_bytes(bytes(799))
     elif "link" not in kind and kind != "external group":
         damages[rf"of data in {other}, which has none"] = lambda: h5py.File(other, "w").close()
-        shape = (1, 20, 20) if kind in STACKED else (20, 19)
-        damages[rf"in {other}, which has (1 x 20 x 20|20 x 19) voxels, too few"] = lambda: write_zeros(other, shape)
+        if kind in STACKED:
+            damages[rf"in {other}, which has 1 x 20 x 20 voxels, too few"] = lambda: write_zeros(other)
     for words, damage in damages.items():
         other.unlink(missing_ok=True)
         damage()
@@ -133,9 +133,9 @@ def test_other_files_are_read_only_where_that_is_allowed(make: Callable[..., str
             open_stack(path, follow_links=True)
 
 
-def write_zeros(path: Path, shape: tuple[int, ...]) -> None:
+def write_zeros(path: Path) -> None:
     with h5py.File(path, "w") as file:
-        file["data"] = np.zeros(shape, "u2")
+        file["data"] = np.zeros((1, 20, 20), "u2")
 
 
 def test_links_that_lead_nowhere(make: Callable[..., str]) -> None:
