@@ -42,17 +42,13 @@ def test_the_words_of_the_option_are_the_formats_that_are_written() -> None:
     assert tuple(word for word, one in FORMATS.items() if one.writer is not None) == WRITTEN
 
 
-@pytest.mark.sample(60)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # statistics that mrcfile takes of any bits
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "dtype"), [(kind, dtype) for kind, one in KINDS.items() for dtype in one.dtypes])
 def test_a_volume_comes_back_in_its_own_format(tmp_path: Path, kind: str, dtype: str) -> None:
-    """Of each shape and byte order: its bits, also as the format's own library reads them, and its voxels' sides."""
+    """Of each shape: its bits, also as the format's own library reads them, its byte order, and its voxels' sides."""
     one = KINDS[kind]
-    if dtype not in one.dtypes:
-        return
-    cases = [(shape, order) for shape in one.shapes for order in "<>"]
-    for number, (shape, order) in enumerate(cases):
+    for number, shape in enumerate(one.shapes):
+        order = "<>"[(number + DTYPES.index(dtype)) % 2]
         folder, volume = tmp_path / str(number), voxels(shape, dtype)
         given = assert_bits(one.file(folder, volume, order), volume)
         found = assert_bits(result := restored(given, "same", folder).path, volume).metadata
