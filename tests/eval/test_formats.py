@@ -42,8 +42,16 @@ def test_the_words_of_the_option_are_the_formats_that_are_written() -> None:
     assert tuple(word for word, one in FORMATS.items() if one.writer is not None) == WRITTEN
 
 
+USUAL = ("uint8", "uint16", "int16", "float32")
+CASES = [
+    pytest.param(kind, dtype, marks=() if dtype in USUAL or kind in ("tiff", "hdf5", "mrc") else pytest.mark.full)
+    for kind, one in KINDS.items()
+    for dtype in one.dtypes
+]
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # statistics that mrcfile takes of any bits
-@pytest.mark.parametrize(("kind", "dtype"), [(kind, dtype) for kind, one in KINDS.items() for dtype in one.dtypes])
+@pytest.mark.parametrize(("kind", "dtype"), CASES)
 def test_a_volume_comes_back_in_its_own_format(tmp_path: Path, kind: str, dtype: str) -> None:
     """Of each shape: its bits, also as the format's own library reads them, its byte order, and its voxels' sides."""
     one = KINDS[kind]
