@@ -268,3 +268,4 @@ def test_colons_and_slashes_of_other_tools(tmp_path: Path) -> None:
         f"{path}:/./exchange//data",
     ):
         assert_bits(one, voxels())
+    assert [open_stack(one).name for one in (f"{path}:exchange/data", f"{store}/0")] == ["scan_exchange_data", "scan_0"]
