@@ -77,6 +77,7 @@ def test_missing_voxels_are_no_intensities(tmp_path: Path, kind: str, name: str)
     if not words:
         assert ranges(path)[0] == 1001
         return
+    words = words.replace(r"\(", r"\((_FillValue 0, )?")  # which xarray's arrays have in Zarr v2
     told = refused(path, f"{words} outside the mask 'center'")
     assert "delete the attribute if it is wrong" in told
     assert name == "most" or "the first at slice 1, row 2, column 3;" in told
