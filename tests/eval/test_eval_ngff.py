@@ -17,7 +17,7 @@ from cocodiff_eval.data.labels import write_labels
 from cocodiff_eval.data.masks import make_mask
 from cocodiff_eval.data.slices import open_stack
 from cocodiff_eval.data.volume import Region
-from file_kinds import assert_bits, restored, voxels, write_hdf5, write_tiff, write_zarr
+from file_kinds import assert_bits, reopened, restored, voxels, write_hdf5, write_tiff, write_zarr
 
 from cocodiff.jobs.record import as_read, described_inputs, first_difference
 
@@ -73,6 +73,7 @@ def test_missing_chunks_are_counted(tmp_path: Path, version: Any) -> None:
     missing, count = (1, 2) if version == 3 else (4, 6)
     assert f"{missing} of {count} chunks are not stored and are read as 3" in given.metadata.remarks[0]
     assert (np.asarray(given.reader(2)) == 3).all()
+    assert not reopened(given, "same", tmp_path).metadata.remarks
     array[:] = volume
     assert not assert_bits(path, volume).metadata.remarks
 
@@ -135,7 +136,7 @@ def test_labels_are_kept_in_the_region_and_the_mask_that_was_made_is_one_of_them
             f"{result.path}:/labels/{name}", expected.astype(expected.dtype.str.replace("b", "u"))
         ).labels
         smaller = zarr.open_array(result.path, path=f"labels/{name}/1", mode="r")
-        assert set(np.unique(smaller)) <= set(np.unique(expected)) and smaller.shape[-1] == 148
+        np.testing.assert_array_equal(np.squeeze(smaller[...]), expected[::2, ::2, ::2])
     assert open_volume(f"{result.path}:/labels/block-2").metadata.voxel_size == volume.metadata.voxel_size
     whole = open_volume(path)  # without a region a label of another shape is kept too
     result = restored(whole, "same", tmp_path)
