@@ -284,11 +284,11 @@ cocodiff.restore(Slow(), mask, samples=2, steps=5000, progress=False, device="cp
         pytest.param(signal.SIGHUP, "running", 2, marks=pytest.mark.full),
     ],
 )
-def test_nothing_outlives_the_caller(number: signal.Signals, during: str, ranks: int, temporary: Path) -> None:
+def test_nothing_outlives_the_caller(number: signal.Signals, during: str, ranks: int, tmp_path: Path) -> None:
     """Neither a process nor what it works with, wherever the caller is struck."""
     caller = subprocess.Popen(
         [sys.executable, "-c", CALLER, during, str(ranks)],
-        env=os.environ | {"TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
         start_new_session=True,
         stdout=subprocess.PIPE,
     )
@@ -297,15 +297,15 @@ def test_nothing_outlives_the_caller(number: signal.Signals, during: str, ranks:
         if during == "saving":
             caller.stdout.readline()
         else:
-            while not any("ready after" in path.read_text() for path in temporary.glob("*/said")):
+            while not any("ready after" in path.read_text() for path in tmp_path.glob("*/said")):
                 assert caller.poll() is None
                 time.sleep(0.1)
         started = [one for one in psutil.process_iter() if os.getsid(one.pid) == caller.pid]
-        assert len(started) >= 2 and [*temporary.glob("cocodiff-*")]
+        assert len(started) >= 2 and [*tmp_path.glob("cocodiff-*")]
         caller.send_signal(number)
         assert caller.wait(10) == -number
         psutil.wait_procs(started, 12)
-        assert [one for one in started if one.is_running()] == [] and [*temporary.glob("cocodiff-*")] == []
+        assert [one for one in started if one.is_running()] == [] and [*tmp_path.glob("cocodiff-*")] == []
     finally:
         end_group(caller.pid)
 
