@@ -98,7 +98,7 @@ def test_axes_weights_and_intervals_are_learnt_on_hidden_regions(folder: Path, t
     (jump,) = metrics["jumps"]
     assert jump["slice_jump"] == pytest.approx(own / true) and f">{own / true:.2f}<" in page
     assert len(jump["frc"]) == 32 and jump["resolution"] is None  # holes of 6 x 8 x 9 voxels tell no resolution
-    assert '"shape": [20, 32, 40]' in page and "tapa: low 90 %" in page and "tapa: uncertainty" in page
+    assert '"shape":[20,32,40]' in page and "tapa: low 90 %" in page and "tapa: uncertainty" in page
     inside = (low <= original) & (original <= high)
     of_rows = [row["coverage_90"] * np.count_nonzero(hidden[number(row)]) for row in metrics["images"]]
     assert sum(of_rows) / np.count_nonzero(hidden) == pytest.approx(inside[hidden].mean(), abs=0.01)
