@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from cocodiff.comm import connect
-from cocodiff.jobs import ranks
+from cocodiff.jobs import arrays, ranks
 
 
 def hooks_of(module: torch.nn.Module) -> list[Any]:
@@ -86,3 +87,18 @@ def plan_of_diffusers(model: Any) -> dict[str, Any]:
 def interrupt(pipe: Any) -> None:
     """Have a pipeline of diffusers leave out its further steps, as its users do from a callback."""
     pipe._interrupt = True
+
+
+def save_as_restore(array: Any, path: Path) -> None:
+    """Save an array, the volume or the mask by the file's name, as `cocodiff.restore` hands it to its job."""
+    arrays._save(array, path)
+
+
+def words_of_restore(options: dict[str, Any]) -> list[str]:
+    """Return the words of the command line that `cocodiff.restore` makes of its options."""
+    return arrays._words(options)
+
+
+def error_of_restore(code: int, said: str) -> Exception:
+    """Return what `cocodiff.restore` raises for a job's exit code and output."""
+    return arrays._error(code, said, Path("folder"))

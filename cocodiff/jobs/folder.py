@@ -291,7 +291,8 @@ class OutputFolder:
     def publish(self) -> None:
         """Puts the results in place. An older result disappears only when the new one stands ready."""
         found = (path.relative_to(self.partial) for path in self.partial.rglob("*") if not path.is_dir())
-        files = sorted(str(path) for path in found if path.parts[0] != FOLDER)
+        # A kill may have left the manifest's own file unfinished, which is no result.
+        files = sorted(str(path) for path in found if path.parts[0] not in (FOLDER, f"{MANIFEST}.partial"))
         header = self.journals.header()
         manifest = Manifest(self.run, files, header["settings"] if header is not None else None)
         manifest.write(self.partial)

@@ -155,9 +155,8 @@ def test_intervals_of_shallow_regions_hold_deep_in_the_mask(spread: float) -> No
 
 
 def test_depth_is_how_far_the_nearest_known_voxel_is() -> None:
-    mask_ZYX = np.zeros((12, 20, 24), bool)
-    mask_ZYX[3:10, 4:16, 5:20] = True
-    mask_ZYX[7] = True  # a whole slice: known are those before and behind it alone
+    # In slice 7 nothing is known, but before and behind it.
+    mask_ZYX = mask_of(np.s_[3:10, 4:16, 5:20], np.s_[7], shape=(12, 20, 24))
     found_ZYX = np.stack([depth(mask_ZYX.__getitem__, index, len(mask_ZYX)) for index in range(len(mask_ZYX))])
     assert (found_ZYX[~mask_ZYX] == 0).all() and found_ZYX[5, 4, 5] == 1 and found_ZYX[7, 0, 0] == 1
     assert found_ZYX[6, 9, 12] == 4 and found_ZYX[3, 9, 12] == 1 and found_ZYX[5, 6, 12] == 3
@@ -207,8 +206,7 @@ def test_linear_interpolates_along_its_axis() -> None:
 
 def test_methods_in_three_dimensions_continue_what_is_smooth() -> None:
     ramp_ZYX = np.add.outer(np.add.outer(np.arange(20.0), np.arange(24.0)), np.arange(28.0)) / 80
-    mask_ZYX = np.zeros(SHAPE, bool)
-    mask_ZYX[6:14, 8:16, 9:20] = True
+    mask_ZYX = mask_of(np.s_[6:14, 8:16, 9:20], shape=SHAPE)
     hidden_ZYX = np.where(mask_ZYX, np.nan, ramp_ZYX)
     assert np.abs(laplace(hidden_ZYX, mask_ZYX) - ramp_ZYX).max() < 1e-3
     assert np.abs(total_variation(hidden_ZYX, mask_ZYX) - ramp_ZYX).max() < 0.1
@@ -217,32 +215,36 @@ def test_methods_in_three_dimensions_continue_what_is_smooth() -> None:
     np.testing.assert_allclose(in_one, laplace(hidden_ZYX, mask_ZYX)[tuple(points_P3.T)], atol=1e-3)
 
 
-def ellipsoids(shape: tuple[int, int, int], *middles: tuple[int, int, int], radius: float = 5) -> np.ndarray:
-    places = np.stack(np.mgrid[tuple(slice(side) for side in shape)], axis=-1)
-    return np.any([np.linalg.norm(places - middle, axis=-1) < radius for middle in middles], axis=0)
-
-
-def slab(shape: tuple[int, int, int]) -> np.ndarray:
-    mask_ZYX = np.zeros(shape, bool)
-    mask_ZYX[10:14] = True
-    return mask_ZYX
-
-
-def columns(shape: tuple[int, int, int]) -> np.ndarray:
-    mask_ZYX = np.zeros(shape, bool)
-    mask_ZYX[:, 4:10, 30:36] = mask_ZYX[:, 20:28, 10:18] = True
-    return mask_ZYX
-
-
 BIG = (40, 44, 48)
 
 
-@pytest.mark.parametrize(
-    "mask_ZYX", [ellipsoids(BIG, (9, 9, 9), (28, 30, 20)), slab(BIG), columns(BIG)], ids=["holes", "slab", "columns"]
-)
+def mask_of(*boxes: tuple[slice, ...], shape: tuple[int, int, int] = BIG) -> np.ndarray:
+    mask_ZYX = np.zeros(shape, bool)
+    for box in boxes:
+        mask_ZYX[box] = True
+    return mask_ZYX
+
+
+def balls(*middles: tuple[int, int, int], radius: float = 5) -> np.ndarray:
+    places = np.stack(np.mgrid[tuple(slice(side) for side in BIG)], axis=-1)
+    return np.any([np.linalg.norm(places - middle, axis=-1) < radius for middle in middles], axis=0)
+
+
+def survey_of(mask_ZYX: np.ndarray, volume: np.ndarray | None = None) -> Survey:
+    volume = np.random.default_rng(0).random(mask_ZYX.shape) if volume is None else volume
+    return Survey.of(volume.__getitem__, mask_ZYX.__getitem__, volume.shape)
+
+
+MASKS = {
+    "holes": balls((9, 9, 9), (28, 30, 20)),
+    "slab": mask_of(np.s_[10:14]),
+    "columns": mask_of(np.s_[:, 4:10, 30:36], np.s_[:, 20:28, 10:18]),
+}
+
+
+@pytest.mark.parametrize("mask_ZYX", MASKS.values(), ids=MASKS)
 def test_hidden_regions_are_the_masks_where_voxels_are_known(mask_ZYX: np.ndarray) -> None:
-    volume = np.random.default_rng(0).random(BIG)
-    survey = Survey.of(volume.__getitem__, mask_ZYX.__getitem__, BIG)
+    survey = survey_of(mask_ZYX)
     rounds = hide(survey, 8, seed=3)
     assert 1 <= len(rounds) <= 4 and hide(survey, 8, seed=3) == rounds
     for found in rounds:
@@ -282,36 +284,27 @@ def test_regions_are_hidden_where_it_looks_as_around_the_mask() -> None:
     """Half of the volume is empty: nothing is learnt there of a hole in the other half."""
     volume = np.random.default_rng(0).random(BIG)
     volume[:, :, 24:] *= 0.01
-    survey = Survey.of(volume.__getitem__, ellipsoids(BIG, (20, 22, 8), radius=4).__getitem__, BIG)
-    found = hide(survey, 8, seed=0)
+    found = hide(survey_of(balls((20, 22, 8), radius=4), volume), 8, seed=0)
     assert found and all(piece.target[2] + piece.shape[2] <= 26 for one in found for piece in one.pieces)
 
 
 def test_a_large_volume_is_surveyed_in_cells() -> None:
-    mask_ZYX = slab((300, 20, 16))
-    survey = Survey.of(np.random.default_rng(0).random((300, 20, 16)).__getitem__, mask_ZYX.__getitem__, (300, 20, 16))
+    survey = survey_of(mask_of(np.s_[10:14], shape=(300, 20, 16)))
     assert survey.step == (3, 1, 1) and survey.masked_ZYX.shape == (100, 20, 16)
     assert survey.masked_ZYX[:, 0, 0].nonzero()[0].tolist() == [3, 4]
     found = hide(survey, 8, seed=0)
     assert found and all(piece.shape[1:] == (20, 16) for one in found for piece in one.pieces)
 
 
-@pytest.mark.parametrize(("sides", "cut"), [((8, 10), False), ((24, 26), True)])
-def test_it_is_told_where_parts_of_the_mask_find_no_place_whole(sides: tuple[int, int], cut: bool) -> None:
+@pytest.mark.parametrize(("y", "x", "cut"), [(4, 5, False), (12, 13, True)])
+def test_it_is_told_where_parts_of_the_mask_find_no_place_whole(y: int, x: int, cut: bool) -> None:
     """A column through the middle: a large one is cut to smaller regions, of which less is to be learnt."""
-    mask_ZYX = np.zeros(BIG, bool)
-    mask_ZYX[:, 22 - sides[0] // 2 : 22 + sides[0] // 2, 24 - sides[1] // 2 : 24 + sides[1] // 2] = True
-    survey = Survey.of(np.random.default_rng(0).random(BIG).__getitem__, mask_ZYX.__getitem__, BIG)
-    rounds = hide(survey, 8, seed=0)
+    rounds = hide(survey_of(mask_of(np.s_[:, 22 - y : 22 + y, 24 - x : 24 + x])), 8, seed=0)
     assert rounds and all(one.cut == cut for one in rounds)
-    lead = Lead(1.0, 0.5, 1.5, 3, 3)
-    told = HiddenRegionReport({"z": 1.0}, psnr_db={"cocodiff": 21.0, "biharmonic": 20.0}, lead=lead, cut=cut).line(
-        "scan"
-    )
+    figures, lead = {"cocodiff": 21.0, "biharmonic": 20.0}, Lead(1.0, 0.5, 1.5, 3, 3)
+    told = HiddenRegionReport({"z": 1.0}, psnr_db=figures, lead=lead, cut=cut).line("scan")
     assert ("these regions are smaller" in told) == cut
 
 
 def test_nothing_is_hidden_where_everything_touches_the_mask() -> None:
-    volume, mask_ZYX = np.zeros(SHAPE), np.zeros(SHAPE, bool)
-    mask_ZYX[::2] = True
-    assert hide(Survey.of(volume.__getitem__, mask_ZYX.__getitem__, SHAPE), 8, seed=0) == ()
+    assert hide(survey_of(mask_of(np.s_[::2]), np.zeros(BIG)), 8, seed=0) == ()

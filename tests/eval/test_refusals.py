@@ -1,0 +1,373 @@
+"""Files that are no slices: every mistake and every damage ends in one line that names the file and the cause, and
+nothing else is printed."""
+
+from __future__ import annotations
+
+import os
+import struct
+import sys
+import warnings
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numcodecs
+import numpy as np
+import pytest
+import tifffile
+import zarr
+from cocodiff_eval.data.formats import open_volume, write_volume
+from cocodiff_eval.data.mrc import IMOD_STAMP
+from cocodiff_eval.data.slices import open_stack, open_stacks, open_truth
+from cocodiff_eval.data.volume import Part, Stack
+from file_kinds import restored, voxels, write_mrc, write_npy, write_png, write_sequence, write_tiff, write_zarr
+
+from cocodiff.config.errors import UserError
+
+ANOTHER = np.full((20, 20), 9, np.uint16)
+COLOUR = np.random.default_rng(0).integers(0, 255, (20, 20, 3), dtype=np.uint8)
+
+
+COLOURS = np.stack([COLOUR, COLOUR])
+FIVE_CHANNELS = np.stack([ANOTHER] * 3 + [ANOTHER + 1] * 2, -1)
+
+
+def text(path: Path, content: bytes) -> str:
+    path.write_bytes(content)
+    return str(path)
+
+
+def pages(folder: Path, *images: np.ndarray, white: Sequence[int] = (), **options: Any) -> str:
+    """Write images of a page each. white: the numbers of those whose 0 is white."""
+    with tifffile.TiffWriter(folder / "a.tif") as file:
+        for number, image_YX in enumerate(images):
+            kind = "miniswhite" if number in white else "minisblack"
+            file.write(image_YX, **{"photometric": kind, "metadata": None} | options)
+    return str(folder / "a.tif")
+
+
+def hdf5(folder: Path, dataset: str | None) -> str:
+    path = folder / "a.h5"
+    with h5py.File(path, "w") as file:
+        file["entry/data"] = np.zeros((3, 20, 20), np.float32)
+        file["entry/flat"] = np.zeros((20, 20), np.uint16)
+        file["entry/angles"] = np.zeros(20)
+        file["entry/four"] = np.zeros((2, 2, 20, 20))
+        file["entry/names"] = np.array([[b"a", b"b"]] * 2)
+        file["entry/empty"], file["entry/single"] = h5py.Empty("f4"), 3.0
+        file.create_dataset("entry/none", (0, 20, 20), "f4")
+        file.create_dataset("entry/lists", (20, 20), h5py.vlen_dtype("f4"))
+        file.create_dataset("entry/records", (20, 20), [("x", "f4"), ("y", "i4")])
+    return str(path) if dataset is None else f"{path}:{dataset}"
+
+
+def colour_png16(path: Path) -> str:
+    """Pillow cannot write one: three chunks by hand."""
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    header = struct.pack(">IIBBBBB", 20, 20, 16, 2, 0, 0, 0)
+    rows = zlib.compress((b"\0" + bytes(20 * 6)) * 20)
+    return text(path, b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b""))
+
+
+def cut(path: str, end: int) -> str:
+    """Leave a file's bytes up to an end, or but for the last -end."""
+    Path(path).write_bytes(Path(path).read_bytes()[:end])
+    return path
+
+
+def overwritten(path: str, code: int, value: Any) -> str:
+    """Write another value of a tag of the first page."""
+    with tifffile.TiffFile(path, mode="r+b") as file:
+        file.pages.first.tags[code].overwrite(value)
+    return path
+
+
+def transparent(folder: Path) -> str:
+    image = np.ones((17, 23, 4), "f4")
+    image[3, 4, 3] = 0.5
+    return pages(folder, image, photometric="rgb", extrasamples=["unassalpha"])
+
+
+def pipe(path: Path) -> str:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    return str(path)
+
+
+def linked(path: Path, target: Path) -> str:
+    path.symlink_to(target)
+    return str(path)
+
+
+def pipe_in_store(folder: Path, name: str) -> str:
+    store = write_zarr(folder, voxels())
+    pipe(Path(store) / name)
+    return store
+
+
+def planes_of_ome(folder: Path, planes: str) -> str:
+    """Write the first of two planes, and XML that tells of both."""
+    xml = f"""<?xml version="1.0" encoding="UTF-8"?><OME xmlns="http://www.openmicroscopy.org/Schemas/OME/2016-06"
+    UUID="urn:uuid:a"><Image ID="Image:0"><Pixels ID="Pixels:0" DimensionOrder="XYZCT" Type="uint16" SizeX="20"
+    SizeY="20" SizeZ="2" SizeC="1" SizeT="1"><Channel ID="Channel:0:0" SamplesPerPixel="1"/><TiffData IFD="0"
+    FirstZ="0" PlaneCount="1"/>{planes}</Pixels></Image></OME>"""
+    return pages(folder, ANOTHER, description=xml.encode())
+
+
+def claiming(path: Path, side: int, compression: int) -> str:
+    """Write a TIFF of a few bytes whose header claims an 8-bit image of a size."""
+    tags = {256: side, 257: side, 258: 8, 259: compression, 262: 1, 273: 150, 277: 1, 278: side, 279: 1000}
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    return text(path, struct.pack("<2sHIH", b"II", 42, 8, len(tags)) + entries + bytes(999))
+
+
+def claiming_png(path: Path, side: int) -> str:
+    header = b"IHDR" + struct.pack(">IIBBBBB", side, side, 8, 0, 0, 0, 0)
+    return text(path, b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header)))
+
+
+ELSEWHERE = '<TiffData IFD="0" FirstZ="1" PlaneCount="1"><UUID FileName="b.ome.tif">urn:uuid:b</UUID></TiffData>'
+TILES = {"tile": (16, 16), "compression": "zlib"}
+ZIP = b"PK\5\6" + bytes(18)
+MISTAKES: dict[str, tuple[Callable[[Path], str], str]] = {
+    "missing": (lambda d: str(d / "no.tif"), r"no\.tif: no such file; check the path"),
+    "directory": (lambda d: str(d), r"is a directory; name the files in it, e\.g\. .*\*\.png"),
+    "extension": (lambda d: text(d / "a.jpg", b"x"), r"the extension '\.jpg' is not supported; convert to PNG"),
+    "no extension": (lambda d: text(d / "a", b"x"), r"the extension '\(none\)' is not supported"),
+    "no path": (lambda d: "", "'' is no path"),
+    # PNG
+    "corrupt png": (lambda d: text(d / "a.png", b"\x89PNG\r\n\x1a\nxxxx"), "not a readable PNG .*; save it again"),
+    "text as png": (lambda d: text(d / "a.png", b"hello"), "not a readable PNG"),
+    "empty png": (lambda d: text(d / "a.png", b""), "not a readable PNG"),
+    "short png": (lambda d: cut(write_png(d, voxels((64, 64), "uint8")), 2000), "not a readable PNG"),
+    "colour png": (lambda d: write_png(d, COLOUR), "a colour image whose channels differ; save it as grey"),
+    "transparent png": (lambda d: write_png(d, np.full((20, 20, 4), 9, "u1")), "transparent pixels"),
+    "16-bit colour png": (lambda d: colour_png16(d / "a.png"), "a 16-bit colour PNG; save it as 16-bit grey"),
+    "1-bit png": (lambda d: write_png(d, COLOUR[..., 0] > 90), "boolean values.*--mask"),
+    # TIFF
+    "corrupt tiff": (lambda d: text(d / "a.tif", b"II*\x00\xff\xff\xff\xff"), r"damaged TIFF.*invalid offset"),
+    "text as tiff": (lambda d: text(d / "a.tif", b"hello"), "not a readable TIFF .*; save it again"),
+    "colour tiff": (lambda d: pages(d, COLOUR, photometric="rgb"), "a colour image whose channels differ"),
+    "colour stack": (lambda d: pages(d, COLOURS, photometric="rgb"), "a stack of colour images"),
+    "more channels": (lambda d: pages(d, FIVE_CHANNELS, photometric="rgb"), "a colour image whose channels differ"),
+    "transparent tiff": (lambda d: transparent(d), "has transparent pixels"),
+    "complex": (lambda d: pages(d, np.zeros((20, 20), "c8")), r"complex values \(complex64\)"),
+    "4-D tiff": (lambda d: write_tiff(d, np.zeros((2, 2, 20, 20), "u1"), axes="qqyx"), "4 dimensions 2 x 2 x 20 x 20"),
+    "small": (lambda d: pages(d, np.zeros((12, 300), "u1")), r"slices of 12 x 300 .*at least 16 x 16"),
+    "shapes": (lambda d: pages(d, ANOTHER, np.zeros((30, 20), "u2")), r"dtypes \(20 x 20, 30 x 20\)"),
+    "pages of two whites": (lambda d: pages(d, ANOTHER, ANOTHER, white=[1]), "MINISBLACK, MINISWHITE"),
+    **{
+        f"samples {kind}": (
+            lambda d, kind=kind: overwritten(pages(d, ANOTHER), 262, kind),
+            "photometric interpretation",
+        )
+        for kind in (3, 4, 5, 6, 8, 32803, 34892)
+    },
+    "no tiles": (lambda d: overwritten(write_tiff(d, voxels(), **TILES), 325, [0] * 6), "slice 0 .*6 of 6 strips"),
+    "no plane": (lambda d: planes_of_ome(d, ""), "1 planes, slice 1 the first"),
+    "plane elsewhere": (lambda d: planes_of_ome(d, ELSEWHERE), r"slice 1 the first.*b\.ome\.tif"),
+    # HDF5
+    "corrupt hdf5": (lambda d: text(d / "a.h5", b"hello") + ":/x", "not a readable HDF5 file .*h5ls"),
+    "hdf5 without path": (lambda d: hdf5(d, None), r"as .*a\.h5:/path; it holds /entry/data \(3 x 20 x 20 float32\), "),
+    "hdf5 path absent": (lambda d: hdf5(d, "/data"), r"/data is not there; it holds /entry/data"),
+    "hdf5 group": (lambda d: hdf5(d, "/entry"), "/entry is a group; it holds"),
+    "hdf5 1-D": (lambda d: hdf5(d, "/entry/angles"), "1 dimensions 20"),
+    "hdf5 4-D": (lambda d: hdf5(d, "/entry/four"), "4 dimensions 2 x 2 x 20 x 20"),
+    "hdf5 0-D": (lambda d: hdf5(d, "/entry/single"), "0 dimensions"),
+    "hdf5 text": (lambda d: hdf5(d, "/entry/names"), r"values of type \|S1"),
+    "hdf5 empty": (lambda d: hdf5(d, "/entry/empty"), "an empty dataspace"),
+    "hdf5 no slices": (lambda d: hdf5(d, "/entry/none"), "a stack of no slices"),
+    "hdf5 lists": (lambda d: hdf5(d, "/entry/lists"), "values of type object"),
+    "hdf5 records": (lambda d: hdf5(d, "/entry/records"), "values of type"),
+    # MRC and NumPy
+    "text as mrc": (lambda d: text(d / "a.mrc", b"no MRC file"), r"a\.mrc: not a readable MRC file"),
+    "turned mrc": (lambda d: write_mrc(d, voxels(dtype="int16"), mapc=3, maps=1), "order of sections, rows, columns"),
+    "mrc of 4 bits": (lambda d: write_mrc(d, voxels(dtype="uint8"), "<", (IMOD_STAMP, 16)), "two values of 4 bits"),
+    "text as npy": (lambda d: text(d / "a.npy", b"no array"), r"a\.npy: not a readable \.npy file"),
+    # Paths of other tools
+    "address": (lambda d: "file:///data/scan.tif", "is an address; name a file of this machine by its path"),
+    "pattern at an address": (lambda d: "s3://bucket/*.tif", "is an address"),
+    "store at an address": (lambda d: "https://host/scan.zarr", "is an address"),
+    "home": (lambda d: "~/scan.tif", r"no shell has replaced the ~; name it as /.*/scan\.tif"),
+    "pattern at home": (lambda d: "~/*.tif", "no shell has replaced the ~"),
+    "zip": (lambda d: text(d / "a.zarr.zip", ZIP), r"is an archive; unpack it \(unzip .*a\.zarr\.zip -d FOLDER\)"),
+    "zip of a store's name": (lambda d: text(d / "zipped.zarr", ZIP), "is an archive"),
+    "npz": (lambda d: text(d / "arrays.npz", ZIP), "is an archive"),
+    "path in zip": (lambda d: text(d / "a.zip", ZIP) + ":/0", r"a\.zip is a file; only HDF5 has .*scan\.h5:/data"),
+    "folder in hdf5": (lambda d: text(d / "a.h5", b"") + "/vol", r"a\.h5 is a file; only HDF5 has"),
+    "path in tiff": (lambda d: text(d / "a.tif", b"") + ":/vol", r"a\.tif is a file"),
+    # What is never opened
+    "loop": (lambda d: linked(d / "a.tif", d / "a.tif"), "symbolic links"),
+    "long name": (lambda d: str(d / f"{'x' * 300}.tif"), "name too long"),
+    "null": (lambda d: str(d / "nul\0.tif"), "null"),
+    **{
+        f"{kind} {suffix}": (lambda d, make=make, suffix=suffix: make(d / f"a{suffix}"), f"is a {kind}")
+        for suffix in (".tif", ".png", ".h5", ".npy", ".mrc")
+        for kind, make in {"named pipe": pipe, "device": lambda path: linked(path, Path("/dev/zero"))}.items()
+    },
+    **{
+        f"pipe {name}": (lambda d, name=name: pipe_in_store(d, name), "is a named pipe")
+        for name in (".zgroup", ".zattrs", "0/.zarray", "0/0.0.0.0.0")
+    },
+}
+
+
+def check_refused(path: str, message: str) -> str:
+    """Check that opening or reading a file raises one line with these words, and warns of nothing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserError, match=message) as caught:
+            stack = open_stack(path)
+            for index in range(len(stack)):
+                stack.read(index)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.usefixtures("promptly")
+@pytest.mark.parametrize("case", MISTAKES)
+def test_mistakes(tmp_path: Path, case: str, capfd: pytest.CaptureFixture) -> None:
+    make, message = MISTAKES[case]
+    path = make(tmp_path)
+    told = check_refused(path, message)
+    assert told.startswith(path.partition(":/")[0] or "''") or "\0" in path
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("options", [{}, {"compression": "zlib"}, {"compression": "zlib", "metadata": None}])
+@pytest.mark.parametrize("kept", [5000, 9000, 20000, -40])
+def test_a_damaged_tiff_is_never_read_in_part(
+    tmp_path: Path, options: Mapping[str, Any], kept: int, capfd: pytest.CaptureFixture
+) -> None:
+    path = cut(write_tiff(tmp_path, voxels((4, 64, 64)), **options), kept)
+    check_refused(path, r"scan\.tif: .*(cannot be read|damaged TIFF|not a readable TIFF)")
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_chunk_of_blosc_that_is_cut_short_is_refused(tmp_path: Path, version: int) -> None:
+    """Blosc's own library would take what lies behind it in memory."""
+    codec = numcodecs.Blosc() if version == 2 else zarr.codecs.BloscCodec()
+    store = write_zarr(tmp_path, voxels(), version=version, compressors=codec)
+    cut(str(next(Path(store).rglob("0.0.0.0.0" if version == 2 else "c/0/0/0/0/0"))), -40)
+    check_refused(store, r"slice 0 cannot be read .* is cut short")
+
+
+SCALE = {"type": "scale", "scale": [1.0, 1.0, 2.0, 0.5, 0.5]}
+NGFF: dict[str, tuple[Any, Any, str]] = {  # axes and transformations of an image
+    "axes": (5, None, "axes of its multiscale image: 5"),
+    "transforms": (None, "scale", "coordinateTransformations of its multiscale image: 'scale'"),
+    "one number": (None, [{"type": "scale", "scale": 5}], "scale of .*: 5 instead of 5 numbers"),
+    "two numbers": (None, [{"type": "scale", "scale": [1.0, 2.0]}], "instead of 5 numbers"),
+    "a word": (None, [{"type": "scale", "scale": [1.0, 1.0, 1.0, "a", 2]}], "instead of 5 numbers"),
+    "translation": (None, [SCALE, {"type": "translation", "translation": [1]}], "translation of .* instead of 5"),
+    "no transforms": (None, [], ""),
+    "identity": (None, [{"type": "identity"}], ""),
+    "names alone": ([*"tczyx"], None, ""),
+    "another order": ([*"tcxyz"], None, "its axes are t, c, x, y, z; .* in the order z, y, x"),
+    "channels last": ([*"tzyxc"], None, r"1 x 1 x 6 x 20 x 33 \(t, z, y, x, c\)|its axes are t, z, y, x, c"),
+    "too few": ([*"yx"], None, r"has 2 axes \(y, x\), and its array 5 dimensions"),
+}
+
+
+@pytest.mark.parametrize("version", [2, 3])
+@pytest.mark.parametrize("case", NGFF)
+def test_malformed_metadata_are_refused_when_the_image_is_opened(tmp_path: Path, case: str, version: int) -> None:
+    """The array itself can be read in any case."""
+    axes, transforms, message = NGFF[case]
+    store = write_zarr(tmp_path, voxels(), version=version)
+    root = zarr.open_group(store, mode="a")
+    about = root.attrs.asdict()
+    (image,) = about.get("ome", about)["multiscales"]
+    image["axes"] = axes if axes is not None else image["axes"]
+    if transforms is not None:
+        image["datasets"][0]["coordinateTransformations"] = transforms
+    root.attrs.put(about)
+    if message:
+        check_refused(store, message)
+    for path in (f"{store}:/0", *([] if message else [store])):
+        result = restored(open_stack(path), "same", tmp_path).path
+        assert np.array_equal(zarr.open_array(result, path="0", mode="r")[0, 0], voxels())
+
+
+def test_mistakes_of_sequences_and_stores(tmp_path: Path) -> None:
+    folder = Path(write_sequence(tmp_path, voxels()))
+    tenth = folder / "recon_10.tiff"
+    kept = tenth.read_bytes()
+    tenth.unlink()
+    check_refused(f"{folder}", r"recon_10\.tiff is missing after recon_9\.tiff")
+    for image_YX, more, message in (
+        (np.zeros((20, 33), "u1"), {}, r"recon_10\.tiff: holds 20 x 33 voxels of uint8"),
+        (np.zeros((20, 34), "u2"), {}, r"recon_10\.tiff: holds 20 x 34 voxels"),
+        (voxels()[0], {"white": [0]}, r"recon_10\.tiff: 0 is white in it or in .*recon_8\.tiff, not in both"),
+        (voxels()[0], {"extratags": [(274, 3, 1, 4, True)]}, r"recon_10\.tiff: has orientation 4, .*recon_8\.tiff"),
+        (voxels()[:2], {}, r"recon_10\.tiff: holds 2 slices"),
+    ):
+        Path(pages(tmp_path, *image_YX.reshape(-1, *image_YX.shape[-2:]), **more)).rename(tenth)
+        check_refused(str(folder), message)
+    tenth.write_bytes(kept)
+    (folder / "recon_010.tiff").write_bytes(kept)
+    check_refused(str(folder), "have the same number")
+    (folder / "recon_010.tiff").rename(folder / "flat_1.tiff")
+    check_refused(str(folder), r"flat_1\.tiff has another name than recon_\*\.tiff")
+    assert open_stack(f"{folder}/recon_*.tiff").name == "recon"
+    check_refused(f"{folder}/dark_*.tif", "no name fits this pattern")
+    store = write_zarr(tmp_path, voxels())
+    root = zarr.open_group(store, mode="a")
+    root.create_group("labels")
+    root.create_array("many", shape=(2, 1, 6, 20, 33), dtype="u1")
+    check_refused(f"{store}:/labels", "labels: is a group without a multiscale image")
+    check_refused(f"{store}:/9", r"/0 \(1 x 1 x 6 x 20 x 33 uint16\)")
+    check_refused(f"{store}:/many", "only one each can be restored")
+
+
+def test_parts_that_are_not_there(tmp_path: Path) -> None:
+    path = write_tiff(tmp_path, voxels())
+    for slices, roi, words in (
+        ("2:7", "", ("2:7", "6 x 20 x 33")),
+        ("3", "", ("'3'", "100:200")),
+        ("3:3", "", ("3:3",)),
+        ("", "4:15", ("'4:15'", "y0:y1,x0:x1")),
+        ("", "15:4,:", ("15:4",)),
+        ("", ":,0:34", ("0:34",)),
+    ):
+        with pytest.raises(UserError) as caught:
+            open_stack(path, part=Part(slices, roi))
+        assert all(word in str(caught.value) for word in words)
+    assert open_stack(path, part=Part("5:6", "4:20,:33")).shape == (1, 16, 33)
+
+
+@pytest.mark.parametrize("side", [2**31 - 1, 10**6])
+def test_more_voxels_than_memory_holds_are_refused_unread(tmp_path: Path, side: int) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for name, depth in (("one", 1), ("many", 3)):
+            file.create_dataset(name, (depth, side, side), "f4", chunks=(1, 64, 64))
+    paths = [claiming_png(tmp_path / "a.png", side), f"{tmp_path}/a.h5:/one", f"{tmp_path}/a.h5:/many"]
+    for path in (*paths, *(claiming(tmp_path / f"{kind}.tif", side, kind) for kind in (1, 5, 8))):
+        check_refused(path, rf"claims {side} x {side} voxels .* this machine has [0-9,]+ GiB")
+
+
+def test_no_input_and_another_truth(tmp_path: Path, stack: Stack) -> None:
+    with pytest.raises(UserError, match=r"no input given.*--input"):
+        open_stacks([])
+    other = write_npy(tmp_path, np.zeros((3, 40, 51), np.float32))
+    with pytest.raises(UserError, match=r"the truth has shape 3 x 40 x 51 but .* has 3 x 40 x 52"):
+        open_truth(other, stack)
+    assert open_truth(stack.path, stack).shape == stack.shape
+
+
+def test_what_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    volume = open_volume(write_npy(tmp_path, voxels(dtype="uint32")))
+    with pytest.raises(UserError, match=r"cannot be written.*--out"):
+        write_volume("tiff", tmp_path / "no", lambda suffix: f"x{suffix}", volume, volume.dtype, volume.reader, {})
+    with pytest.raises(UserError, match="MRC files hold no uint32: choose another --format"):
+        restored(volume, "mrc", tmp_path)
+    path = write_mrc(tmp_path, voxels(dtype="int16"))
+    monkeypatch.setitem(sys.modules, "mrcfile", None)
+    with pytest.raises(UserError, match=r"pip install cocodiff\[mrc\]"):
+        open_volume(path)
