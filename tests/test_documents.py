@@ -8,8 +8,6 @@ from functools import cache
 from itertools import chain
 from pathlib import Path
 
-import mutate
-
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted(chain(ROOT.glob("*.md"), (ROOT / "docs").rglob("*.md"), (ROOT / "cocodiff").rglob("*.md")))
 CODE = ("cocodiff", "eval", "sycl_kernels", "configs", "launch", "tests")
@@ -68,14 +66,6 @@ def test_documents_that_the_code_names_exist():
         name for path in files for name in re.findall(r"docs/[\w/-]+\.(?:md|png)", path.read_text(errors="replace"))
     }
     assert {name for name in named if not (ROOT / name).exists()} == set()
-
-
-def test_faults_that_the_tests_are_tried_with_are_of_this_product():
-    """See `tests/mutate.py`."""
-    faults = mutate.read_faults().values()
-    assert [one.name for one in faults if (ROOT / one.file).read_text().count(one.old) != 1] == []
-    named = [(one.name, word) for one in faults for word in one.near if word.startswith("tests/")]
-    assert [(name, word) for name, word in named if not (ROOT / word).exists()] == []
 
 
 def test_every_page_is_linked_from_another():

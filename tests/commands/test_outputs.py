@@ -242,8 +242,7 @@ def judge(struck: Struck, old: dict[str, str], users: dict[str, str]) -> None:
     assert again == ([] if moving is not None or published else [*{*range(BATCHES)} - done]), told
     assert files(out) == whole and hidden(out) == [MANIFEST] and not (out / "tables").exists(), told
     final = Manifest.read(out)
-    # A manifest that a kill has left half-written is listed as well, though it is gone: to be mended.
-    assert final is not None and {*final.files} - {f"{MANIFEST}.partial"} == {*NEW}, told
+    assert final is not None and {*final.files} == {*NEW}, told
     assert {path.name for path in out.parent.iterdir()} == {"out"}, told
 
 

@@ -75,8 +75,9 @@ class Trainer:
         self.side = self.model.config.sample_size * 8
         shown = reading_bar(self.first and not values["quiet"])
         counts = (-(-values["patches"] // transport.size), HELD_OUT)
-        self.own, held = cut_patches(tasks, self.side, counts, (values["seed"], transport.rank), shown)
-        generator = np.random.default_rng([values["seed"], 9])
+        seed = values["seed"] % 2**64  # as torch takes a negative one
+        self.own, held = cut_patches(tasks, self.side, counts, (seed, transport.rank), shown)
+        generator = np.random.default_rng([seed, 9])
         self.held, self.hidden_BHW = held, np.stack([block_mask(generator, self.side) for _ in range(len(held))])
         images, known = (one[:JUDGED] for one in held)
         self.judged = images.astype(np.float32), self.hidden_BHW[:JUDGED], known
@@ -110,7 +111,7 @@ class Trainer:
         self.step += 1
 
     def _batch(self) -> Batch:
-        generator = np.random.default_rng([self.values["seed"], self.transport.rank, self.step])
+        generator = np.random.default_rng([self.values["seed"] % 2**64, self.transport.rank, self.step])
         noise = torch.Generator().manual_seed(int(generator.integers(2**31)))
         chosen = generator.integers(len(self.own), size=max(1, self.values["batch"] // self.transport.size))
         turns = [(int(generator.integers(4)), bool(generator.integers(2))) for _ in chosen]

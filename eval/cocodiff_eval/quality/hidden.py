@@ -168,7 +168,7 @@ def hide(
     hidden, each counted by how much the surroundings of its region look like those of the part of the mask that it is.
     There are as many rounds as it takes to 12 regions, up to `rounds`.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed % 2**64)  # as torch takes a negative one
     best: list[list[Piece]] = []
     uncut: set[Box] = set()
     for part in (1, 2, 4, 8):
