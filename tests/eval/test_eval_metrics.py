@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from cocodiff_eval.quality.metrics import (
     summary,
 )
 from cocodiff_eval.report.tables import grouped, size, terminal_table
-from eval_helpers import phantom, row_of
+from eval_helpers import BASELINE, QUALITY, phantom, rich_run, row_of
 from scipy.ndimage import distance_transform_edt, gaussian_filter
 from skimage.metrics import mean_squared_error, peak_signal_noise_ratio, structural_similarity
 
@@ -89,130 +90,50 @@ def test_distance_to_the_exact_run_is_none_only_for_identical_bits() -> None:
     assert distance_db(scale, np.zeros((8, 8)), -np.zeros((8, 8)), mask_YX) == 200.0
 
 
-QUALITY = {"psnr_db": 21.5, "ssim": 0.65, "mse": 0.007}
-NOTHING = {"psnr_db": None, "ssim": None, "mse": None}
-BASELINE = {"psnr_db": 18.0, "ssim": 0.5, "mse": 0.016, "seconds": 0.4}
-
-
-def rows() -> list[dict]:
-    return [
-        row_of("a", "block", "flat", QUALITY, 2.0, {"plane": 100, "node": 5}, baseline=BASELINE),
-        row_of("a", "block", "cocodiff", QUALITY, 1.0, {"plane": 50}, psnr_vs_exact_db=41.0, baseline=BASELINE),
-        row_of("b", "block", "flat", {**QUALITY, "psnr_db": 23.5}, 4.0, {"plane": 2048}, baseline=BASELINE),
-        row_of("a very long name of a scan, 2024-05-17", "scratch", "flat", NOTHING, 4.0, {}, exact_compared=False),
-    ]
-
-
 def test_document_has_the_names_users_script_on() -> None:
-    document = metrics_document({"steps": 20}, 4, rows())
-    assert list(document) == ["schema", "config", "ranks", "images", "summary"]
-    assert document["schema"] == 1 and document["ranks"] == 4
+    document = rich_run()
+    assert {"schema", "config", "ranks", "images", "summary"} <= set(document)
+    assert (document["schema"], document["ranks"], document["config"]) == (1, 4, {"steps": 20})
     names = {"name", "mask", "mode", "psnr_db", "ssim", "mse", "psnr_vs_exact_db", "seconds", "bytes"}
+    of_some = {"samples", "coverage_50", "coverage_90", "psnr_db_single", "intervals", "bytes_late"}
     for row in document["images"]:
         assert names <= set(row)
         assert list(row["bytes"]) == ["sibling", "plane", "node", "cross_plane"]
+        assert row["name"].startswith("stack") or not of_some & set(row)
     assert json.loads(json.dumps(document, allow_nan=False)) == document
 
 
 def test_summary_means() -> None:
-    result = summary(rows())
-    flat, lossy, scratch = result["rows"]
-    assert (flat["mask"], flat["mode"], flat["n"], flat["identical"]) == ("block", "flat", 2, 2)
-    assert flat["psnr_db"] == 22.5 and flat["seconds"] == 3.0 and flat["bytes"]["plane"] == 2148
-    assert (lossy["psnr_vs_exact_db"], lossy["identical"]) == (41.0, 0)
-    assert (scratch["psnr_db"], scratch["identical"]) == (None, 0)
-    assert result["baseline"] == [{"mask": "block", "method": "biharmonic", "n": 2, **BASELINE}]
+    result = summary(rich_run()["images"])
+    flat, lossy, ahead, scan, drawn = result["rows"]
+    assert (flat["mask"], flat["mode"], flat["n"], flat["compared"], flat["identical"]) == ("block", "flat", 2, 2, 2)
+    assert (flat["psnr_db"], flat["seconds"], flat["bytes"]["plane"]) == (22.53, pytest.approx(13.34), 10 * 2**20)
+    assert (lossy["psnr_vs_exact_db"], lossy["compared"], lossy["identical"]) == (39.8, 2, 0)
+    assert (ahead["n"], ahead["psnr_db"], ahead["compared"], ahead["identical"]) == (13, 26.0, 2, 1)
+    assert (ahead["samples"], ahead["coverage_50"], ahead["psnr_db_single"]) == (8, 0.43, pytest.approx(20.12))
+    assert ahead["coverage_90"] == pytest.approx(0.75) and "samples" not in flat
+    assert (scan["psnr_db"], scan["compared"], scan["identical"], drawn["mask"]) == (None, 0, 0, None)
+    assert result["baseline"] == [{"mask": "block", "method": "biharmonic", "n": 15, **approximate(BASELINE)}]
 
 
-def test_slices_of_a_stack_are_one_line() -> None:
-    per_slice = [
-        row_of(
-            f"scan[{n}]",
-            "block",
-            mode,
-            {**QUALITY, "psnr_db": 20.0 + n},
-            1.5,
-            {"node": 10},
-            psnr_vs_exact_db=None if mode == "flat" else 40.0 + n,
-            baseline=BASELINE,
-        )
-        for n in range(3)
-        for mode in ("flat", "cocodiff")
-    ]
-    ((name, mask, slices, (flat, lossy)),) = grouped(per_slice)
-    assert (name, mask, slices) == ("scan", "block", 3)
-    assert (flat["psnr_db"], flat["psnr_vs_exact_db"], flat["seconds"], flat["bytes"]["node"]) == (21.0, None, 4.5, 30)
-    assert lossy["psnr_vs_exact_db"] == 41.0 and lossy["baseline"]["seconds"] == pytest.approx(1.2)
-    lines = terminal_table(metrics_document({}, 1, per_slice)).split("\n")
-    assert len(lines) == 4 and lines[1].startswith("scan (3 slices)  block  flat")
-    assert per_slice[0]["name"] == "scan[0]"
+def approximate(numbers: dict[str, float]) -> dict[str, Any]:
+    return {name: pytest.approx(number) for name, number in numbers.items()}
 
 
-def test_seconds_of_replicas_that_work_at_the_same_time_are_those_of_the_slowest() -> None:
-    rows = [
-        row_of(
-            f"scan[{n}]",
-            "block",
-            "flat",
-            QUALITY,
-            1.5,
-            {},
-            baseline=BASELINE,
-            rank_seconds=3.0,
-            replica_seconds={str(n % 3): 1.5},
-        )
-        for n in range(4)
-    ]
-    several = {"rank_seconds": 6.0, "replica_seconds": {"1": 1.0, "2": 2.0}}  # samples of one slice
-    rows.append(row_of("scan[4]", "block", "flat", QUALITY, 2.0, {}, baseline=BASELINE, **several))
-    ((_, _, _, (row,)),) = grouped(rows)
-    assert (row["seconds"], row["rank_seconds"]) == (3.5, 18.0)
-    assert row["baseline"]["seconds"] == pytest.approx(3 * BASELINE["seconds"])
-    lines = terminal_table(metrics_document({}, 6, rows)).split("\n")
-    assert lines[0].split()[-4:] == ["seconds", "rank", "s", "bytes"]
-    assert lines[1].split()[-4:] == ["3.5", "18.0", "0", "B"] and lines[2].split()[-3:] == ["1.2", "-", "-"]
-    assert "rank s" not in terminal_table(metrics_document({}, 1, rows))
+def test_slices_of_a_stack_are_one_line_and_replicas_work_at_the_same_time() -> None:
+    """Quality is a mean; rank seconds and bytes are sums; seconds those of the slowest replica, here the third: four
+    slices, and a part of the one on which two worked, which the first one judges."""
+    rows = rich_run()["images"]
+    name, mask, slices, (row,) = next(one for one in grouped(rows) if one[0] == "stack")
+    assert (name, mask, slices, row["psnr_db"], row["psnr_vs_exact_db"]) == ("stack", "block", 13, 26.0, 40.0)
+    assert (row["seconds"], row["rank_seconds"], row["bytes"]["plane"]) == (8.0, 39.0, 780)
+    assert row["baseline"]["seconds"] == pytest.approx(5 * BASELINE["seconds"])
+    assert len(grouped(rows)) == 5 and any(row["name"] == "stack[0]" for row in rows)
 
 
-def test_terminal_table() -> None:
-    lines = terminal_table(metrics_document({}, 1, rows())).split("\n")
-    assert lines[0].split() == ["image", "mask", "preset", "PSNR", "dB", "SSIM", "vs", "exact", "seconds", "bytes"]
-    assert lines[1].split() == ["a", "block", "flat", "21.50", "0.650", "identical", "2.0", "105", "B"]
-    assert lines[2].split()[3:] == ["21.50", "0.650", "41.0", "dB", "1.0", "50", "B"]
-    assert lines[3].split() == ["a", "block", "biharmonic", "18.00", "0.500", "-", "0.4", "-"]
-    assert lines[-1].startswith("a very long ...n, 2024-05-17  scratch") and " - " in lines[-1]
-    assert len({line.index(" - ") for line in lines if "scratch" in line}) == 1
-    assert len(lines) == 7 and len(grouped(rows())) == 3
-    assert [size(count) for count in (0, 1023, 1536, 5 * 2**30, 2**45)] == [
-        "0 B",
-        "1023 B",
-        "1.5 KiB",
-        "5.0 GiB",
-        "32.0 TiB",
-    ]
-
-
-def test_rows_of_several_samples_have_their_spread_judged() -> None:
-    of_samples = {"samples": 8, "coverage_50": 0.4, "coverage_90": 0.8, "psnr_db_single": 20.0}
-    of_samples["intervals"] = {"floor": 0.1, "factor_50": 1.0, "factor_90": 2.0}
-    unknown = {**of_samples, "coverage_50": None, "coverage_90": None, "psnr_db_single": None, "intervals": None}
-    several = [
-        row_of("a[0]", "block", "flat", QUALITY, 2.0, {}, baseline=BASELINE, **of_samples),
-        row_of("a[1]", "block", "flat", QUALITY, 2.0, {}, **{**of_samples, "coverage_50": 0.5}),
-        row_of("b", "hole", "flat", NOTHING, 2.0, {}, **unknown),
-    ]
-    document = metrics_document({}, 1, several)
-    first, last = document["summary"]["rows"]
-    assert (first["samples"], first["coverage_50"], first["psnr_db_single"]) == (8, pytest.approx(0.45), 20.0)
-    assert last["samples"] == 8 and last["coverage_90"] is None
-    lines = [line.split() for line in terminal_table(document).split("\n")]
-    assert " ".join(lines[0]) == "image mask preset PSNR dB SSIM one sample in 50 % in 90 % vs exact seconds bytes"
-    assert lines[1][5:] == ["21.50", "0.650", "20.00", "45", "%", "80", "%", "identical", "4.0", "0", "B"]
-    assert lines[2][5:] == ["18.00", "0.500", "-", "-", "-", "-", "0.4", "-"]
-    assert lines[3][3:] == ["-", "-", "-", "-", "-", "identical", "2.0", "0", "B"]
-    names = {"samples", "coverage_50", "coverage_90", "psnr_db_single"}
-    plain = metrics_document({}, 1, rows())
-    assert not any(names & set(row) for row in (*plain["images"], *plain["summary"]["rows"]))
+def test_sizes_in_units_that_fit() -> None:
+    sizes = [size(count) for count in (0, 1023, 1024, 1536, 5 * 2**30, 2**45)]
+    assert sizes == ["0 B", "1023 B", "1.0 KiB", "1.5 KiB", "5.0 GiB", "32.0 TiB"]
 
 
 def test_documents_are_json_where_numbers_overflow() -> None:
