@@ -24,6 +24,7 @@ from cocodiff_eval.report.pictures import (
     error_image,
     plan_pictures,
     shown_slices,
+    window,
     worst_slices,
 )
 from cocodiff_eval.report.tables import terminal_table
@@ -103,13 +104,11 @@ def rendered(
 
 
 def known() -> tuple[dict, list[Picture]]:
-    rows = [
-        row_of("tooth", "block", "flat", QUALITY, 12.34, {"plane": 5 * 2**20}, baseline=BASELINE),
-        row_of("tooth", "block", "cocodiff", QUALITY, 7.89, {"node": 77}, psnr_vs_exact_db=39.8, baseline=BASELINE),
-    ]
+    """One slice whose name would end a script, in two presets."""
+    name = "too</script>th"
+    rows = [row_of(name, "block", mode, QUALITY, 1.0, {}, baseline=BASELINE) for mode in ("flat", "cocodiff")]
     restored = {mode: np.where(MASK_YX, IMAGE_YX * 0.9, IMAGE_YX) for mode in ("flat", "cocodiff", "biharmonic")}
-    pictures = [Picture("tooth", "block", 0, IMAGE_YX, MASK_YX, SCALE, restored, IMAGE_YX)]
-    return metrics_document({}, 4, rows), pictures
+    return metrics_document({}, 4, rows), [Picture(name, "block", 0, IMAGE_YX, MASK_YX, SCALE, restored, IMAGE_YX)]
 
 
 def test_the_page_and_the_table_tell_of_everything_in_a_run(tmp_path: Path, snapshot: Callable[[str], None]) -> None:
@@ -124,12 +123,17 @@ def test_the_page_and_the_table_tell_of_everything_in_a_run(tmp_path: Path, snap
 
 
 def test_columns_and_remarks_that_say_nothing_are_left_out(tmp_path: Path, snapshot: Callable[[str], None]) -> None:
-    """One rank, slices of two masks in one preset, a truth that is unknown, intervals that nothing has calibrated."""
+    """One rank; slices in one preset, whose intervals nothing has calibrated; every second slice of a stack whose truth
+    is unknown, more ranges than are written out; and slices by themselves, one of them without a truth."""
     uncalibrated = {name: value for name, value in SAMPLES.items() if name != "intervals"}
     rows = [row_of(f"a[{n}]", "block", "flat", QUALITY, 1.0, {}, baseline=BASELINE, **uncalibrated) for n in range(2)]
-    rows += [row_of(f"b[{n}]", "m", "flat", NOTHING, 2.0, {}, exact_compared=False) for n in (0, 7)]
-    document = metrics_document({}, 1, rows)
-    page = rendered(tmp_path, document, [], {**FACTS, "ranks": "1, alone"}, slices={"a": range(2), "b": range(9)})
+    rows += [row_of(f"b[{n}]", "m", "flat", NOTHING, 2.0, {}, exact_compared=False) for n in range(0, 30, 2)]
+    rows += [row_of("c", "m", "flat", QUALITY, 1.0, {}), row_of("d", "m", "flat", NOTHING, 1.0, {})]
+    told = {"mask": "m", "wholly_masked": [], "range": [1e-7, 0.5], "extremes": [-1.25, 3e9]}
+    inputs = [{**told, "name": name, "beyond": beyond} for name, beyond in (("c", 1), ("d", 12345))]
+    document = metrics_document({}, 1, rows) | {"inputs": inputs}
+    slices = {"a": range(2), "b": range(31)}
+    page = rendered(tmp_path, document, [], {**FACTS, "ranks": "1, alone"}, slices=slices)
     snapshot("\n".join(Outline(page).lines))
     snapshot(terminal_table(document))
 
@@ -207,6 +211,28 @@ def test_error_and_spread_are_of_masked_voxels() -> None:
     )
     assert (shown["width"], shown["height"], shown["spread_top"]) == (24, 20, "0.2")
     assert set(np.unique(pixels(shown["spread"]["flat"]))) == {0, 255}
+
+
+def test_a_restored_picture_is_stored_around_the_mask_alone() -> None:
+    """In blocks of 16 pixels of which one is at most two steps from a masked pixel; the rest is one grey."""
+    image_YX, mask_YX = np.full((64, 96), 0.75), np.zeros((64, 96), bool)
+    mask_YX[30, 47] = True
+    shown = json.loads(encode(Picture("a", "m", 0, image_YX, mask_YX, SCALE, {"flat": image_YX}), 96, 10**6))
+    stored_YX = np.zeros(mask_YX.shape, bool)
+    stored_YX[16:48, 32:48] = stored_YX[16:32, 48:64] = True
+    np.testing.assert_array_equal(pixels(shown["restored"]["flat"])[..., 0], np.where(stored_YX, 191, 127))
+
+
+def test_black_and_white_are_wide_enough_for_what_is_hidden_but_not_for_outliers() -> None:
+    mask_YX, known_YX = np.arange(400).reshape(20, 20) < 100, np.ones((20, 20), bool)
+    image_YX = np.random.default_rng(0).random((20, 20))
+    assert window(image_YX, known_YX, mask_YX, SCALE) == (0, 1)
+    image_YX[0, :15] = 1.5
+    image_YX[1, :15] = -0.25
+    assert window(image_YX, known_YX, mask_YX, SCALE) == (-0.25, 1.5)
+    image_YX[2, 0] = 1e6
+    assert window(image_YX, known_YX, mask_YX, SCALE) == (-0.25, 1.5)
+    assert window(image_YX, known_YX & ~mask_YX, mask_YX, SCALE) == (0, 1)
 
 
 @pytest.mark.parametrize("value", [0.0, 3.0])
