@@ -193,6 +193,8 @@ def test_the_more_slices_the_smaller_their_pictures() -> None:
     assert 160 <= many.side < 512 and many.share * 2000 <= 20e6
     assert 1000 < len(far_more.shown[0]) < 6000 and {0, 19999} <= far_more.shown[0]
     assert (len(far_more.shown[0]) + far_more.worst) * far_more.share <= 20e6 and far_more.worst > 0
+    more = plan_pictures([[True] * 8000], 3)  # all of them would fit in pictures too small to show their slices
+    assert more.share == far_more.share and more.worst > 0
     quality = {0: [1.0, 9.0], 1: [3.0, 2.0], 2: [0.5], 3: []}
     assert worst_slices(quality, frozenset({2}), 1) == [0]
     noise_YX = np.random.default_rng(0).random((300, 300))
@@ -203,16 +205,24 @@ def test_the_more_slices_the_smaller_their_pictures() -> None:
     assert json.loads(encode(known()[1][0], many.side, many.share))["width"] == 48
 
 
-def test_error_and_spread_are_of_masked_voxels() -> None:
+def test_error_and_spread_are_of_masked_voxels_and_a_truth_may_have_gaps() -> None:
+    """A gap under the mask is unknown, without an error."""
     torn_YX = np.where(MASK_YX, np.nan, IMAGE_YX)
     error_YX, known_YX = error_image(torn_YX, IMAGE_YX, MASK_YX, SCALE)
     assert not error_YX.any() and not known_YX.any()
-    spread = {"flat": np.where(MASK_YX, np.float32(0.2), 0)}
+    spread = {"flat": np.full(MASK_YX.shape, np.float32(0.2))}
     shown = json.loads(
         encode(Picture("a", "m", 0, torn_YX, MASK_YX, SCALE, {"flat": IMAGE_YX}, None, spread), 24, 10**5)
     )
     assert (shown["width"], shown["height"], shown["spread_top"]) == (24, 20, "0.2")
     assert set(np.unique(pixels(shown["spread"]["flat"]))) == {0, 255}
+    gap_YX = MASK_YX & (np.arange(48) % 3 == 0)
+    truth_YX = np.where(gap_YX, np.nan, IMAGE_YX)
+    shown = json.loads(
+        encode(Picture("a", "m", 0, IMAGE_YX, MASK_YX, SCALE, {"flat": 0 * IMAGE_YX}, truth_YX), 48, 10**6)
+    )
+    np.testing.assert_array_equal(pixels(shown["unknown"]), gap_YX)
+    np.testing.assert_array_equal(pixels(shown["error"]["flat"])[..., 0] > 0, MASK_YX & ~gap_YX)
 
 
 def test_a_restored_picture_is_stored_around_the_mask_alone() -> None:

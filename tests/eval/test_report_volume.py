@@ -18,13 +18,12 @@ from cocodiff_eval.data.volume import Metadata, Region, Stack
 from cocodiff_eval.quality.metrics import metrics_document, slice_jumps
 from cocodiff_eval.report.page import write_report
 from cocodiff_eval.report.volume import ShownVolume, embedded
-from eval_helpers import row_of
+from eval_helpers import QUALITY, row_of
 
 SHAPE = (20, 32, 40)
 FIRST = (100, 0, 7)  # slice, row and column in the input
 SCALE = IntensityRange(0.0, 1000.0)
 REGIONS = ((slice(2, 4), slice(3, 6), slice(4, 7)), (slice(6, 11), slice(10, 15), slice(20, 25)))
-QUALITY = {"psnr_db": 21.53, "ssim": 0.654, "mse": 0.00703}
 
 
 def volume(shape: Sequence[int] = SHAPE, regions: Sequence[tuple[slice, ...]] = REGIONS) -> tuple[Any, ...]:
@@ -134,6 +133,15 @@ def test_the_page_holds_the_volume_and_the_columns_that_say_something(page: Path
     assert "jump between slices" in heads and ">1.23<" in text and "<dt>three views</dt>" in text
     assert not {"sibling", "plane", "node", "cross plane", "of whole"} & {*heads}  # nothing was sent
     assert not re.search(r"https?://(?!www.w3.org/2000/svg)|url\(|<link|@import|fetch\(", text)
+
+
+def test_volumes_share_the_room_of_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cocodiff_eval.report.page.VOLUME_BYTES", 60_000)
+    document = metrics_document({}, 1, [row_of("scan[102]", "holes", "tapa", QUALITY, 1.0, {})])
+    shown = [volume((98, 98, 98))[0]] * 2
+    write_report(tmp_path / "report.html", document, [], {}, slices={"scan": range(100, 198)}, shown=shown)
+    blocks = re.findall(r'class="voxels" data-series="0">(.*?)</script>', (tmp_path / "report.html").read_text())
+    assert len(blocks) == 2 and sum(map(len, blocks)) < 1.4 * 60_000
 
 
 AT, SHOWN = (f"document.querySelector('.volume').dataset.{name}" for name in ("at", "shown"))
