@@ -87,6 +87,7 @@ def test_what_is_embedded_of_a_large_volume_is_bounded(regions: list[tuple[slice
     found = embedded(shown, room)
     assert told in found["told"] and len(json.dumps(found)) < 1.4 * room
     assert len(voxels(found["voxels"])) > room / 8
+    assert found["size"] == pytest.approx([0.7 * found["step"]] * 3)
     start = [first - of for first, of in zip(found["first"], FIRST, strict=True)]
     part = tuple(slice(a, a + n * found["step"], found["step"]) for a, n in zip(start, found["shape"], strict=True))
     np.testing.assert_allclose(voxels(found["voxels"]) / 255 * 1000, truth[part].ravel(), atol=2)
