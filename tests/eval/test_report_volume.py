@@ -73,20 +73,21 @@ def test_nothing_under_the_mask_is_embedded_where_the_truth_is_unknown() -> None
 
 
 @pytest.mark.parametrize(
-    ("regions", "told"),
+    ("regions", "told", "shape"),
     [
-        ([(slice(20, 30), slice(20, 40), slice(30, 40))], "every voxel of the part around the mask"),
-        ([(slice(9, 10), slice(9, 10), slice(9, 10)), (slice(60, 61),) * 3], "every second voxel along each axis"),
-        ([(slice(at, at + 5),) * 3 for at in (0, 50, 93)], "around the masked region of median size"),
+        ([(slice(20, 30), slice(20, 40), slice(30, 40))], "every voxel of the part around the mask", (26, 36, 26)),
+        ([(slice(9, 10),) * 3, (slice(60, 61),) * 3], "every second voxel along each axis", (34, 34, 34)),
+        ([(slice(at, at + 5),) * 3 for at in (0, 50, 93)], "around the masked region of median size", (24, 24, 25)),
     ],
 )
-def test_what_is_embedded_of_a_large_volume_is_bounded(regions: list[tuple[slice, ...]], told: str) -> None:
-    """Of noise, which does not compress."""
+def test_what_is_embedded_of_a_large_volume_is_bounded(regions: Any, told: str, shape: tuple[int, ...]) -> None:
+    """Of noise, which does not compress; around a mask 8 voxels of each side."""
     shown, truth, mask, _ = volume((98, 98, 98), regions)
     room = 60_000
     found = embedded(shown, room)
     assert told in found["told"] and len(json.dumps(found)) < 1.4 * room
     assert len(voxels(found["voxels"])) > room / 8
+    assert found["shape"] == shape
     assert found["size"] == pytest.approx([0.7 * found["step"]] * 3)
     start = [first - of for first, of in zip(found["first"], FIRST, strict=True)]
     part = tuple(slice(a, a + n * found["step"], found["step"]) for a, n in zip(start, found["shape"], strict=True))
