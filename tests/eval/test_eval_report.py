@@ -127,7 +127,7 @@ def test_the_page_and_the_table_tell_of_everything_in_a_run(tmp_path: Path, snap
 def test_columns_and_remarks_that_say_nothing_are_left_out(tmp_path: Path, snapshot: Callable[[str], None]) -> None:
     """One rank; slices in one preset, whose intervals nothing has calibrated; every second slice of a stack whose truth
     is unknown, more ranges than are written out; and slices by themselves, one of them without a truth."""
-    uncalibrated = {name: value for name, value in SAMPLES.items() if name != "intervals"}
+    uncalibrated = {name: value for name, value in SAMPLES.items() if name != "intervals"} | {"rank_seconds": 1.0}
     rows = [row_of(f"a[{n}]", "block", "flat", QUALITY, 1.0, {}, baseline=BASELINE, **uncalibrated) for n in range(2)]
     rows += [row_of(f"b[{n}]", "m", "flat", NOTHING, 2.0, {}, exact_compared=False) for n in range(0, 30, 2)]
     rows += [row_of("c", "m", "flat", QUALITY, 1.0, {}), row_of("d", "m", "flat", NOTHING, 1.0, {})]
