@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +11,11 @@ import torch
 from tiny_models import FAMILIES
 from torch import Tensor
 
+from cocodiff.comm.loopback import run_ranks
 from cocodiff.comm.transport import Transport
 from cocodiff.engine.engine import parallelize
 
+STEPS = 4
 ORDERS = ("joint", "v_first")
 # Whole models take long: split's joint order is left to tests/attention.
 VARIANTS = [*((exchange, order) for exchange in ("flat", "tapa") for order in ORDERS), ("split", "v_first")]
@@ -67,13 +70,18 @@ class Expected:
         assert error <= allowed, f"error {error:.3e} to the truth, {allowed:.3e} allowed"
 
 
-def parallel_outputs(transport: Transport, model: Any, case: Case, machine: str, **more: Any) -> list[Tensor]:
-    """One rank's outputs with every exchange and order, of its own copy of the model. more: settings of the engine."""
+def parallel_outputs(
+    transport: Transport, model: Any, case: Case, machine: str, engines: list[Any] | None = None, **more: Any
+) -> list[Tensor]:
+    """One rank's outputs with every exchange and order, of its own copy of the model. engines: a list to which the
+    engines are added; more: settings of the engine."""
     own, outputs = deepcopy(model), []
     for exchange, order in VARIANTS:
         settings = {"exchange": exchange, "order": order, "machine": machine, **more}
-        with torch.no_grad(), parallelize(own, transport=transport, **settings):
+        with torch.no_grad(), parallelize(own, transport=transport, **settings) as engine:
             outputs.append(own(**case.inputs()).sample)
+        if engines is not None:
+            engines.append(engine)
     return outputs
 
 
@@ -105,3 +113,27 @@ def check_ranks(of_ranks: list[list[Tensor]], expected: Expected, family: str) -
         assert all(torch.equal(output, outputs[0]) for output in outputs)
     if family != "flux2":
         assert torch.equal(of_order["joint"][0], of_order["v_first"][0])
+
+
+def check_world(case: Case, size: int, machine: str = "local", expected: Expected | None = None, **more: Any) -> Any:
+    """Run `parallel_outputs` on ranks of loopback and check them; the engines of all ranks are returned."""
+    expected, engines = expected or Expected.of(case), list[Any]()
+    of_ranks = run_ranks(
+        size, lambda transport: parallel_outputs(transport, expected.model, case, machine, engines, **more), 120.0
+    )
+    check_ranks(of_ranks, expected, case.family)
+    return engines
+
+
+def denoise(model: Any, inputs: dict[str, Any], *modes: Any) -> Tensor:
+    """The model's outputs over four steps of an input that moves. modes: of each step the class of a context manager in
+    which it is called."""
+    outputs = []
+    for step, mode in enumerate(modes or (nullcontext,) * STEPS):
+        moved = {
+            "hidden_states": inputs["hidden_states"] * (1 + 0.1 * step),
+            "timestep": torch.full_like(inputs["timestep"], 0.9 - 0.2 * step),
+        }
+        with mode():
+            outputs.append(model(**inputs | moved)[0].clone())
+    return torch.stack([output.detach() for output in outputs])

@@ -102,3 +102,18 @@ def words_of_restore(options: dict[str, Any]) -> list[str]:
 def error_of_restore(code: int, said: str) -> Exception:
     """Return what `cocodiff.restore` raises for a job's exit code and output."""
     return arrays._error(code, said, Path("folder"))
+
+
+def bytes_held_of_parts(engine: Any) -> list[int]:
+    """List what codecs of an engine keep: those of this rank's part of guidance, and those of all ranks together."""
+    return [ranks.strategy.codec.bytes_held() for ranks in engine._guided.sequences]
+
+
+def step_caches_of(engine: Any) -> Any:
+    """Give the step caches that an engine attaches to its model on entering."""
+    return engine._caches
+
+
+def end_guidance_of(pipe: Any) -> None:
+    """Set the scale of guidance of a pipeline of diffusers to 1 while it runs, as diffusers' guide says."""
+    pipe._guidance_scale = 1.0

@@ -59,24 +59,83 @@ def painting(other: dict[str, Any], seed: int = 0, branches: int = 1) -> Callabl
     return call
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            painting({}, seed=1),
-            r"another hidden_states than the rest \(on rank 1 hidden_states is float32 "
-            r"\[1, 64, 16\] with other values\): give every rank the same inputs, seeds",
-        ),
-        (painting({"prompt_embeds": torch.full((1, 3, TEXT_WIDTH), 0.3)}), "another encoder_hidden_states than"),
-        (painting({"num_inference_steps": 4}), r"\(on rank 1 number of steps is 4 instead of 3\)"),
-        (painting({"height": 48}), r"hidden_states is float32 \[1, 96, 16\] instead of float32 \[1, 64, 16\]"),
-        (painting({"guidance_scale": 9.0}), r"guidance_scale is 9\.0 instead of 3\.5"),
-        (painting({"true_cfg_scale": 3.0}), r"step and branch is \[0, 1\] instead of \[1, 0\]"),
-    ],
-    ids=["seed", "prompt", "steps", "size", "scale", "guidance"],
-)
-def test_a_rank_that_differs_is_named(call, message):
+def later(change: Callable[[Any], None] = lambda pipe: None, seed: int = 0) -> Callable[[Any, bool], Any]:
+    """A second run, after one on which ranks agree. change: what has been done on the rank that differs."""
+
+    def call(pipe: Any, differs: bool) -> None:
+        painting({})(pipe, False)
+        if differs:
+            change(pipe)
+        painting({}, seed=seed)(pipe, differs)
+
+    return call
+
+
+def of_other_weights(pipe: Any) -> None:
+    """As of an adapter that each rank initialises at random."""
+    weight = pipe.transformer.transformer_blocks[0].attn.to_k.weight
+    weight.data += torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+
+
+def with_a_scaled_vae(pipe: Any) -> None:
+    pipe.vae.register_to_config(scaling_factor=3.0)
+
+
+def with_other_weights_of_the_vae(pipe: Any) -> None:
+    pipe.vae.decoder.conv_out.weight.data *= 1.01
+
+
+def with_another_class_of_vae(pipe: Any) -> None:
+    pipe.vae = PIPELINES["klein"](heads=12).vae
+
+
+def shifted(pipe: Any) -> None:
+    pipe.scheduler = FlowMatchEulerDiscreteScheduler.from_config(pipe.scheduler.config, shift=2.0)
+
+
+def of_other_sigmas(pipe: Any) -> None:
+    kept = pipe.scheduler.set_timesteps
+
+    @wraps(kept)
+    def set_timesteps(*args: Any, **kwargs: Any) -> None:
+        kept(*args, **kwargs)
+        pipe.scheduler.sigmas[3:] += 0.1
+
+    pipe.scheduler.set_timesteps = set_timesteps
+
+
+CALLS: dict[str, tuple[Callable[[Any, bool], Any], str]] = {
+    "seed": (
+        painting({}, seed=1),
+        r"another hidden_states than the rest \(on rank 1 hidden_states is float32 "
+        r"\[1, 64, 16\] with other values\): give every rank the same inputs, seeds",
+    ),
+    "prompt": (painting({"prompt_embeds": torch.full((1, 3, TEXT_WIDTH), 0.3)}), "another encoder_hidden_states than"),
+    "steps": (painting({"num_inference_steps": 4}), r"\(on rank 1 number of steps is 4 instead of 3\)"),
+    "size": (painting({"height": 48}), r"hidden_states is float32 \[1, 96, 16\] instead of float32 \[1, 64, 16\]"),
+    "scale": (painting({"guidance_scale": 9.0}), r"guidance_scale is 9\.0 instead of 3\.5"),
+    "guidance": (painting({"true_cfg_scale": 3.0}), r"step and branch is \[0, 1\] instead of \[1, 0\]"),
+    "seed of the second run": (later(seed=5), "another hidden_states than the rest"),
+    "weights": (later(of_other_weights), "another digest of weights than the rest"),
+    # what is computed beside the transformer: rank 0 would decode what others have denoised
+    "scale of the VAE": (
+        later(with_a_scaled_vae),
+        r"another vae\.scaling_factor than the rest \(on rank 1 vae\.scaling_factor is 3\.0 instead of 1\.0\)",
+    ),
+    "weights of the VAE": (later(with_other_weights_of_the_vae), "another digest of vae than the rest"),
+    "class of the VAE": (
+        later(with_another_class_of_vae),
+        r"another vae, .*on rank 1 vae is 'AutoencoderKLFlux2' instead of 'AutoencoderKL'",
+    ),
+    "shift": (later(shifted), r"another scheduler\.shift, .*scheduler\.shift is 2\.0 instead of 1\.0"),
+    "sigmas": (later(of_other_sigmas), r"another scheduler\.sigmas than the rest"),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_a_rank_that_differs_is_named(case):
     """Also where it would be hidden, since one rank decodes the image for all."""
+    call, message = CALLS[case]
     for said in refusals(call, PIPELINES["flux"](heads=12), differing=1):
         assert re.match(r"1 of 3 ranks \(1\) call the transformer with", said) and re.search(message, said), said
 
@@ -84,6 +143,12 @@ def test_a_rank_that_differs_is_named(call, message):
 def test_the_first_rank_may_be_the_one_that_differs():
     for said in refusals(painting({}, seed=1), PIPELINES["flux"](heads=12), differing=0):
         assert said.startswith("1 of 3 ranks (0) call the transformer with another hidden_states than the rest")
+
+
+def test_other_weights_of_a_model_that_is_sampled(monkeypatch):
+    monkeypatch.setattr(agreement, "WHOLE_MODEL", 0)
+    errors = refusals(later(of_other_weights), PIPELINES["flux"](), differing=2)
+    assert len(set(errors)) == 1 and "1 of 3 ranks (2) call the transformer with another digest of weights" in errors[0]
 
 
 def test_other_settings_are_told_where_the_transport_is_given():
@@ -123,17 +188,6 @@ def test_noise_that_schedulers_draw_is_compared(branches):
         assert "call the transformer with another hidden_states than the rest" in said
 
 
-def test_later_runs_are_compared_as_well():
-    """The second image, after a first one on which ranks agree."""
-    pipe = PIPELINES["flux"](heads=12)
-
-    def call(own: Any, differs: bool) -> None:
-        painting({})(own, False)
-        painting({}, seed=5)(own, differs)
-
-    assert all("another hidden_states" in said for said in refusals(call, pipe, differing=1))
-
-
 def test_digests_tell_values_places_and_types_apart():
     x = torch.arange(24.0)
     seen = [x, x.flip(0), x + 1e-6, -x, x.bfloat16(), x.long(), x > 3, x.to(torch.complex64), x[:23], x[1:]]
@@ -169,74 +223,3 @@ def test_forms_hold_no_addresses():
     assert form({"scale": 1.5, "more": [None, torch.ones(2), object()]}) == (
         "{'scale': 1.5, 'more': [None, float32 [2], object]}"
     )
-
-
-@pytest.mark.parametrize("large", [False, True])
-def test_other_weights_on_one_rank(large, monkeypatch):
-    """An adapter that each rank initialises at random, after an image with the weights that all have."""
-    if large:  # a model that is sampled
-        monkeypatch.setattr(agreement, "WHOLE_MODEL", 0)
-
-    def paint(pipe: Any, differs: bool) -> None:
-        painting({})(pipe, False)
-        weight = pipe.transformer.transformer_blocks[0].attn.to_k.weight
-        if differs:
-            weight.data += torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
-        painting({})(pipe, False)
-
-    errors = refusals(paint, PIPELINES["flux"](), differing=2)
-    assert len(set(errors)) == 1 and "1 of 3 ranks (2) call the transformer with another digest of weights" in errors[0]
-
-
-def scaled(pipe: Any) -> None:
-    pipe.vae.register_to_config(scaling_factor=3.0)
-
-
-def of_other_weights(pipe: Any) -> None:
-    pipe.vae.decoder.conv_out.weight.data *= 1.01
-
-
-def of_another_class(pipe: Any) -> None:
-    pipe.vae = PIPELINES["klein"](heads=12).vae
-
-
-def shifted(pipe: Any) -> None:
-    pipe.scheduler = FlowMatchEulerDiscreteScheduler.from_config(pipe.scheduler.config, shift=2.0)
-
-
-def of_other_sigmas(pipe: Any) -> None:
-    kept = pipe.scheduler.set_timesteps
-
-    @wraps(kept)
-    def set_timesteps(*args: Any, **kwargs: Any) -> None:
-        kept(*args, **kwargs)
-        pipe.scheduler.sigmas[3:] += 0.1
-
-    pipe.scheduler.set_timesteps = set_timesteps
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            scaled,
-            r"another vae\.scaling_factor than the rest \(on rank 1 vae\.scaling_factor is 3\.0 instead of 1\.0\)",
-        ),
-        (of_other_weights, "another digest of vae than the rest"),
-        (of_another_class, r"another vae, .*on rank 1 vae is 'AutoencoderKLFlux2' instead of 'AutoencoderKL'"),
-        (shifted, r"another scheduler\.shift, .*scheduler\.shift is 2\.0 instead of 1\.0"),
-        (of_other_sigmas, r"another scheduler\.sigmas than the rest"),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_what_is_computed_beside_the_transformer_is_compared(change, message):
-    """In the second run, after one in which ranks agree: rank 0 would decode what others have denoised."""
-
-    def call(pipe: Any, differs: bool) -> None:
-        painting({})(pipe, False)
-        if differs:
-            change(pipe)
-        painting({})(pipe, False)
-
-    for said in refusals(call, PIPELINES["flux"](heads=12), differing=1):
-        assert said.startswith("1 of 3 ranks (1) call the transformer with") and re.search(message, said), said

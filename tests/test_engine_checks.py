@@ -1,8 +1,10 @@
-"""What the engine refuses on entering and at each call, since a user may change a model in between."""
+"""What the engine refuses, in words that help: models that it does not know, ranks that do not fit, caches,
+compilers, gradients and arguments; on entering and at each call, since a user may change a model in between."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -21,9 +23,17 @@ from diffusers.hooks import (
     apply_pyramid_attention_broadcast,
     apply_taylorseer_cache,
 )
+from diffusers.models.attention_processor import (
+    FusedJointAttnProcessor2_0,
+    PAGJointAttnProcessor2_0,
+    SD3IPAdapterJointAttnProcessor2_0,
+)
+from diffusers.models.transformers.transformer_flux2 import Flux2KVAttnProcessor
 from planned_models import PLANNED
-from tiny_models import FAMILIES, sd3_inputs, sd3_transformer
+from seams import hooks_of
+from tiny_models import FAMILIES, flux2_transformer, flux_transformer, sd3_inputs, sd3_transformer
 from tiny_pipelines import PIPELINES, TEXT_WIDTH
+from torch import nn
 
 from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld, run_ranks
 from cocodiff.config.errors import UserError
@@ -39,6 +49,170 @@ def alone():
     transport = LoopbackTransport(LoopbackWorld(1), 0)
     yield transport
     transport.close()
+
+
+# Models ---------------------------------------------------------------------------------------------------------------
+
+
+def with_processor(make: Callable[[int], nn.Module], processor: Any, number: int = 0) -> nn.Module:
+    """A model of which one layer has another attention processor."""
+    model = make(4)
+    model.set_attn_processor({**model.attn_processors, [*model.attn_processors][number]: processor})
+    return model
+
+
+def with_processor_setting(name: str, value: object) -> nn.Module:
+    model = flux_transformer(4)
+    setattr(next(iter(model.attn_processors.values())), name, value)
+    return model
+
+
+def with_fused_projections() -> nn.Module:
+    model = flux_transformer(4)
+    model.fuse_qkv_projections()
+    return model
+
+
+def with_unknown_attention() -> nn.Module:
+    model = sd3_transformer(4)
+    model.extra = nn.Linear(2, 2)
+    model.extra.processor = object()
+    return model
+
+
+def compiled_in_place() -> nn.Module:
+    model = sd3_transformer(4)
+    model.compile()
+    return model
+
+
+class UnetPipeline:
+    """A pipeline without a transformer."""
+
+    unet = nn.Linear(2, 2)
+
+
+COMPILED = r"^the transformer is compiled by torch\.compile.*model that is not compiled, with compile=True"
+ADAPTED = SD3IPAdapterJointAttnProcessor2_0(hidden_size=32, ip_hidden_states_dim=32, head_dim=8)
+MODELS: dict[str, tuple[Callable[[], Any], str]] = {
+    "unknown": (lambda: nn.Linear(2, 2), r"no adapter for Linear; known families: SD3 / SD3\.5, FLUX.*docs/models.md"),
+    "a U-Net's pipeline": (UnetPipeline, "a UnetPipeline has no transformer: give a DiT pipeline or its transformer"),
+    "fused attention": (
+        lambda: with_processor(sd3_transformer, FusedJointAttnProcessor2_0(), 1),
+        r"transformer_blocks\.1\.attn.*FusedJointAttnProcessor2_0.*unload the adapter or unfuse",
+    ),
+    "IP-adapter": (
+        lambda: with_processor(sd3_transformer, ADAPTED),
+        "is a SD3IPAdapterJointAttnProcessor2_0, which has no parallel form",
+    ),
+    "PAG": (
+        lambda: with_processor(sd3_transformer, PAGJointAttnProcessor2_0()),
+        "is a PAGJointAttnProcessor2_0, which has no parallel form",
+    ),
+    "KV cache": (
+        lambda: with_processor(flux2_transformer, Flux2KVAttnProcessor()),
+        "is a Flux2KVAttnProcessor, which has no parallel form",
+    ),
+    "fused projections": (
+        with_fused_projections,
+        r"transformer_blocks\.0\.attn has fused projections: call transformer\.unfuse_qkv_projections",
+    ),
+    "backend": (
+        lambda: with_processor_setting("_attention_backend", "flash"),
+        "uses the attention backend flash.*reset",
+    ),
+    "parallel": (lambda: with_processor_setting("_parallel_config", object()), "is parallel already"),
+    "unknown attention": (with_unknown_attention, r"extra\.processor is a object, which has no parallel"),
+    "compiled": (compiled_in_place, COMPILED),
+    "compiled from outside": (lambda: torch.compile(sd3_transformer(4)), COMPILED),
+}
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_a_model_that_is_not_as_its_family_has_it_is_refused_and_left_as_it_was(case, alone):
+    make, message = MODELS[case]
+    model = make()
+    before = dict(getattr(model, "attn_processors", {}))
+    with pytest.raises(UserError, match=message), parallelize(model, transport=alone):
+        raise AssertionError("entered")
+    assert dict(getattr(model, "attn_processors", {})) == before
+    assert not (isinstance(model, nn.Module) and hooks_of(model))
+
+
+def test_a_pipelines_transformer_is_taken(alone):
+    class Pipeline:
+        transformer = sd3_transformer(3)
+
+    assert parallelize(Pipeline(), transport=alone).model is Pipeline.transformer
+
+
+def test_an_unknown_preset_is_refused(alone):
+    with pytest.raises(UserError, match="did you mean flat"):
+        parallelize(sd3_transformer(3), preset="flatt", transport=alone)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "heads", "settings", "tokens", "message"),
+    [
+        (6, 8, {}, (1, 5), "6 ranks for 5 image tokens.*at most 5 ranks or a larger image"),
+        (4, 3, {"ring": 1}, (3, 3), "ring 1: 4 ranks and 3 attention heads allow ring 2, 4"),
+        (4, 3, {"ring": 3}, (3, 3), r"ring 3: 4 ranks and 3 attention heads allow ring 2, 4 \(a divisor of the ranks"),
+        (2, 3, {"machine": "aurora"}, (3, 3), "start 12 ranks, or use --machine local"),
+        (3, 6, {"guidance_parallel": 2}, (3, 3), r"3 rank\(s\) cannot be cut into 2 equal parts.*guidance_parallel 1"),
+    ],
+    ids=["tokens", "heads", "no divisor", "a part of a node", "guidance"],
+)
+def test_ranks_that_do_not_fit(ranks, heads, settings, tokens, message):
+    model = sd3_transformer(heads)
+
+    def work(transport: LoopbackTransport) -> None:
+        own = copy.deepcopy(model)
+        with parallelize(own, transport=transport, **settings):
+            own(**sd3_inputs(1, *tokens, 2))
+
+    with pytest.raises(UserError, match=message):
+        run_ranks(ranks, work, timeout_s=30.0)
+
+
+# Arguments ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "extra", "message"),
+    [
+        ("sd3", {"block_controlnet_hidden_states": [torch.zeros(1)]}, "run without a ControlNet"),
+        ("sd3", {"joint_attention_kwargs": {"scale": 2.0, "hint": 1}}, r"\(hint\) reach no parallel attention"),
+        ("flux", {"controlnet_block_samples": [torch.zeros(1)]}, "run without a ControlNet"),
+        ("flux", {"joint_attention_kwargs": {"ip_hidden_states": 1}}, "ip_hidden_states"),
+        ("flux2", {"kv_cache_mode": "extract"}, "cache of reference images"),
+        ("qwen", {"attention_kwargs": {"hint": 1}}, r"attention_kwargs \(hint\)"),
+    ],
+)
+def test_call_arguments_that_a_shard_would_misread(family, extra, message, alone):
+    make, inputs_of = FAMILIES[family]
+    with pytest.raises(UserError, match=message), parallelize(make(3), transport=alone) as engine, torch.no_grad():
+        engine.model(**inputs_of(1, 2, 3, 2), **extra)
+
+
+def test_positional_arguments_are_checked_and_counted_like_named_ones(alone):
+    model, inputs = sd3_transformer(3), sd3_inputs(1, 2, 3, 2)
+    with torch.no_grad(), parallelize(model, transport=alone) as engine:
+        model(*inputs.values())
+        assert engine.counter.step == 0
+        with pytest.raises(UserError, match="run without a ControlNet"):
+            model(*inputs.values(), [torch.zeros(1)])
+
+
+def test_the_engine_counts_a_models_calls(alone):
+    """A call at the timestep of the one before is of another branch of the same step."""
+    model, inputs = sd3_transformer(3), sd3_inputs(2, 2, 3, 2)
+    found = []
+    with torch.no_grad(), parallelize(model, transport=alone) as engine:
+        assert engine.counter.step == -1
+        for timestep in (900.0, 600.0, 300.0, 300.0):
+            model(**inputs | {"timestep": torch.full((2,), timestep)})
+            found.append((engine.counter.step, engine.counter.branch))
+    assert found == [(0, 0), (1, 0), (2, 0), (2, 1)]
 
 
 # Caches ---------------------------------------------------------------------------------------------------------------
@@ -95,24 +269,34 @@ def test_a_cache_by_which_ranks_would_disagree_is_refused(family):
     run_ranks(3, work, timeout_s=20.0)
 
 
-@pytest.mark.parametrize("guidance", [1, 2])
-@pytest.mark.parametrize("kind", ["sea", "faster"])
-def test_caches_that_clash_are_refused_by_name(kind, guidance):
-    """SeaCache decides by a rank's own latents; FasterCache halves the batch, beside tokens' values of its own."""
-    model = PLANNED["wan"].model() if kind == "sea" else FAMILIES["flux"][0](4)
-    model.enable_cache(
-        SeaCacheConfig()
-        if kind == "sea"
-        else FasterCacheConfig(spatial_attention_block_skip_range=2, current_timestep_callback=lambda: 500)
-    )
-    name = "SeaCacheRootHook" if kind == "sea" else "FasterCacheDenoiserHook"
+BROADCAST = PyramidAttentionBroadcastConfig(
+    spatial_attention_block_skip_range=2,
+    spatial_attention_timestep_skip_range=(-1, 1001),
+    current_timestep_callback=lambda: 500,
+    spatial_attention_block_identifiers=("transformer_blocks",),
+)
+HALVING = FasterCacheConfig(spatial_attention_block_skip_range=2, current_timestep_callback=lambda: 500)
+INSTEAD = r".*transformer\.disable_cache\(\) first, and choose step_cache first_block"
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "guidance", "message"),
+    [
+        *(("wan", SeaCacheConfig(), parts, "has the cache hook SeaCacheRootHook, " + INSTEAD) for parts in (1, 2)),
+        *(("flux", HALVING, parts, "has the cache hook FasterCacheDenoiserHook, " + INSTEAD) for parts in (1, 2)),
+        ("flux", MagCacheConfig(calibrate=True), 1, "has the cache hook MagCacheHeadHook"),
+        ("flux", BROADCAST, 2, "guidance_parallel 2 and the cache hook"),
+    ],
+    ids=["sea", "sea, guided", "faster", "faster, guided", "calibrating", "counting, guided"],
+)
+def test_caches_that_clash_are_refused_by_name(name, config, guidance, message):
+    """SeaCache decides by a rank's own latents, and so would what calibrates; FasterCache halves the batch, beside
+    tokens' values of its own; what counts calls would count those of a part of the ranks."""
+    model = PLANNED["wan"].model() if name == "wan" else FAMILIES["flux"][0](4)
+    model.enable_cache(config)
 
     def work(transport: Any) -> None:
-        own = copy.deepcopy(model)
-        message = (
-            rf"has the cache hook {name}, .*transformer\.disable_cache\(\) first, and choose step_cache first_block"
-        )
-        engine = parallelize(own, transport=transport, guidance_parallel=guidance)
+        engine = parallelize(copy.deepcopy(model), transport=transport, guidance_parallel=guidance)
         with pytest.raises(UserError, match=message), engine:
             raise AssertionError("entered")
 
@@ -127,12 +311,6 @@ def test_one_rank_may_decide_for_itself(alone):
         assert torch.equal(painted("qwen", same), painted("qwen", pipe))
 
 
-BROADCAST = PyramidAttentionBroadcastConfig(
-    spatial_attention_block_skip_range=2,
-    spatial_attention_timestep_skip_range=(-1, 1001),
-    current_timestep_callback=lambda: 500,
-    spatial_attention_block_identifiers=("transformer_blocks",),
-)
 RATIOS = MagCacheConfig(threshold=0.5, max_skip_steps=2, num_inference_steps=STEPS, mag_ratios=[1.0] * STEPS)
 TAYLOR = TaylorSeerCacheConfig(2, disable_cache_before_step=2)
 
@@ -211,48 +389,29 @@ def test_caches_that_count_calls_of_bare_transformers(name, kind, preset):
     assert all(torch.equal(output, of_ranks[0]) for output in of_ranks)
 
 
-def test_a_cache_that_calibrates_is_refused():
-    """It would measure each rank's own tokens."""
-    pipe = PIPELINES["flux"](heads=12)
-
-    def work(transport: Any) -> None:
-        own = copy.deepcopy(pipe)
-        own.transformer.enable_cache(MagCacheConfig(calibrate=True))
-        with parallelize(own, transport=transport):
-            raise AssertionError("entered")
-
-    with pytest.raises(UserError, match="has the cache hook MagCacheHeadHook"):
-        run_ranks(2, work)
-
-
 # Compilers ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("block", [False, True])
-def test_a_model_compiled_after_parallelize_is_refused(block, alone):
-    """The whole before entering, and a block or the whole inside."""
+@pytest.mark.parametrize("what", ["the transformer", "transformer_blocks.1", "from outside"])
+def test_a_model_compiled_inside_the_block_is_refused(what, alone):
     model, inputs = sd3_transformer(3), sd3_inputs(1, 2, 3, 2)
-    engine = parallelize(model, transport=alone)
-    part = model.transformer_blocks[1] if block else model
-    message = rf"^{'transformer_blocks.1' if block else 'the transformer'} is compiled by torch\.compile"
-    if not block:
-        part.compile()
-        with pytest.raises(UserError, match=message), engine:
-            raise AssertionError("entered")
-        assert not model._forward_pre_hooks
-        part._compiled_call_impl = None
-    with torch.no_grad(), engine:
+    named = what if what.startswith("transformer_blocks") else "the transformer"
+    with torch.no_grad(), parallelize(model, transport=alone):
         model(**inputs)
-        part.compile()
-        with pytest.raises(UserError, match=message):
-            model(**inputs)
+        called = torch.compile(model, backend="eager") if what == "from outside" else model
+        if what != "from outside":
+            model.get_submodule("" if what == "the transformer" else what).compile()
+        with pytest.raises(UserError, match=rf"^{named} is compiled by torch\.compile"):
+            called(**inputs)
 
 
-def test_a_model_that_is_compiled_from_outside_is_refused(alone):
-    model, inputs = sd3_transformer(3), sd3_inputs(1, 2, 3, 2)
-    refused = pytest.raises(UserError, match=r"^the transformer is compiled by torch\.compile")
-    with torch.no_grad(), parallelize(model, transport=alone), refused:
-        torch.compile(model, backend="eager")(**inputs)
+def test_a_model_compiled_after_parallelize_is_refused_on_entering(alone):
+    model = sd3_transformer(3)
+    engine = parallelize(model, transport=alone)
+    model.compile()
+    with pytest.raises(UserError, match=r"^the transformer is compiled by torch\.compile"), engine:
+        raise AssertionError("entered")
+    assert not hooks_of(model)
 
 
 # Gradients ------------------------------------------------------------------------------------------------------------

@@ -1,17 +1,30 @@
 """A parallel transformer computes what one process computes, on every rank to the same bits, and leaves no trace."""
 
+from __future__ import annotations
+
 import copy
+from typing import Any
 
 import pytest
 import torch
-from covering import all_but, examples
-from exactness import Case, Expected, check_ranks, parallel_outputs
-from hypothesis import given
+from covering import all_but, covering, examples, thorough
+from exactness import Case, Expected, check_ranks, check_world, denoise, parallel_outputs
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from seams import hooks_of
+from tiny_models import FAMILIES, HEADS
+from worlds import topology_of
 
 from cocodiff.comm.loopback import run_ranks
+from cocodiff.comm.transport import Part
+from cocodiff.config.config import Config
+from cocodiff.config.errors import PeerLost, UserError
+from cocodiff.config.registry import RINGS
 from cocodiff.engine.engine import parallelize
+from cocodiff.topology.axes import Axes
 
+pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
+LARGE = pytest.mark.exhaustive
 WORLDS = (1, 2, 3, 4, 6, 12)
 CASES = {
     "38 heads, dual": Case(38, 3, 5, 5, batch=2, dual=(0,)),
@@ -22,18 +35,12 @@ CASES = {
     "FLUX.2": Case(48, 5, 7, 11, batch=2, family="flux2"),
     "Qwen-Image": Case(24, 5, 7, 11, batch=2, family="qwen"),
 }
-
-pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
+IN_A_MESH = Case(24, 7, 8, 11, dtype=torch.bfloat16, family="qwen")
 
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, Expected]:
     return {name: Expected.of(case) for name, case in CASES.items()}
-
-
-def check_world(case: Case, expected: Expected, size: int, machine: str = "local") -> None:
-    of_ranks = run_ranks(size, lambda transport: parallel_outputs(transport, expected.model, case, machine), 120.0)
-    check_ranks(of_ranks, expected, case.family)
 
 
 @pytest.mark.sample(12)
@@ -46,7 +53,7 @@ def check_world(case: Case, expected: Expected, size: int, machine: str = "local
     ),
 )
 def test_equals_one_process(name, size, expected):
-    check_world(CASES[name], expected[name], size)
+    check_world(CASES[name], size, expected=expected[name])
 
 
 def test_one_rank_has_one_process_bits(expected):
@@ -55,35 +62,67 @@ def test_one_rank_has_one_process_bits(expected):
         assert all(torch.equal(output, expected[name].plain) for output in outputs)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("machine", "size"), [("aurora", 12), ("local-6x2", 24), ("local", 5), ("local", 7)])
-def test_other_machines(machine, size, expected):
-    case = Case(38, 5, 5, 7, dtype=torch.bfloat16) if size == 24 else CASES["38 heads, dual"]
-    check_world(case, expected["38 heads, bf16" if size == 24 else "38 heads, dual"], size, machine)
-
-
-@given(
-    height=st.integers(1, 9),
-    width=st.integers(4, 9),
-    text=st.integers(1, 20),
-    batch=st.integers(1, 2),
-    size=st.sampled_from((2, 3, 4)),
-    dtype=st.sampled_from((torch.float32, torch.bfloat16)),
+@pytest.mark.sample(4)
+@pytest.mark.parametrize(
+    ("machine", "size", "case", "settings", "degrees", "staged"),
+    [
+        ("aurora", 12, CASES["38 heads, dual"], {}, (12, 1), False),
+        ("local-6x2", 24, CASES["38 heads, bf16"], {}, (24, 1), False),
+        ("local", 5, CASES["38 heads, dual"], {}, (5, 1), False),
+        ("local", 7, CASES["38 heads, dual"], {}, (7, 1), False),
+        ("aurora", 12, IN_A_MESH, {"ring": 3, "placement": "usp", "ring_kind": "keys"}, (4, 3), False),
+        ("aurora", 12, IN_A_MESH, {"ring": 6, "placement": "usp", "ring_kind": "token"}, (2, 6), False),
+        ("aurora", 24, IN_A_MESH, {"ring": 12, "placement": "usp", "ring_kind": "streaming"}, (2, 12), False),
+        pytest.param("aurora", 24, IN_A_MESH, {"ring": 2, "placement": "auto"}, (12, 2), False, marks=LARGE),
+        # more ranks than heads
+        ("local", 12, Case(6, 7, 8, 11, 2, family="flux"), {}, (6, 2), False),
+        ("local", 7, Case(3, 7, 8, 11, 2, family="qwen"), {}, (1, 7), False),
+        ("local", 12, Case(6, 7, 8, 11, 2), {}, (6, 2), False),
+        pytest.param("local", 48, Case(24, 7, 8, 11, family="flux"), {}, (24, 2), False, marks=LARGE),
+        # more chunks than cards are as many as there are cards
+        ("local", 5, Case(38, 7, 9, 11, 2), {"chunks": 3}, (5, 1), True),
+        ("local", 7, Case(24, 7, 9, 11, 1, (), torch.bfloat16, "flux"), {"chunks": 2}, (7, 1), True),
+        ("local", 6, Case(48, 7, 9, 11, 1, family="flux2"), {"chunks": 9}, (6, 1), True),
+        ("aurora", 12, Case(24, 7, 9, 11, 2, (), torch.bfloat16, "qwen"), {"chunks": 2}, (12, 1), True),
+    ],
+    ids=str,
 )
-@examples(6, exhaustive=30)
-def test_any_token_counts(height, width, text, batch, size, dtype):
-    case = Case(5, height, width, text, batch, dual=(0,), dtype=dtype)
-    check_world(case, Expected.of(case), size)
+def test_equals_one_process_on_machines_in_meshes_and_in_stages(machine, size, case, settings, degrees, staged):
+    """degrees: of Ulysses and of Ring, chosen where the settings name none; staged: whether Torus is at work."""
+    for engine in check_world(case, size, machine, **settings):
+        mesh, exchange = engine.sequence.mesh, engine.sequence.strategy.exchange
+        assert (mesh.ulysses, mesh.ring) == degrees
+        assert (exchange is not None and exchange.staged is not None) == staged  # Ring alone has no exchange
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@given(data=st.data())
+@examples(3, exhaustive=12)
+def test_any_sizes_and_any_mesh(family, data):
+    size = data.draw(st.sampled_from((2, 3, 4, 5, 6, 9, *((12, 24) if thorough() else ()))), "ranks")
+    heads, batch = data.draw(st.sampled_from((5, HEADS[family])), "heads"), data.draw(st.integers(1, 2), "batch")
+    rings = [n for n in (1, 2, 3, size) if size % n == 0 and size // n <= heads]
+    height, width, text = (data.draw(st.integers(*ends)) for ends in ((1, 11), (4, 13), (1, 60)))
+    assume(height * width >= size)
+    dtype = data.draw(st.sampled_from((torch.float32, torch.bfloat16)), "dtype")
+    mesh = {
+        "ring": data.draw(st.sampled_from(("auto", *rings)), "ring"),
+        "placement": data.draw(st.sampled_from(("topology", "usp", "auto")), "placement"),
+        "ring_kind": data.draw(st.sampled_from(sorted(RINGS)), "kind"),
+    }
+    machine = "aurora" if size in (12, 24) and data.draw(st.booleans()) else "local"
+    dual = (0,) if family == "sd3" and heads == 5 else ()
+    check_world(Case(heads, height, width, text, batch, dual, dtype, family), size, machine, **mesh)
 
 
 def test_sizes_may_change_from_call_to_call(expected):
     """One engine serves images of several sizes; the last call repeats the first."""
     model = expected["24 heads"].model
-    calls = [Case(24, 3, 7, 13), Case(24, 4, 4, 2, batch=2), Case(24, 3, 7, 13)]
+    calls = [CASES["24 heads"], Case(24, 4, 4, 2, batch=2), CASES["24 heads"]]
 
     def work(transport):
         own = copy.deepcopy(model)
-        with parallelize(own, transport=transport):
+        with torch.no_grad(), parallelize(own, transport=transport):
             return [own(**case.inputs()).sample for case in calls]
 
     for rank_outputs in run_ranks(3, work):
@@ -92,50 +131,160 @@ def test_sizes_may_change_from_call_to_call(expected):
         assert torch.equal(rank_outputs[0], rank_outputs[2])
 
 
-def state_of(model) -> tuple:
-    hooks = [
-        (name, len(module._forward_hooks), len(module._forward_pre_hooks)) for name, module in model.named_modules()
-    ]
-    return {name: id(processor) for name, processor in model.attn_processors.items()}, hooks
+@pytest.mark.parametrize(("preset", "chunks", "ring"), covering(("tapa", "cocodiff+"), (1, 2), ("auto", 2)))
+def test_inference_mode_gives_the_same_bits(preset, chunks, ring):
+    """Also where one engine is used in inference mode first, then without, and where a run changes over."""
+    make, inputs_of = FAMILIES["sd3"]
+    model, inputs = make(12), inputs_of(2, 6, 7, 5)
+    plain, inference = (torch.no_grad,) * 4, (torch.inference_mode,) * 4
+
+    def work(transport: Any) -> None:
+        own = copy.deepcopy(model)
+        with parallelize(own, preset, transport=transport, steps=4, threshold=0.3, chunks=chunks, ring=ring):
+            expected = denoise(own, inputs, *plain)
+            for modes in (inference, plain, inference[:2] + plain[:2]):
+                outputs = denoise(own, inputs, *modes)
+                same = 2 if modes == inference[:2] + plain[:2] and preset == "cocodiff+" else 4
+                assert torch.equal(outputs[:same], expected[:same]), modes
+
+    run_ranks(4, work)
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_leaving_restores_the_model(size, expected):
-    case, plain = CASES["24 heads"], expected["24 heads"].plain
+@pytest.mark.parametrize("fails", [False, True])
+def test_leaving_restores_the_model(size, fails, expected):
+    """With an error inside as well: processors, hooks, weights, and so the bits of one process."""
+    case, models = CASES["24 heads"], [copy.deepcopy(expected["24 heads"].model) for _ in range(size)]
+    weights = expected["24 heads"].model.state_dict()
+    before = [(dict(own.attn_processors), len(hooks_of(own))) for own in models]
 
     def work(transport):
-        own = copy.deepcopy(expected["24 heads"].model)
-        processors, before = dict(own.attn_processors), state_of(own)
-        with parallelize(own, transport=transport):
-            assert state_of(own) != before
+        own = models[transport.rank]
+        with torch.no_grad(), parallelize(own, transport=transport):
+            assert (dict(own.attn_processors), len(hooks_of(own))) != before[transport.rank]
             own(**case.inputs())
-        assert state_of(own) == before
-        assert all(own.attn_processors[name] is processor for name, processor in processors.items())
-        assert torch.equal(own(**case.inputs()).sample, plain)
+            if fails:
+                raise ZeroDivisionError("the user's own")
 
-    assert run_ranks(size, work) == [None] * size
-
-
-def test_an_error_inside_restores_the_model_too(expected):
-    case = CASES["24 heads"]
-    own = copy.deepcopy(expected["24 heads"].model)
-    before = state_of(own)
-
-    def work(transport):
-        with parallelize(own, transport=transport):
-            assert state_of(own) != before
-            raise ZeroDivisionError("the user's own")
-
-    with pytest.raises(ZeroDivisionError, match="the user's own"):
-        run_ranks(1, work)
-    assert state_of(own) == before
-    with torch.no_grad():
-        assert torch.equal(own(**case.inputs()).sample, expected["24 heads"].plain)
+    if fails:
+        with pytest.raises(ZeroDivisionError, match="the user's own"):
+            run_ranks(size, work)
+    else:
+        run_ranks(size, work)
+    assert [(dict(own.attn_processors), len(hooks_of(own))) for own in models] == before
+    for own in models:
+        assert own.state_dict().keys() == weights.keys()
+        assert all(torch.equal(tensor, weights[name]) for name, tensor in own.state_dict().items())
+        with torch.no_grad():
+            assert torch.equal(own(**case.inputs()).sample, expected["24 heads"].plain)
 
 
-def test_weights_stay_untouched(expected):
-    model = expected["24 heads"].model
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    run_ranks(2, lambda transport: parallel_outputs(transport, model, CASES["24 heads"], "local"))
-    assert before.keys() == model.state_dict().keys()
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+# Stages ---------------------------------------------------------------------------------------------------------------
+
+
+def test_auto_is_off_where_it_does_not_pay():
+    """At the size of a test, by the table of two nodes: not one call goes in stages."""
+    make, inputs_of = FAMILIES["sd3"]
+    model, inputs = make(24, layers=1), inputs_of(1, 6, 7, 5)
+
+    def work(transport: Any) -> None:
+        found = []
+        for chunks in ("auto", 1, 2):
+            own, settings = copy.deepcopy(model), {"exchange": "split", "chunks": chunks, "machine": "aurora"}
+            with torch.no_grad(), parallelize(own, transport=transport, **settings) as engine:
+                own(**inputs)
+                found.append({(span.lane, span.name) for span in engine.trace.spans})
+        assert found[0] == found[1] != found[2]
+
+    run_ranks(24, work)
+
+
+@pytest.mark.parametrize("chunks", [0, -1, 2.0, True, "two", None])
+def test_mistaken_chunks(chunks):
+    with pytest.raises(UserError, match=r"chunks is .*: give a whole number of at least 1 \(1: off\) or auto"):
+        Config(chunks=chunks)
+
+
+def test_auto_needs_a_machine_that_was_measured():
+    model = FAMILIES["sd3"][0](6)
+    with pytest.raises(UserError, match=r"chunks auto: machine local on 1 node\(s\) was not measured, but aurora on"):
+        run_ranks(2, lambda transport: parallelize(copy.deepcopy(model), transport=transport, chunks="auto"))
+
+
+# Parts of a run -------------------------------------------------------------------------------------------------------
+
+IN_PARTS = (Case(12, 3, 5, 5), Case(12, 5, 7, 3, batch=2, family="qwen"))
+
+
+@pytest.mark.parametrize(("machine", "size"), [("local", 4), ("aurora", 12)])
+def test_two_replicas_with_models_and_inputs_of_their_own_equal_one_process(machine, size):
+    """On an Aurora node each has a plane: an exchange there sends nothing to siblings."""
+    axes = Axes.build(topology_of(machine, size), replica=2)
+    expected = [Expected.of(case) for case in IN_PARTS]
+
+    def work(transport: Any) -> list[torch.Tensor]:
+        number, engines = axes.coordinates(transport.rank).replica, list[Any]()
+        part = Part(transport, axes.replica(transport.rank))
+        outputs = parallel_outputs(part, expected[number].model, IN_PARTS[number], machine, engines)
+        assert engines[0].topology == axes.topology.part(axes.replica(transport.rank))
+        assert sum(engines[0].bytes().values()) > 0
+        assert machine == "local" or engines[0].bytes()["sibling"] == 0
+        return outputs
+
+    of_ranks = run_ranks(size, work, 120.0)
+    for number, of_replica in enumerate(axes.branches):
+        check_ranks([of_ranks[rank] for rank in of_replica[0]], expected[number], IN_PARTS[number].family)
+
+
+def test_replicas_with_a_codec_have_the_bits_of_one_replica():
+    """Each predicts by its own ranks' notes and keeps states of its own, over images of its own: the first makes one
+    while the second makes two, of other tokens, batch and family."""
+    axes = Axes.build(topology_of("local", 4), replica=2)
+    models = [case.model() for case in IN_PARTS]
+
+    def images(transport: Any, number: int) -> list[torch.Tensor]:
+        model = copy.deepcopy(models[number])
+        with torch.no_grad(), parallelize(model, "coded-", transport=transport, predictor="taylor") as engine:
+            outputs = [denoise(model, IN_PARTS[number].inputs()) for _ in range(1 + number)]
+            assert engine.drift_profile()[1]["coded_fraction"] == 1
+        return outputs
+
+    def work(transport: Any) -> list[torch.Tensor]:
+        return images(Part(transport, axes.replica(transport.rank)), axes.coordinates(transport.rank).replica)
+
+    of_ranks = run_ranks(4, work, 120.0)
+    for number, (ranks,) in enumerate(axes.branches):
+        for rank, alone in zip(ranks, run_ranks(2, lambda whole, number=number: images(whole, number)), strict=True):
+            assert all(map(torch.equal, of_ranks[rank], alone))
+
+
+def test_a_part_may_make_more_images_than_the_other_and_is_closed_by_itself():
+    case, model = IN_PARTS[0], IN_PARTS[0].model()
+
+    def work(transport: Any) -> None:
+        part = Part(transport, (0, 1) if transport.rank < 2 else (2, 3))
+        for _ in range(1 if transport.rank < 2 else 3):
+            parallel_outputs(part, model, case, "local", selection="v_major", ratio=0.5, steps=3)
+        part.close()
+        with pytest.raises(UserError, match="the transport of this engine is closed"):
+            parallelize(copy.deepcopy(model), transport=part).__enter__()
+        assert not transport.closed
+        assert transport.broadcast_object(transport.rank) == 0
+
+    run_ranks(4, work, 120.0)
+
+
+def test_a_rank_lost_in_one_replica_ends_the_other_and_has_its_number_in_the_run():
+    def work(transport: Any) -> None:
+        part = Part(transport, (0, 1) if transport.rank < 2 else (2, 3))
+        if transport.rank == 3:
+            part.health.fail("out of memory")
+        if transport.rank >= 2:
+            return
+        with pytest.raises(PeerLost, match="rank 3 failed: out of memory"):
+            while True:
+                part.gather_object(None)
+                part.broadcast_object(None)
+                part.health.check()
+
+    run_ranks(4, work, 60.0)

@@ -3,15 +3,16 @@ does with its two branches."""
 
 import copy
 import warnings
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
 import diffusers
 import pytest
 import torch
-from attention.byte_formulas import Formulas
 from covering import all_but
 from exactness import Case, Expected, guided_outputs
+from seams import bytes_held_of_parts, end_guidance_of
 from test_engine_families import with_lora
 from test_engine_pipelines import SIDE, inpainting, restored
 from tiny_models import FAMILIES, HEADS
@@ -20,11 +21,9 @@ from worlds import topology_of
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.comm.trace import LINK_CLASSES
 from cocodiff.comm.transport import Part
-from cocodiff.config.errors import UserError
 from cocodiff.engine.engine import parallelize
 from cocodiff.engine.guidance.parts import Awaited
 from cocodiff.topology.axes import Axes
-from cocodiff.topology.layout import Layout
 
 GUIDED = ("sd3", "flux", "klein", "qwen")
 SEQUENTIAL = ("flux", "flux2", "qwen")
@@ -45,6 +44,37 @@ def guiding(name: str) -> tuple[Any, dict[str, Any]]:
     return pipe, arguments
 
 
+def check_images(
+    size: int, pipe: Any, calls: list[dict[str, Any]], begin: Callable[[Any], None] = lambda _: None, **settings: Any
+) -> list[list[tuple[int, int]]]:
+    """Compare images of one engine with one process's, on every rank, where they must have the same bits. begin: what
+    is done to a rank's pipeline first. Returned are, of each rank, bytes sent for guidance and bytes by which parts
+    took calls together, as they stood after each image."""
+    plain = [restored(pipe, call) for call in calls]
+
+    def work(transport: Any) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
+        own, images, sent = copy.deepcopy(pipe), [], []
+        begin(own)
+        replaced = "forward" in vars(own.transformer)
+        with parallelize(own, transport=transport, **settings) as engine:
+            for call in calls:
+                images.append(restored(own, call))
+                sent.append((sum(engine.bytes("guidance").values()), sum(engine.bytes("unsplit").values())))
+        assert ("forward" in vars(own.transformer)) == replaced and sorted(engine.bytes("guidance")) == sorted(
+            LINK_CLASSES
+        )
+        if transport.rank == 0:
+            torch.testing.assert_close(restored(own, calls[-1]), plain[-1], rtol=0, atol=1e-4)
+        return images, sent
+
+    of_ranks = run_ranks(size, work)
+    for images, _ in of_ranks:
+        for image, first, expected in zip(images, of_ranks[0][0], plain, strict=True):
+            assert torch.equal(image, first)
+            torch.testing.assert_close(image, expected, rtol=0, atol=1e-4)
+    return [sent for _, sent in of_ranks]
+
+
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "size"),
@@ -55,43 +85,36 @@ def test_equals_one_process(name, size):
     pipe, arguments = guiding(name)
     if name == "qwen":
         pipe.transformer = with_lora(pipe.transformer)
-    plain = restored(pipe, arguments)
-
-    def work(transport: Any) -> list[torch.Tensor]:
-        own, images = copy.deepcopy(pipe), []
-        for preset in ("tapa", "v_first"):
-            with parallelize(own, preset, transport=transport, guidance_parallel=2) as engine:
-                images += [restored(own, arguments), restored(own, arguments)]
-            assert engine.bytes("unsplit") == dict.fromkeys(LINK_CLASSES, 0)
-            assert sum(engine.bytes("guidance").values()) > 0
-        assert "forward" not in vars(own.transformer)
-        return images
-
-    of_ranks = run_ranks(size, work)
-    for images in of_ranks:
-        for image, first in zip(images, of_ranks[0], strict=True):
-            assert torch.equal(image, first)
-            torch.testing.assert_close(image, plain, rtol=0, atol=1e-4)
+    for preset in ("tapa", "v_first"):
+        for sent in check_images(size, pipe, [arguments] * 2, preset=preset, guidance_parallel=2):
+            assert all(guidance > 0 == together for guidance, together in sent)
 
 
 @pytest.mark.parametrize("name", GUIDED)
 def test_auto_splits_where_the_pipeline_guides(name):
     pipe, arguments = guiding(name)
     off = arguments | {key: 1.0 for key in ("guidance_scale", "true_cfg_scale") if key in arguments}
-    plain = [restored(pipe, arguments), restored(pipe, off)]
+    assert all(sent[0][0] > 0 for sent in check_images(2, pipe, [arguments]))
+    assert all(sent[0][0] == 0 for sent in check_images(2, pipe, [off]))
 
-    def work(transport: Any) -> list[tuple[torch.Tensor, int]]:
-        own, found = copy.deepcopy(pipe), []
-        for call in (arguments, off):
-            with parallelize(own, transport=transport) as engine:
-                image = restored(own, call)
-            found.append((image, sum(engine.bytes("guidance").values())))
-        return found
 
-    for found in run_ranks(2, work):
-        for (image, _), expected in zip(found, plain, strict=True):
-            torch.testing.assert_close(image, expected, rtol=0, atol=1e-4)
-        assert found[0][1] > 0 and found[1][1] == 0
+@pytest.mark.parametrize(("ranks", "ring", "splits"), [(2, 2, False), (4, 2, True)])
+def test_auto_does_not_split_where_a_part_cannot_have_the_ring(ranks, ring, splits):
+    pipe, arguments = guiding("qwen")
+    assert all((sent[0][0] > 0) == splits for sent in check_images(ranks, pipe, [arguments], ring=ring))
+
+
+@pytest.mark.parametrize("name", ["sd3", "qwen"])
+def test_parts_stay_parts_where_offloading_takes_its_hooks_off_and_puts_them_on(name):
+    """As diffusers does it after each image. The first image of Qwen-Image has a step more together."""
+    pipe, arguments = guiding(name)
+
+    def offload(own: Any) -> None:
+        own.enable_model_cpu_offload(device="cpu")
+
+    for sent in check_images(2, pipe, [arguments] * 3, offload, guidance_parallel=2):
+        (_, _), (first, _), (second, together) = sent
+        assert second - first == first - sent[0][0] > 0 == together
 
 
 @pytest.mark.parametrize(
@@ -115,6 +138,25 @@ def calls_of(family: str, branches: list[int]) -> list[list[dict[str, Any]]]:
     return steps
 
 
+def outputs_of(model: Any, steps: list[list[dict[str, Any]]]) -> list[torch.Tensor]:
+    """What a loop reads of its calls: the values of a step's branches, once all of them are asked for."""
+    outputs = []
+    with torch.no_grad():
+        for calls in steps:
+            outputs += [output * 1 for output in [model(**call, return_dict=False)[0] for call in calls]]
+    return outputs
+
+
+def assert_like(of_ranks: Iterable[list[torch.Tensor]], plain: list[torch.Tensor]) -> None:
+    """Compare all ranks' outputs with one process's; ranks have the same bits."""
+    first, *rest = of_ranks
+    for outputs in rest:
+        assert all(map(torch.equal, outputs, first))
+    assert len(first) == len(plain)
+    for output, expected in zip(first, plain, strict=True):
+        torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("family", "branches"),
     [
@@ -126,25 +168,17 @@ def calls_of(family: str, branches: list[int]) -> list[list[dict[str, Any]]]:
 )
 def test_calls_that_come_or_do_not_come(family, branches):
     model, steps = FAMILIES[family][0](6), calls_of(family, branches)
-    with torch.no_grad():
-        plain = [model(**call)[0] for step in steps for call in step]
 
-    def work(transport: Any) -> tuple[list[torch.Tensor], dict[str, int]]:
-        own, outputs = copy.deepcopy(model), []
-        with torch.no_grad(), warnings.catch_warnings():
+    def work(transport: Any) -> list[torch.Tensor]:
+        own = copy.deepcopy(model)
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with parallelize(own, transport=transport, guidance_parallel=2, steps=9) as engine:
-                for step in steps:
-                    of_step = [own(**call, return_dict=False)[0] for call in step]
-                    outputs += [output * 1 for output in of_step]
-            return outputs, engine.bytes("unsplit")
+                outputs = outputs_of(own, steps)
+        assert (sum(engine.bytes("unsplit").values()) > 0) == (1 in branches[:-1])
+        return outputs
 
-    of_ranks = run_ranks(4, work)
-    for outputs, unsplit in of_ranks:
-        for output, first, expected in zip(outputs, of_ranks[0][0], plain, strict=True):
-            assert torch.equal(output, first)
-            torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
-        assert (sum(unsplit.values()) > 0) == (1 in branches[:-1])
+    assert_like(run_ranks(4, work), outputs_of(model, steps))
 
 
 def test_a_callback_ends_guidance():
@@ -161,7 +195,7 @@ def test_a_callback_ends_guidance():
 
     def end(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         if step == 0:
-            pipe._guidance_scale = 1.0
+            end_guidance_of(pipe)
             tensors = {name: tensor.chunk(2)[-1] for name, tensor in tensors.items()}
         return tensors
 
@@ -229,51 +263,38 @@ def test_a_coding_keeps_each_branch_where_it_is_computed(family, settings):
 
 @pytest.mark.parametrize(("ranks", "absent"), [(12, ("sibling", "cross_plane", "node")), (24, ("node",))])
 def test_no_attention_byte_passes_between_the_parts(ranks, absent):
-    """On one node of Aurora a part is a plane, on two a node. The trace counts what the formulas say."""
-    case = Case(24, 6, 8, 5, family="qwen")
-    model, steps = case.model(), 3
-    topology = topology_of("aurora", ranks)
-    axes = Axes.build(topology, guidance=2)
+    """On one node of Aurora a part is a plane, on two a node. It sends over each link what the same ranks send alone
+    that make one call a step, and in the first step both."""
+    case, steps = Case(24, 6, 8, 5, family="qwen"), 3
+    model = case.model()
+    axes = Axes.build(topology_of("aurora", ranks), guidance=2)
+    settings = {"machine": "aurora", "exchange": "tapa", "steps": steps}
 
-    def work(transport: Any) -> tuple[dict[str, dict[str, int]], dict[str, int]]:
-        own = copy.deepcopy(model)
-        with torch.no_grad():
-            settings = {"guidance_parallel": 2, "machine": "aurora", "exchange": "tapa", "steps": steps}
-            with parallelize(own, transport=transport, **settings) as engine:
-                for step in range(steps):
-                    moment = {"timestep": torch.full((1,), 0.9 - 0.1 * step)}
-                    branches = [own(**case.inputs() | moment, return_dict=False)[0] for _ in range(2)]
-                    assert torch.equal(*branches)
-            return {name: engine.bytes(name) for name in ("attention", "unsplit", "guidance")}, engine.trace.bytes()
+    def run(own: Any, transport: Any, branches: list[int], parts: int) -> Any:
+        with torch.no_grad(), parallelize(own, transport=transport, guidance_parallel=parts, **settings) as engine:
+            for step, count in enumerate(branches):
+                moment = {"timestep": torch.full((1,), 0.9 - 0.1 * step)}
+                first, *others = [own(**case.inputs() | moment, return_dict=False)[0] for _ in range(count)]
+                assert all(torch.equal(first, other) for other in others)
+        return engine
 
-    segments = case_segments(model, case)
-    of_ranks = run_ranks(ranks, work)
-    calls = 2 * 2 + 2 * (steps - 1)  # of one part's strategy: two layers, both branches in the first step
-    for rank, (sent, own) in enumerate(of_ranks):
+    def work(transport: Any) -> tuple[dict[str, dict[str, int]], dict[str, int], dict[str, int]]:
+        own, part = copy.deepcopy(model), Part(transport, axes.branch(transport.rank))
+        alone = run(own, part, [2] + [1] * (steps - 1), 1).trace.bytes()
+        engine = run(own, transport, [2] * steps, 2)
+        return {name: engine.bytes(name) for name in ("attention", "unsplit", "guidance")}, engine.trace.bytes(), alone
+
+    for sent, own, alone in run_ranks(ranks, work):
         assert all(sent["attention"][link] == 0 for link in absent)
+        assert own == alone and sum(own.values()) > 0
         assert sum(sent["unsplit"].values()) == 0 < sum(sent["guidance"].values())
-        members = axes.branch(rank)
-        part = topology.part(members)
-        formulas = Formulas(part, Layout.build(part, segments, 24))
-        u = 8 * 4  # bytes of a token of one head in float32
-        slot = members.index(rank)
-        ways = [formulas.sent("tapa", "forward", slot, 3 * u), formulas.sent("tapa", "back", slot, u)]
-        assert own == {link: calls * sum(way[link] for way in ways) for link in LINK_CLASSES}
         output_bytes = case.height * case.width * 4 * 4 + 1  # and one that says whether there is an output
         assert sum(sent["guidance"].values()) == (steps - 1) * ranks * output_bytes
-
-
-def case_segments(model: Any, case: Case) -> Any:
-    from cocodiff.models import family_of
-
-    return family_of(model).adapter.segments(model, case.inputs())
 
 
 def test_a_result_that_nobody_asks_for():
     """The second branch's result is thrown away in every step; its message is, too."""
     model, steps = FAMILIES["qwen"][0](6), calls_of("qwen", [2, 2, 2])
-    with torch.no_grad():
-        plain = [model(**calls[0])[0] for calls in steps]
 
     def work(transport: Any) -> list[torch.Tensor]:
         own, outputs = copy.deepcopy(model), []
@@ -283,9 +304,7 @@ def test_a_result_that_nobody_asks_for():
                 outputs.append(results[0] * 1)
         return outputs
 
-    for outputs in run_ranks(2, work):
-        for output, expected in zip(outputs, plain, strict=True):
-            torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
+    assert_like(run_ranks(2, work), outputs_of(model, steps)[::2])
 
 
 def test_an_engine_that_was_left_keeps_nothing_of_a_part_nor_of_all_ranks():
@@ -296,15 +315,12 @@ def test_an_engine_that_was_left_keeps_nothing_of_a_part_nor_of_all_ranks():
         settings = {"guidance_parallel": 2, "steps": 3, "exchange": "split", "codec": "int4"}
         engine = parallelize(copy.deepcopy(model), transport=transport, **settings)
 
-        def held() -> list[int]:
-            return [ranks.strategy.codec.bytes_held() for ranks in engine._guided.sequences]
-
         with torch.no_grad(), warnings.catch_warnings(), engine:
             warnings.simplefilter("ignore")
             for (call,) in steps:
                 engine.model(**call)
-            inside = held()
-        return inside, held()
+            inside = bytes_held_of_parts(engine)
+        return inside, bytes_held_of_parts(engine)
 
     inside, after = zip(*run_ranks(4, work), strict=True)
     assert [min(of_rank) > 0 for of_rank in inside].count(True) == 2  # the part that keeps the only branch
@@ -315,26 +331,17 @@ def test_an_engine_that_was_left_keeps_nothing_of_a_part_nor_of_all_ranks():
 def test_an_interrupted_image_leaves_nothing_behind(stopped_at):
     """All ranks stop at the same call; then the same engine makes another image."""
     model, steps = FAMILIES["qwen"][0](6), calls_of("qwen", [2, 2, 2])
-    with torch.no_grad():
-        plain = [model(**call)[0] for calls in steps for call in calls]
 
     def work(transport: Any) -> list[torch.Tensor]:
-        own, made = copy.deepcopy(model), []
+        own = copy.deepcopy(model)
         engine = parallelize(own, transport=transport, guidance_parallel=2, steps=3)
-        calls = [call for of_step in steps for call in of_step]
         with torch.no_grad(), engine:
-            held = [own(**call)[0] for call in calls[:stopped_at]]
+            held = [own(**call)[0] for call in [call for calls in steps for call in calls][:stopped_at]]
         del held
-        with torch.no_grad(), engine:
-            for number, call in enumerate(calls):
-                made.append(own(**call)[0])
-                if number % 2:
-                    made[-2:] = [output * 1 for output in made[-2:]]
-        return made
+        with engine:
+            return outputs_of(own, steps)
 
-    for outputs in run_ranks(4, work):
-        for output, expected in zip(outputs, plain, strict=True):
-            torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
+    assert_like(run_ranks(4, work), outputs_of(model, steps))
 
 
 @pytest.mark.parametrize("branch", [0, 1])
@@ -343,102 +350,29 @@ def test_a_branch_that_fails_on_its_ranks_alone(family, branch):
     """For want of memory, say. The caller catches the error and makes another image in the same engine."""
     model, steps = FAMILIES[family][0](6), calls_of("qwen", [2, 2, 2])
     if family == "sd3":  # both branches in one call
-        inputs = [FAMILIES["sd3"][1](2, 6, 7, 5) for _ in range(3)]
-        moments = [torch.full((2,), 0.9 - 0.1 * step) for step in range(3)]
-        steps = [[one | {"timestep": moment}] for one, moment in zip(inputs, moments, strict=True)]
-    with torch.no_grad():
-        plain = [model(**call)[0] for calls in steps for call in calls]
+        inputs = FAMILIES["sd3"][1](2, 6, 7, 5)
+        steps = [[inputs | {"timestep": torch.full((2,), 0.9 - 0.1 * step)}] for step in range(3)]
 
     def work(transport: Any) -> tuple[str, list[torch.Tensor]]:
         own = copy.deepcopy(model)
-        fails = transport.rank // 2 == branch
-
-        def image() -> list[torch.Tensor]:
-            made = []
-            for calls in steps:
-                made += [output * 1 for output in [own(**call)[0] for call in calls]]
-            return made
 
         def fail(*_: Any) -> None:
-            raise torch.OutOfMemoryError("there is no memory")
+            if transport.rank // 2 == branch:
+                raise torch.OutOfMemoryError("there is no memory")
 
-        with torch.no_grad(), parallelize(own, transport=transport, guidance_parallel=2, steps=3) as engine:
-            image()
-            hook = own.transformer_blocks[0].register_forward_pre_hook(fail) if fails else None
+        with parallelize(own, transport=transport, guidance_parallel=2, steps=3) as engine:
+            outputs_of(own, steps)
+            hook = own.transformer_blocks[0].register_forward_pre_hook(fail)
             with pytest.raises(RuntimeError) as caught:
-                image()
-            if hook is not None:
-                hook.remove()
+                outputs_of(own, steps)
+            hook.remove()
             engine.new_run()
-            return str(caught.value), image()
+            return str(caught.value), outputs_of(own, steps)
 
-    for rank, (error, outputs) in enumerate(run_ranks(4, work, timeout_s=60.0)):
-        expected = "there is no memory" if rank // 2 == branch else "the other guidance branch could not"
-        assert expected in error
-        for output, one in zip(outputs, plain, strict=True):
-            torch.testing.assert_close(output, one, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(("ranks", "ring", "splits"), [(2, 2, False), (4, 2, True)])
-def test_auto_does_not_split_where_a_part_cannot_have_the_ring(ranks, ring, splits):
-    pipe, arguments = guiding("qwen")
-    plain = restored(pipe, arguments)
-
-    def work(transport: Any) -> torch.Tensor:
-        own = copy.deepcopy(pipe)
-        with parallelize(own, transport=transport, ring=ring) as engine:
-            image = restored(own, arguments)
-        assert (sum(engine.bytes("guidance").values()) > 0) == splits
-        return image
-
-    for image in run_ranks(ranks, work):
-        torch.testing.assert_close(image, plain, rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("name", ["sd3", "qwen"])
-def test_parts_stay_parts_where_offloading_takes_its_hooks_off_and_puts_them_on(name):
-    """As diffusers does it after each image."""
-    pipe, arguments = guiding(name)
-    plain = restored(pipe, arguments)
-
-    def work(transport: Any) -> list[torch.Tensor]:
-        own, sent, images = copy.deepcopy(pipe), [0], []
-        own.enable_model_cpu_offload(device="cpu")
-        with parallelize(own, transport=transport, guidance_parallel=2) as engine:
-            for _ in range(3):
-                images.append(restored(own, arguments))
-                sent.append(sum(engine.bytes("guidance").values()))
-        assert sent[3] - sent[2] == sent[2] - sent[1] > 0  # the first image of Qwen-Image has a step more together
-        assert sum(engine.bytes("unsplit").values()) == 0
-        return [*images, restored(own, arguments)]
-
-    for images in run_ranks(2, work):
-        for image in images:
-            torch.testing.assert_close(image, plain, rtol=0, atol=1e-4)
-
-
-def test_an_odd_number_of_ranks_has_no_two_parts():
-    def work(transport: Any) -> None:
-        with pytest.raises(UserError, match=r"3 rank\(s\) cannot be cut into 2 equal parts.*guidance_parallel 1"):
-            parallelize(FAMILIES["qwen"][0](6), transport=transport, guidance_parallel=2)
-
-    run_ranks(3, work)
-
-
-def test_a_cache_that_counts_calls_keeps_all_ranks_together():
-    from diffusers import PyramidAttentionBroadcastConfig
-
-    model = FAMILIES["flux"][0](6)
-    moment = {"spatial_attention_block_skip_range": 2, "current_timestep_callback": lambda: 500}
-    model.enable_cache(PyramidAttentionBroadcastConfig(**moment))
-
-    def work(transport: Any) -> None:
-        own = copy.deepcopy(model)
-        wrong = pytest.raises(UserError, match="guidance_parallel 2 and the cache hook")
-        with wrong, parallelize(own, transport=transport, guidance_parallel=2):
-            pass
-
-    run_ranks(2, work)
+    errors, of_ranks = zip(*run_ranks(4, work, timeout_s=60.0), strict=True)
+    for rank, error in enumerate(errors):
+        assert ("there is no memory" if rank // 2 == branch else "the other guidance branch could not") in error
+    assert_like(of_ranks, outputs_of(model, steps))
 
 
 class Message:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import FlowMatchHeunDiscreteScheduler, UniPCMultistepScheduler
-from test_engine_v_major import pipeline_call
+from test_engine_lossy import pipeline_call
 from tiny_models import FAMILIES, sd3_inpaint_pipeline
 from tiny_pipelines import PIPELINES, TEXT_WIDTH
 

@@ -6,7 +6,7 @@ import copy
 import re
 import tempfile
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ import torch
 from covering import covering
 from peft import LoraConfig
 from planned_models import PLANNED
+from seams import step_caches_of
 from tiny_models import FAMILIES
 from torch import Tensor, nn
 
@@ -47,24 +48,49 @@ def held(model: nn.Module) -> list[int]:
     return [sum(x.nbytes for x in block if not isinstance(x, AbsentParameter)) for block in blocks]
 
 
-def outputs_of(transport: Any, model: nn.Module, inputs: dict[str, Any], settings: dict[str, Any]) -> tuple[Any, ...]:
-    """Of some steps, with what blocks hold inside, what was sent for weights, and whether they are back."""
-    own, outputs = copy.deepcopy(model), []
-    with parallelize(own, transport=transport, kernels="torch", **settings) as engine, torch.no_grad():
+class Of(NamedTuple):
+    """What a rank has seen of some steps: outputs, what blocks hold inside, and what was sent for weights."""
+
+    outputs: list[Tensor]
+    inside: list[int]
+    sent: int
+
+
+def of_steps(transport: Any, model: nn.Module, calls: list[dict[str, Any]], mode: Any, settings: dict[str, Any]) -> Of:
+    """The calls of a model of a rank's own, step by step at another time, after which the weights are back."""
+    own, outputs = copy.deepcopy(model), list[Tensor]()
+    with mode(), parallelize(own, transport=transport, kernels="torch", **settings) as engine:
         for step in range(STEPS):
-            moment = {"timestep": torch.full_like(inputs["timestep"], 0.9 - 0.2 * step)}
-            moment["hidden_states"] = inputs["hidden_states"] * (1 + 0.1 * step)
-            outputs.append(own(**inputs | moment, return_dict=False)[0].clone())
+            for call in calls:
+                moved = dict(call)
+                if "timestep" in call and call["timestep"].is_floating_point():
+                    moved["timestep"] = torch.full_like(call["timestep"], 0.9 - 0.2 * step)
+                if "hidden_states" in call:
+                    moved["hidden_states"] = call["hidden_states"] * (1 + 0.1 * step)
+                outputs += [x.clone() for x in tensors_in(own(**moved, return_dict=False))]
         inside, sent = held(own), sum(engine.bytes("weights").values())
-    back = all(map(torch.equal, own.state_dict().values(), model.state_dict().values()))
-    return torch.stack(outputs), inside, sent, back
+    assert own.state_dict().keys() == model.state_dict().keys()
+    assert all(map(torch.equal, own.state_dict().values(), model.state_dict().values()))
+    if mode is torch.inference_mode:  # the same weights without it
+        with torch.no_grad(), parallelize(own, transport=transport, kernels="torch", **settings):
+            assert torch.equal(own(**moved, return_dict=False)[0], outputs[-1])
+    return Of(outputs, inside, sent)
 
 
-def check(model: nn.Module, inputs: dict[str, Any], size: int, settings: dict[str, Any], **more: Any) -> list[Any]:
-    whole = run_ranks(size, lambda t: outputs_of(t, model, inputs, settings))
-    split = run_ranks(size, lambda t: outputs_of(t, model, inputs, settings | more))
-    for (expected, *_), (outputs, _, _, back) in zip(whole, split, strict=True):
-        assert torch.equal(outputs, expected) and back
+def check(
+    model: nn.Module, call: Any, size: int, settings: dict[str, Any], mode: Any = torch.no_grad, **more: Any
+) -> list[Of]:
+    """Compare shared weights with whole ones, bit for bit. call: arguments of the model, or of several calls in turn;
+    more: the settings by which weights are shared."""
+    calls = call if isinstance(call, list) else [call]
+    whole, split = (
+        run_ranks(size, lambda t, s=chosen: of_steps(t, model, calls, mode, s))
+        for chosen in (settings, settings | more)
+    )
+    for expected, found in zip(whole, split, strict=True):
+        assert found.outputs and len(found.outputs) == len(expected.outputs)
+        assert all(map(torch.equal, found.outputs, expected.outputs))
+        assert found.sent > 0 or found.inside == expected.inside
     return split
 
 
@@ -84,58 +110,32 @@ def test_the_bits_of_whole_weights(family, among, size, name):
 def test_models_by_a_plan(name):
     """A plan finds the blocks' names by itself; their weights are split like a family's."""
     planned = PLANNED[name]
-    model, call = planned.model().requires_grad_(False), planned.call()
-
-    def work(transport: Any, **settings: Any) -> list[Tensor]:
-        own = copy.deepcopy(model)
-        with parallelize(own, transport=transport, kernels="torch", **settings), torch.no_grad():
-            return [x.clone() for x in tensors_in(own(**call, return_dict=False))]
-
-    whole, split = run_ranks(2, work), run_ranks(2, lambda t: work(t, weights="card"))
-    for expected, outputs in zip(whole, split, strict=True):
-        assert outputs and all(map(torch.equal, expected, outputs))
+    check(planned.model().requires_grad_(False), planned.call(), 2, {}, weights="card")
 
 
-def test_in_torchs_inference_mode():
-    model, inputs = FAMILIES["sd3"][0](6).requires_grad_(False), FAMILIES["sd3"][1](1, 4, 5, 3)
-
-    def work(transport: Any, **settings: Any) -> Tensor:
-        own = copy.deepcopy(model)
-        with torch.inference_mode(), parallelize(own, transport=transport, kernels="torch", **settings):
-            found = [own(**inputs, return_dict=False)[0].clone() for _ in range(2)][1]
-        with parallelize(own, transport=transport, kernels="torch", **settings), torch.no_grad():
-            assert torch.equal(own(**inputs, return_dict=False)[0], found)
-        return found
-
-    whole, split = run_ranks(2, work), run_ranks(2, lambda t: work(t, weights="card"))
-    assert all(map(torch.equal, whole, split))
-
-
-@pytest.mark.parametrize("what", ["adapters", pytest.param("compiled", marks=pytest.mark.full)])
-def test_with_adapters_and_with_compiled_blocks(what):
-    model = FAMILIES["sd3"][0](6).requires_grad_(False)
+@pytest.mark.parametrize(
+    "what",
+    ["adapters", "in inference mode", *(pytest.param(one, marks=pytest.mark.full) for one in ("compiled", "12"))],
+)
+def test_with_adapters_and_compiled_blocks_in_inference_mode_and_on_twelve_ranks(what):
+    make, inputs_of = FAMILIES["flux" if what == "12" else "sd3"]
+    model = (make(12, num_single_layers=3) if what == "12" else make(6)).requires_grad_(False)
     if what == "adapters":
         model.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_v"], init_lora_weights=False))
     settings = SETTINGS["tapa"] | {"compile": what == "compiled"}
-    check(model, FAMILIES["sd3"][1](1, 4, 5, 3), 2, settings, weights="card")
+    mode = torch.inference_mode if what == "in inference mode" else torch.no_grad
+    among = {"size": 12, "weights": "node"} if what == "12" else {"size": 2, "weights": "card"}
+    check(model, inputs_of(1, 4, 5, 3), settings=settings, mode=mode, **among)
 
 
 def test_some_layers_are_split_and_their_parts_sent_once_a_call():
     model = FAMILIES["sd3"][0](6, layers=5).requires_grad_(False)
     whole = held(model)
     of_ranks = check(model, FAMILIES["sd3"][1](1, 4, 5, 3), 4, SETTINGS["tapa"], weights="card", split_layers=2)
-    for _, inside, sent, _ in of_ranks:
+    for _, inside, sent in of_ranks:
         assert inside == [whole[0], whole[1], 0, whole[3], 0]
         once = sum(-(-whole[number] // 2) for number in (2, 4)) * 4  # every rank its half, to its sibling
         assert STEPS * once <= sent <= 1.05 * (STEPS * once + once)  # at the end the next call's first is under way
-
-
-@pytest.mark.full
-def test_twelve_ranks_share_blocks():
-    make, inputs_of = FAMILIES["flux"]
-    check(
-        make(12, num_single_layers=3).requires_grad_(False), inputs_of(1, 4, 5, 3), 12, SETTINGS["tapa"], weights="node"
-    )
 
 
 def test_a_block_that_a_step_cache_leaves_out_is_not_fetched():
@@ -160,19 +160,9 @@ def test_each_part_of_guidance_shares_its_own(more):
     """Of three calls of a step one part computes two: what it fetches waits for nobody of the other part."""
     model = FAMILIES["flux"][0](6, num_single_layers=3).requires_grad_(False)
     calls = [FAMILIES["flux"][1](1, 4, 5, text) for text in (3, 5, 4)]
-
-    def work(transport: Any, **settings: Any) -> tuple[list[Tensor], list[int]]:
-        own, outputs = copy.deepcopy(model), []
-        with parallelize(own, transport=transport, guidance_parallel=2, **settings, **more), torch.no_grad():
-            for step in range(STEPS):
-                moment = {"timestep": torch.full_like(calls[0]["timestep"], 0.9 - 0.2 * step)}
-                moment["hidden_states"] = calls[0]["hidden_states"] * (1 + 0.1 * step)
-                outputs += [own(**call | moment, return_dict=False)[0] * 1 for call in calls]
-            return outputs, held(own)
-
-    whole, split = (run_ranks(4, lambda t, s=settings: work(t, **s)) for settings in ({}, {"weights": "node"}))
-    for (expected, _), (outputs, inside) in zip(whole, split, strict=True):
-        assert not any(inside) and len(outputs) == 3 * STEPS and all(map(torch.equal, outputs, expected))
+    calls = [call | {"hidden_states": calls[0]["hidden_states"]} for call in calls]
+    for _, inside, _ in check(model, calls, 4, {"guidance_parallel": 2, **more}, weights="node"):
+        assert not any(inside)
 
 
 def saved(model: Any) -> None:
@@ -309,7 +299,7 @@ def test_every_error_gives_the_weights_back(how, where, size, monkeypatch):
         try:
             engine = parallelize(own, transport=transport, **settings)
             if where == "on entering":
-                monkeypatch.setattr(engine._caches[0], "attach", fail if fails else lambda: lambda: None)
+                monkeypatch.setattr(step_caches_of(engine)[0], "attach", fail if fails else lambda: lambda: None)
             with engine, torch.no_grad():
                 if where == "after a read":
                     block.ff.net[2].weight.sum()

@@ -1,11 +1,11 @@
-"""A synthetic slice and a stand-in for a model."""
+"""A synthetic slice, a stand-in for a model, and the figures of a run in which there is something of everything."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from cocodiff_eval.quality.metrics import Result
+from cocodiff_eval.quality.metrics import Result, metrics_document
 from cocodiff_eval.restore.restore import restore_slices
 from cocodiff_eval.restore.tiling import RestorationPlan
 from torch import Tensor
@@ -34,6 +34,70 @@ def row_of(
 ) -> dict[str, Any]:
     """A row of metrics.json. more: further fields of `Result`."""
     return Result(name, mask, mode, **quality, seconds=seconds, bytes=sent, **more).row()
+
+
+QUALITY = {"psnr_db": 21.53, "ssim": 0.654, "mse": 0.00703}
+NOTHING = {"psnr_db": None, "ssim": None, "mse": None}
+BASELINE = {"psnr_db": 18.25, "ssim": 0.512, "mse": 0.015, "seconds": 0.44}
+SAMPLES: dict[str, Any] = {
+    "samples": 8,
+    "coverage_50": 0.43,
+    "coverage_90": 0.81,
+    "psnr_db_single": 20.12,
+    "intervals": {"floor": 0.1, "factor_50": 1.0, "factor_90": 2.0},
+}
+RICH_SLICES = {"scan": range(20, 26), "stack": range(15)}
+
+
+def step_of(number: int, sent: float, exposed: float, coded: float, sets: dict[str, float]) -> dict[str, Any]:
+    """A step of a lossy run. sets: how many of the calls displaced which tensors."""
+    late = sum(len(names) * share for names, share in sets.items()) / 4
+    of_calls = {"coded_fraction": coded, "displaced_fraction": late, "displaced_sets": sets}
+    return {"step": number, **of_calls, "sent_fraction": sent, "exposed_fraction": exposed}
+
+
+def rich_run() -> dict[str, Any]:
+    """The document of a run on 4 ranks, by whose numbers each row can be told from the others: two slices by themselves
+    in two presets; a stack of 13 of 15 slices on replicas, several samples each, coded and displaced, of which every
+    tenth was compared with an exact run, and on whose last one two replicas worked; two slices, 21 and 22 of 20 to 25,
+    whose original is unknown and of which 24 is masked wholly; and a generated image."""
+    rows = []
+    for name, more in (("a", 0.0), ("a very long name of a <scan>, 2024-05-17", 2.0)):
+        judged = QUALITY | {"psnr_db": 21.53 + more}
+        rows += [
+            row_of(name, "block", "flat", judged, 12.34 + more, {"plane": 5 * 2**20, "node": 5}, baseline=BASELINE),
+            row_of(name, "block", "cocodiff", QUALITY, 7.89, {"node": 77}, psnr_vs_exact_db=39.8, baseline=BASELINE),
+        ]
+    first = step_of(0, 1.0, 1.0, 0.0, {"": 1.0})
+    seconds = (step_of(1, 0.2, 0.2, 1.0, {"": 1.0}), step_of(1, 0.2, 0.1, 1.0, {"": 0.5, "qkvo": 0.5}))
+    for n in range(13):
+        of_slice: dict[str, Any] = {
+            "psnr_vs_exact_db": 40.0 if n == 0 else None,
+            "exact_compared": n % 10 == 0,
+            "bytes_whole": {"plane": 100},
+            "bytes_late": {"plane": 5 * (n % 2)},
+            "rank_seconds": 3.0,
+            "replica_seconds": {str(n % 3): 1.5} if n < 12 else {"1": 1.0, "2": 2.0},
+            "baseline": BASELINE,
+            "frc": [1.0, 0.5 + n / 100, None, *[0.0] * 29],
+            "resolution": None if n == 12 else 4.0 + n,
+            "drift": [first, seconds[n % 2]],
+        }
+        of_slice |= SAMPLES | {"coverage_90": 0.81 - n / 100}
+        rows.append(
+            row_of(f"stack[{n}]", "block", "ahead", QUALITY | {"psnr_db": 20.0 + n}, 1.5, {"plane": 60}, **of_slice)
+        )
+    for n in (21, 22):
+        rows.append(row_of(f"scan[{n}]", "holes", "flat", NOTHING, 2.0, {}, exact_compared=False, rank_seconds=7.25))
+    rows.append(row_of("drawn", None, "flat", NOTHING, 3.0, {"sibling": 1536}))
+    told = {"name": "scan", "mask": "holes", "slices": [20, 26], "range": [0, 16383], "extremes": [0, 65535]}
+    inputs = [
+        {**told, "beyond": 9, "wholly_masked": [24]},
+        {**told, "name": "other", "wholly_masked": [], "beyond": 0},
+        {**told, "name": "a", "mask": "block", "wholly_masked": [], "beyond": 0},
+    ]
+    jumps = [{"name": "stack", "mask": "block", "mode": "ahead", "slice_jump": 1.234}]
+    return metrics_document({"steps": 20}, 4, rows) | {"inputs": inputs, "jumps": jumps}
 
 
 class SmoothInpainter:

@@ -1,8 +1,8 @@
 """The metrics against scikit-image called directly, and the documents made of them."""
 
-import itertools
 import json
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ from cocodiff_eval.quality.metrics import (
     summary,
 )
 from cocodiff_eval.report.tables import grouped, size, terminal_table
-from eval_helpers import phantom, row_of
+from eval_helpers import BASELINE, QUALITY, phantom, rich_run, row_of
 from scipy.ndimage import distance_transform_edt, gaussian_filter
 from skimage.metrics import mean_squared_error, peak_signal_noise_ratio, structural_similarity
 
@@ -89,130 +89,50 @@ def test_distance_to_the_exact_run_is_none_only_for_identical_bits() -> None:
     assert distance_db(scale, np.zeros((8, 8)), -np.zeros((8, 8)), mask_YX) == 200.0
 
 
-QUALITY = {"psnr_db": 21.5, "ssim": 0.65, "mse": 0.007}
-NOTHING = {"psnr_db": None, "ssim": None, "mse": None}
-BASELINE = {"psnr_db": 18.0, "ssim": 0.5, "mse": 0.016, "seconds": 0.4}
-
-
-def rows() -> list[dict]:
-    return [
-        row_of("a", "block", "flat", QUALITY, 2.0, {"plane": 100, "node": 5}, baseline=BASELINE),
-        row_of("a", "block", "cocodiff", QUALITY, 1.0, {"plane": 50}, psnr_vs_exact_db=41.0, baseline=BASELINE),
-        row_of("b", "block", "flat", {**QUALITY, "psnr_db": 23.5}, 4.0, {"plane": 2048}, baseline=BASELINE),
-        row_of("a very long name of a scan, 2024-05-17", "scratch", "flat", NOTHING, 4.0, {}, exact_compared=False),
-    ]
-
-
 def test_document_has_the_names_users_script_on() -> None:
-    document = metrics_document({"steps": 20}, 4, rows())
-    assert list(document) == ["schema", "config", "ranks", "images", "summary"]
-    assert document["schema"] == 1 and document["ranks"] == 4
+    document = rich_run()
+    assert {"schema", "config", "ranks", "images", "summary"} <= set(document)
+    assert (document["schema"], document["ranks"], document["config"]) == (1, 4, {"steps": 20})
     names = {"name", "mask", "mode", "psnr_db", "ssim", "mse", "psnr_vs_exact_db", "seconds", "bytes"}
+    of_some = {"samples", "coverage_50", "coverage_90", "psnr_db_single", "intervals", "bytes_late"}
     for row in document["images"]:
         assert names <= set(row)
         assert list(row["bytes"]) == ["sibling", "plane", "node", "cross_plane"]
+        assert row["name"].startswith("stack") or not of_some & set(row)
     assert json.loads(json.dumps(document, allow_nan=False)) == document
 
 
 def test_summary_means() -> None:
-    result = summary(rows())
-    flat, lossy, scratch = result["rows"]
-    assert (flat["mask"], flat["mode"], flat["n"], flat["identical"]) == ("block", "flat", 2, 2)
-    assert flat["psnr_db"] == 22.5 and flat["seconds"] == 3.0 and flat["bytes"]["plane"] == 2148
-    assert (lossy["psnr_vs_exact_db"], lossy["identical"]) == (41.0, 0)
-    assert (scratch["psnr_db"], scratch["identical"]) == (None, 0)
-    assert result["baseline"] == [{"mask": "block", "method": "biharmonic", "n": 2, **BASELINE}]
+    result = summary(rich_run()["images"])
+    flat, lossy, ahead, scan, drawn = result["rows"]
+    assert (flat["mask"], flat["mode"], flat["n"], flat["compared"], flat["identical"]) == ("block", "flat", 2, 2, 2)
+    assert (flat["psnr_db"], flat["seconds"], flat["bytes"]["plane"]) == (22.53, pytest.approx(13.34), 10 * 2**20)
+    assert (lossy["psnr_vs_exact_db"], lossy["compared"], lossy["identical"]) == (39.8, 2, 0)
+    assert (ahead["n"], ahead["psnr_db"], ahead["compared"], ahead["identical"]) == (13, 26.0, 2, 1)
+    assert (ahead["samples"], ahead["coverage_50"], ahead["psnr_db_single"]) == (8, 0.43, pytest.approx(20.12))
+    assert ahead["coverage_90"] == pytest.approx(0.75) and "samples" not in flat
+    assert (scan["psnr_db"], scan["compared"], scan["identical"], drawn["mask"]) == (None, 0, 0, None)
+    assert result["baseline"] == [{"mask": "block", "method": "biharmonic", "n": 15, **approximate(BASELINE)}]
 
 
-def test_slices_of_a_stack_are_one_line() -> None:
-    per_slice = [
-        row_of(
-            f"scan[{n}]",
-            "block",
-            mode,
-            {**QUALITY, "psnr_db": 20.0 + n},
-            1.5,
-            {"node": 10},
-            psnr_vs_exact_db=None if mode == "flat" else 40.0 + n,
-            baseline=BASELINE,
-        )
-        for n in range(3)
-        for mode in ("flat", "cocodiff")
-    ]
-    ((name, mask, slices, (flat, lossy)),) = grouped(per_slice)
-    assert (name, mask, slices) == ("scan", "block", 3)
-    assert (flat["psnr_db"], flat["psnr_vs_exact_db"], flat["seconds"], flat["bytes"]["node"]) == (21.0, None, 4.5, 30)
-    assert lossy["psnr_vs_exact_db"] == 41.0 and lossy["baseline"]["seconds"] == pytest.approx(1.2)
-    lines = terminal_table(metrics_document({}, 1, per_slice)).split("\n")
-    assert len(lines) == 4 and lines[1].startswith("scan (3 slices)  block  flat")
-    assert per_slice[0]["name"] == "scan[0]"
+def approximate(numbers: dict[str, float]) -> dict[str, Any]:
+    return {name: pytest.approx(number) for name, number in numbers.items()}
 
 
-def test_seconds_of_replicas_that_work_at_the_same_time_are_those_of_the_slowest() -> None:
-    rows = [
-        row_of(
-            f"scan[{n}]",
-            "block",
-            "flat",
-            QUALITY,
-            1.5,
-            {},
-            baseline=BASELINE,
-            rank_seconds=3.0,
-            replica_seconds={str(n % 3): 1.5},
-        )
-        for n in range(4)
-    ]
-    several = {"rank_seconds": 6.0, "replica_seconds": {"1": 1.0, "2": 2.0}}  # samples of one slice
-    rows.append(row_of("scan[4]", "block", "flat", QUALITY, 2.0, {}, baseline=BASELINE, **several))
-    ((_, _, _, (row,)),) = grouped(rows)
-    assert (row["seconds"], row["rank_seconds"]) == (3.5, 18.0)
-    assert row["baseline"]["seconds"] == pytest.approx(3 * BASELINE["seconds"])
-    lines = terminal_table(metrics_document({}, 6, rows)).split("\n")
-    assert lines[0].split()[-4:] == ["seconds", "rank", "s", "bytes"]
-    assert lines[1].split()[-4:] == ["3.5", "18.0", "0", "B"] and lines[2].split()[-3:] == ["1.2", "-", "-"]
-    assert "rank s" not in terminal_table(metrics_document({}, 1, rows))
+def test_slices_of_a_stack_are_one_line_and_replicas_work_at_the_same_time() -> None:
+    """Quality is a mean; rank seconds and bytes are sums; seconds those of the slowest replica, here the third: four
+    slices, and a part of the one on which two worked, which the first one judges."""
+    rows = rich_run()["images"]
+    name, mask, slices, (row,) = next(one for one in grouped(rows) if one[0] == "stack")
+    assert (name, mask, slices, row["psnr_db"], row["psnr_vs_exact_db"]) == ("stack", "block", 13, 26.0, 40.0)
+    assert (row["seconds"], row["rank_seconds"], row["bytes"]["plane"]) == (8.0, 39.0, 780)
+    assert row["baseline"]["seconds"] == pytest.approx(5 * BASELINE["seconds"])
+    assert len(grouped(rows)) == 5 and any(row["name"] == "stack[0]" for row in rows)
 
 
-def test_terminal_table() -> None:
-    lines = terminal_table(metrics_document({}, 1, rows())).split("\n")
-    assert lines[0].split() == ["image", "mask", "preset", "PSNR", "dB", "SSIM", "vs", "exact", "seconds", "bytes"]
-    assert lines[1].split() == ["a", "block", "flat", "21.50", "0.650", "identical", "2.0", "105", "B"]
-    assert lines[2].split()[3:] == ["21.50", "0.650", "41.0", "dB", "1.0", "50", "B"]
-    assert lines[3].split() == ["a", "block", "biharmonic", "18.00", "0.500", "-", "0.4", "-"]
-    assert lines[-1].startswith("a very long ...n, 2024-05-17  scratch") and " - " in lines[-1]
-    assert len({line.index(" - ") for line in lines if "scratch" in line}) == 1
-    assert len(lines) == 7 and len(grouped(rows())) == 3
-    assert [size(count) for count in (0, 1023, 1536, 5 * 2**30, 2**45)] == [
-        "0 B",
-        "1023 B",
-        "1.5 KiB",
-        "5.0 GiB",
-        "32.0 TiB",
-    ]
-
-
-def test_rows_of_several_samples_have_their_spread_judged() -> None:
-    of_samples = {"samples": 8, "coverage_50": 0.4, "coverage_90": 0.8, "psnr_db_single": 20.0}
-    of_samples["intervals"] = {"floor": 0.1, "factor_50": 1.0, "factor_90": 2.0}
-    unknown = {**of_samples, "coverage_50": None, "coverage_90": None, "psnr_db_single": None, "intervals": None}
-    several = [
-        row_of("a[0]", "block", "flat", QUALITY, 2.0, {}, baseline=BASELINE, **of_samples),
-        row_of("a[1]", "block", "flat", QUALITY, 2.0, {}, **{**of_samples, "coverage_50": 0.5}),
-        row_of("b", "hole", "flat", NOTHING, 2.0, {}, **unknown),
-    ]
-    document = metrics_document({}, 1, several)
-    first, last = document["summary"]["rows"]
-    assert (first["samples"], first["coverage_50"], first["psnr_db_single"]) == (8, pytest.approx(0.45), 20.0)
-    assert last["samples"] == 8 and last["coverage_90"] is None
-    lines = [line.split() for line in terminal_table(document).split("\n")]
-    assert " ".join(lines[0]) == "image mask preset PSNR dB SSIM one sample in 50 % in 90 % vs exact seconds bytes"
-    assert lines[1][5:] == ["21.50", "0.650", "20.00", "45", "%", "80", "%", "identical", "4.0", "0", "B"]
-    assert lines[2][5:] == ["18.00", "0.500", "-", "-", "-", "-", "0.4", "-"]
-    assert lines[3][3:] == ["-", "-", "-", "-", "-", "identical", "2.0", "0", "B"]
-    names = {"samples", "coverage_50", "coverage_90", "psnr_db_single"}
-    plain = metrics_document({}, 1, rows())
-    assert not any(names & set(row) for row in (*plain["images"], *plain["summary"]["rows"]))
+def test_sizes_in_units_that_fit() -> None:
+    sizes = [size(count) for count in (0, 1023, 1024, 1536, 5 * 2**30, 2**45)]
+    assert sizes == ["0 B", "1023 B", "1.0 KiB", "1.5 KiB", "5.0 GiB", "32.0 TiB"]
 
 
 def test_documents_are_json_where_numbers_overflow() -> None:
@@ -241,60 +161,49 @@ def test_documents_are_json_where_numbers_overflow() -> None:
     assert psnr_db(math.nan) == psnr_db(math.inf) < psnr_db(1.0) == 0 < psnr_db(0.0) == 200
 
 
-def test_ring_correlation_is_that_of_the_definition() -> None:
-    """Ring by ring with explicit sums (van Heel and Schatz, 2005), and resolutions that are known beforehand."""
-    truth_YX = phantom(60, 44) * 3 + 5
-    restored_YX = truth_YX + np.random.default_rng(0).normal(size=truth_YX.shape)
-    scale = IntensityRange(float(truth_YX.min()), float(truth_YX.max()))
-    mask_YX = np.zeros(truth_YX.shape, bool)
-    mask_YX[6:50, 5:40] = True
-    mask_YX[20:24, 10:12] = False
-    found = ring_correlation(scale, truth_YX, restored_YX, mask_YX)
-    depth_YX = distance_transform_edt(mask_YX)[6:50, 5:40]
-    window_YX = np.sin(np.pi / 2 * np.minimum(1, depth_YX / min(16, depth_YX.max()))) ** 2
-    one, other = (np.where(mask_YX, scale.normalise(x), 0)[6:50, 5:40] for x in (truth_YX, restored_YX))
-    rows, columns = one.shape
-    turn = [np.exp(-2j * np.pi * np.outer(np.arange(n), np.arange(n)) / n) for n in (rows, columns)]
-    spectra = [turn[0] @ (window_YX * (x - (window_YX * x).sum() / window_YX.sum())) @ turn[1] for x in (one, other)]
-    sums = np.zeros((3, 33))
-    for y, x in itertools.product(range(rows), range(columns)):
-        frequency = math.hypot(min(y, rows - y) / rows, min(x, columns - x) / columns)
-        a, b = spectra[0][y, x], spectra[1][y, x]
-        sums[:, min(int(frequency * 64), 32)] += (a * b.conjugate()).real, abs(a) ** 2, abs(b) ** 2
-    with np.errstate(invalid="ignore"):
-        expected = sums[0] / np.sqrt(sums[1] * sums[2])
-    assert len(found["frc"]) == 32
-    for value, wanted in zip(found["frc"], expected, strict=False):
-        assert value == pytest.approx(wanted, abs=1e-6) if value is not None else math.isnan(wanted)
-    assert ring_correlation(scale, truth_YX, truth_YX, mask_YX)["resolution"] == 2.0
-    assert ring_correlation(scale, truth_YX, restored_YX, mask_YX)["resolution"] > 2.0
-
-
-def test_of_volumes_it_is_shell_correlation() -> None:
-    """Shell by shell, of a restoration that is right down to a period of 6 voxels."""
-    rng = np.random.default_rng(3)
-    truth_ZYX, scale = rng.normal(size=(48, 40, 44)), IntensityRange(-3.0, 3.0)
-    mask_ZYX = np.zeros(truth_ZYX.shape, bool)
-    mask_ZYX[4:44, 3:37, 2:40] = True
-    frequency = np.sqrt(sum(x**2 for x in np.meshgrid(*map(np.fft.fftfreq, truth_ZYX.shape), indexing="ij")))
-    noise_ZYX = rng.normal(size=truth_ZYX.shape)
-    mixed = np.where(frequency < 1 / 6, np.fft.fftn(truth_ZYX), np.fft.fftn(noise_ZYX))
-    restored_ZYX = np.fft.ifftn(mixed).real
-    found = ring_correlation(scale, truth_ZYX, restored_ZYX, mask_ZYX)
-    window_ZYX = np.sin(np.pi / 2 * np.minimum(1, distance_transform_edt(mask_ZYX) / 16)) ** 2
+def correlation_by_definition(
+    scale: IntensityRange, truth: np.ndarray, restored: np.ndarray, mask: np.ndarray
+) -> list[float]:
+    """Ring by ring, or shell by shell, as van Heel and Schatz define it (2005); NaN where there is no coefficient."""
+    box = tuple(slice(places.min(), places.max() + 1) for places in mask.nonzero())
+    depth = distance_transform_edt(np.pad(mask, 1))[(slice(1, -1),) * mask.ndim][box]  # outside is not masked
+    window = np.sin(np.pi / 2 * np.minimum(1, depth / min(16, depth.max()))) ** 2
     spectra = []
-    for one in (truth_ZYX, restored_ZYX):
-        one01 = scale.normalise(one)
-        one01 -= (window_ZYX * one01).sum() / window_ZYX.sum()
-        spectra.append(np.fft.fftn((window_ZYX * one01)[4:44, 3:37, 2:40]))
-    z, y, x = np.meshgrid(*map(np.fft.fftfreq, spectra[0].shape), indexing="ij")
-    shell = (np.sqrt(z * z + y * y + x * x) * 64).astype(int)
-    for number in range(0, 32, 5):
-        a, b = (one[shell == number] for one in spectra)
-        expected = (a * b.conj()).real.sum() / np.sqrt((np.abs(a) ** 2).sum() * (np.abs(b) ** 2).sum())
-        assert found["frc"][number] == pytest.approx(expected, abs=1e-6)
+    for image in (truth, restored):
+        image01 = np.where(mask, scale.normalise(image), 0)[box]
+        spectra.append(np.fft.fftn(window * (image01 - (window * image01).sum() / window.sum())))
+    along = [np.minimum(np.arange(n), n - np.arange(n)) / n for n in window.shape]
+    ring = (64 * np.sqrt(sum(x**2 for x in np.meshgrid(*along, indexing="ij")))).astype(int)
+    found = []
+    for number in range(32):
+        a, b = (one[ring == number] for one in spectra)
+        powers = [float((np.abs(one) ** 2).sum()) for one in (a, b)]
+        found.append(float((a * b.conj()).real.sum()) / math.sqrt(math.prod(powers)) if len(a) else math.nan)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("shape", "part", "hole"),
+    [
+        ((60, 44), (slice(6, 50), slice(5, 40)), (slice(20, 24), slice(10, 12))),
+        ((60, 44), (slice(0, 50), slice(5, 44)), (slice(20, 24), slice(10, 12))),
+        ((48, 40, 44), (slice(4, 44), slice(3, 37), slice(2, 40)), (slice(0),) * 3),
+    ],
+    ids=["slice", "at the edges of a slice", "volume"],
+)
+def test_ring_correlation_is_that_of_the_definition(shape: Any, part: Any, hole: Any) -> None:
+    """Of a restoration that is right down to a period of 6 voxels."""
+    rng, scale = np.random.default_rng(3), IntensityRange(-3.0, 3.0)
+    truth, noise, mask = rng.normal(size=shape), rng.normal(size=shape), np.zeros(shape, bool)
+    mask[part] = True
+    mask[hole] = False
+    frequency = np.sqrt(sum(x**2 for x in np.meshgrid(*map(np.fft.fftfreq, shape), indexing="ij")))
+    restored = np.fft.ifftn(np.where(frequency < 1 / 6, np.fft.fftn(truth), np.fft.fftn(noise))).real
+    found = ring_correlation(scale, truth, restored, mask)
     assert found["resolution"] == pytest.approx(6, rel=0.15)
-    assert ring_correlation(scale, truth_ZYX, truth_ZYX, mask_ZYX)["resolution"] == 2
+    for value, wanted in zip(found["frc"], correlation_by_definition(scale, truth, restored, mask), strict=True):
+        assert value == pytest.approx(wanted, abs=1e-6) if value is not None else math.isnan(wanted)
+    assert ring_correlation(scale, truth, truth, mask)["resolution"] == 2
 
 
 def test_ring_correlation_tells_how_fine_a_restoration_is() -> None:

@@ -18,13 +18,12 @@ from cocodiff_eval.data.volume import Metadata, Region, Stack
 from cocodiff_eval.quality.metrics import metrics_document, slice_jumps
 from cocodiff_eval.report.page import write_report
 from cocodiff_eval.report.volume import ShownVolume, embedded
-from eval_helpers import row_of
+from eval_helpers import QUALITY, row_of
 
 SHAPE = (20, 32, 40)
 FIRST = (100, 0, 7)  # slice, row and column in the input
 SCALE = IntensityRange(0.0, 1000.0)
 REGIONS = ((slice(2, 4), slice(3, 6), slice(4, 7)), (slice(6, 11), slice(10, 15), slice(20, 25)))
-QUALITY = {"psnr_db": 21.53, "ssim": 0.654, "mse": 0.00703}
 
 
 def volume(shape: Sequence[int] = SHAPE, regions: Sequence[tuple[slice, ...]] = REGIONS) -> tuple[Any, ...]:
@@ -74,26 +73,33 @@ def test_nothing_under_the_mask_is_embedded_where_the_truth_is_unknown() -> None
 
 
 @pytest.mark.parametrize(
-    ("regions", "told"),
+    ("regions", "told", "shape"),
     [
-        ([(slice(20, 30), slice(20, 40), slice(30, 40))], "every voxel of the part around the mask"),
-        ([(slice(9, 10), slice(9, 10), slice(9, 10)), (slice(60, 61),) * 3], "every second voxel along each axis"),
-        ([(slice(at, at + 5),) * 3 for at in (0, 50, 93)], "around the masked region of median size"),
+        ([(slice(20, 30), slice(20, 40), slice(30, 40))], "every voxel of the part around the mask", (26, 36, 26)),
+        ([(slice(9, 10),) * 3, (slice(60, 61),) * 3], "every second voxel along each axis", (34, 34, 34)),
+        (
+            [(slice(at, at + side),) * 3 for at, side in ((0, 3), (50, 5), (90, 8))],
+            "around the masked region of median size",
+            (24, 24, 25),
+        ),
     ],
 )
-def test_what_is_embedded_of_a_large_volume_is_bounded(regions: list[tuple[slice, ...]], told: str) -> None:
-    """Of noise, which does not compress."""
+def test_what_is_embedded_of_a_large_volume_is_bounded(regions: Any, told: str, shape: tuple[int, ...]) -> None:
+    """Of noise, which does not compress; around a mask 8 voxels of each side."""
     shown, truth, mask, _ = volume((98, 98, 98), regions)
     room = 60_000
     found = embedded(shown, room)
     assert told in found["told"] and len(json.dumps(found)) < 1.4 * room
     assert len(voxels(found["voxels"])) > room / 8
+    assert found["shape"] == shape
+    assert found["size"] == pytest.approx([0.7 * found["step"]] * 3)
     start = [first - of for first, of in zip(found["first"], FIRST, strict=True)]
     part = tuple(slice(a, a + n * found["step"], found["step"]) for a, n in zip(start, found["shape"], strict=True))
     np.testing.assert_allclose(voxels(found["voxels"]) / 255 * 1000, truth[part].ravel(), atol=2)
     place = tuple(a + at * found["step"] for a, at in zip(start, found["at"], strict=True))
     near = tuple(slice(max(0, at - 1), at + 2) for at in place)
     assert mask[near].any() and len(found["regions"]) >= 1
+    assert len(regions) < 3 or place == (52, 52, 52)
 
 
 def test_jumps_between_slices_are_those_of_voxels_under_the_mask_over_the_truths() -> None:
@@ -134,6 +140,15 @@ def test_the_page_holds_the_volume_and_the_columns_that_say_something(page: Path
     assert "jump between slices" in heads and ">1.23<" in text and "<dt>three views</dt>" in text
     assert not {"sibling", "plane", "node", "cross plane", "of whole"} & {*heads}  # nothing was sent
     assert not re.search(r"https?://(?!www.w3.org/2000/svg)|url\(|<link|@import|fetch\(", text)
+
+
+def test_volumes_share_the_room_of_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cocodiff_eval.report.page.VOLUME_BYTES", 60_000)
+    document = metrics_document({}, 1, [row_of("scan[102]", "holes", "tapa", QUALITY, 1.0, {})])
+    shown = [volume((98, 98, 98))[0]] * 2
+    write_report(tmp_path / "report.html", document, [], {}, slices={"scan": range(100, 198)}, shown=shown)
+    blocks = re.findall(r'class="voxels" data-series="0">(.*?)</script>', (tmp_path / "report.html").read_text())
+    assert len(blocks) == 2 and sum(map(len, blocks)) < 1.4 * 60_000
 
 
 AT, SHOWN = (f"document.querySelector('.volume').dataset.{name}" for name in ("at", "shown"))

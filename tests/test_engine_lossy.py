@@ -1,0 +1,245 @@
+"""V-Major, codecs and displacement in whole models: nothing stable is nothing changed, clean starts, what is reported,
+what is kept and sent, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from covering import all_but
+from exactness import STEPS, denoise
+from tiny_models import FAMILIES, sd3_inpaint_pipeline
+from torch.utils._pytree import tree_map_only
+
+from cocodiff.comm.loopback import run_ranks
+from cocodiff.config.config import Config
+from cocodiff.config.errors import UserError
+from cocodiff.engine.engine import parallelize
+
+pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
+
+
+def check_nothing_stable(family: str, size: int, scorings: tuple[str, ...], ring: int | str = "auto") -> None:
+    make, inputs_of = FAMILIES[family]
+    model, inputs = make(13), inputs_of(2, 6, 7, 5)
+
+    def work(transport: Any) -> None:
+        own = copy.deepcopy(model)
+
+        def steps(**settings: Any) -> torch.Tensor:
+            with torch.no_grad(), parallelize(own, transport=transport, order="v_first", ring=ring, **settings):
+                return denoise(own, inputs)
+
+        exact, lossy = steps(), {"selection": "v_major", "steps": STEPS}
+        for scoring in scorings:
+            for settings in ({"sync_interval": 1}, {"schedule": "fixed", "ratio": 0.0}):
+                assert torch.equal(steps(scoring=scoring, **lossy, **settings), exact), (settings, scoring)
+            stale = steps(scoring=scoring, schedule="fixed", ratio=0.8, sync_interval=0, **lossy)
+            assert torch.equal(stale[:1], exact[:1])
+            assert torch.equal(stale[1:], exact[1:]) == (size == ring)  # Ring alone sends whole keys and values
+
+    run_ranks(size, work)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("family", "size"),
+    all_but([("sd3", 2), ("sd3", 12), ("flux", 3), ("flux2", 6), ("qwen", 3), ("qwen", 6)], FAMILIES, (2, 3, 6, 12)),
+)
+def test_nothing_stable_is_nothing_changed(family, size):
+    check_nothing_stable(family, size, ("source", "card"))
+
+
+@pytest.mark.parametrize(("size", "ring", "scoring"), [(4, 2, "card"), (6, 3, "source"), (3, 3, "source")])
+def test_nothing_stable_is_nothing_changed_in_a_mesh(size, ring, scoring):
+    check_nothing_stable("qwen", size, (scoring,), ring)
+
+
+def pipeline_call(pipe: Any, seed: int, steps: int = 5, side: int = 64, prompt_tokens: int = 3) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    image = torch.rand(1, 3, side, side, generator=generator)
+    mask = torch.zeros(1, 1, side, side)
+    mask[..., 16:48, 16:48] = 1
+    pipe.set_progress_bar_config(disable=True)
+    return pipe(
+        image=image,
+        mask_image=mask,
+        height=side,
+        width=side,
+        num_inference_steps=steps,
+        strength=1.0,
+        prompt_embeds=torch.full((1, prompt_tokens, 16), 0.1),
+        pooled_prompt_embeds=torch.zeros(1, 16),
+        generator=generator,
+        guidance_scale=1,
+        output_type="pt",
+    ).images
+
+
+@pytest.mark.parametrize("preset", ["cocodiff", "cocodiff+", "coded", "coded-"])
+def test_no_image_leaves_a_ghost(preset):
+    """An image of another size, prompt and number of steps in between changes nothing, and neither does one in whose
+    middle all ranks stop; leaving frees all caches."""
+    pipes = [sd3_inpaint_pipeline(12) for _ in range(3)]
+    engines: list[Any] = []
+
+    def work(transport: Any, stopped_at: int | None = None) -> torch.Tensor:
+        own, calls = pipes[transport.rank], list[int]()
+
+        def stop(*_: Any) -> None:
+            calls.append(1)
+            if len(calls) == stopped_at:
+                raise RuntimeError("stopped by hand")
+
+        hook = own.transformer.register_forward_pre_hook(stop)
+        try:
+            with torch.no_grad(), parallelize(own, preset, transport=transport) as engine:
+                engines.append(engine)
+                first = pipeline_call(own, 0)
+                held = engine.sequence.strategy.codec.bytes_held()
+                pipeline_call(own, 1, steps=3, side=96, prompt_tokens=7)
+                assert torch.equal(pipeline_call(own, 0), first)
+                assert engine.sequence.strategy.codec.bytes_held() == held > 0
+            return first
+        finally:
+            hook.remove()
+
+    expected = run_ranks(3, work)
+    with pytest.raises(RuntimeError, match="stopped by hand"):
+        run_ranks(3, lambda transport: work(transport, 4))
+    assert all(map(torch.equal, run_ranks(3, work), expected))
+    assert [engine.sequence.strategy.codec.bytes_held() for engine in engines] == [0] * 9
+
+
+def test_a_pipeline_tells_how_many_steps_run():
+    pipe = sd3_inpaint_pipeline(12)
+
+    def work(transport: Any) -> list:
+        own = copy.deepcopy(pipe)
+        with torch.no_grad(), parallelize(own, "cocodiff", transport=transport, sync_interval=0) as engine:
+            pipeline_call(own, 0, steps=6)
+        return engine.drift_profile()
+
+    profile = run_ranks(4, work)[0]
+    assert [row["step"] for row in profile] == list(range(6))
+    realised = [row["stable_fraction"] for row in profile]
+    assert realised[0] == 0 and realised[-1] == 1 and realised == sorted(realised)
+    assert profile[0]["change"] is None and all(row["change"] > 0 for row in profile[1:])
+
+
+def test_a_bare_model_must_be_told_the_steps():
+    make, inputs_of = FAMILIES["sd3"]
+    model, inputs = make(4), inputs_of(1, 4, 4, 3)
+
+    def work(transport: Any) -> None:
+        with torch.no_grad(), parallelize(copy.deepcopy(model), "cocodiff+", transport=transport) as engine:
+            engine.model(**inputs)
+
+    with pytest.raises(UserError, match=r"how many steps run: parallelize\(\.\.\., steps=N\)"):
+        run_ranks(2, work)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_coded_and_displaced(family):
+    """Alike on all ranks and close to exact; the first step is exact, with int2 in 8 bits; all steps on one rank."""
+    make, inputs_of = FAMILIES[family]
+    model, inputs = make(6), inputs_of(1, 6, 7, 5)
+
+    def work(transport: Any) -> list[torch.Tensor]:
+        own, outputs = copy.deepcopy(model), []
+        for codec, arrival in (("none", "now"), ("int8", "now"), ("int2", "now"), ("none", "displaced")):
+            settings = {"codec": codec, "predictor": "taylor", "arrival": arrival}
+            with torch.no_grad(), parallelize(own, "split", transport=transport, **settings) as engine:
+                outputs.append(denoise(own, inputs))
+                lossy = (codec, arrival) != ("none", "now") and transport.size > 1
+                assert (engine.sequence.strategy.codec.bytes_held() > 0) == lossy
+            profile = engine.drift_profile()
+            shares = [(row["coded_fraction"], row["linear_fraction"]) for row in profile]
+            if codec != "none":
+                first = (1, 0) if codec == "int2" else (0, None)
+                assert shares == ([first, (1, 0), (1, 1), (1, 1)] if lossy else [])
+            those = "qkvo" if arrival == "displaced" else ""
+            sets = [row["displaced_sets"] for row in profile]
+            assert sets == ([{"": 1.0}, *[{those: 1.0}] * 3] if lossy else [])
+            sent, late = (sum(engine.bytes(purpose).values()) for purpose in ("attention", "late"))
+            assert late == (sent * 3 / 4 if those and lossy else 0)
+        return outputs
+
+    (alone,) = run_ranks(1, work)
+    assert all(torch.equal(outputs, alone[0]) for outputs in alone)
+    of_ranks = run_ranks(2, work)
+    exact, fine, coarse, displaced = of_ranks[0]
+    assert all(map(torch.equal, *of_ranks))
+    assert torch.equal(exact[0], fine[0]) and torch.equal(exact[0], displaced[0])
+    assert 0 < (coarse[0] - exact[0]).norm() / exact[0].norm() < 0.005
+    assert not torch.equal(exact[1], displaced[1])
+    far = [float((x[1:] - exact[1:]).norm() / exact[1:].norm()) for x in (fine, coarse)]
+    assert 0 < far[0] < far[1] < 0.1 and far[0] < 0.005
+
+
+STATES: dict[str, dict[str, Any]] = {
+    "coded": {"predictor": "taylor"},
+    "lossless": {},
+    "displaced": {"preset": "split", "arrival": "displaced"},
+    "cocodiff": {"steps": 4, "warmup": 1, "schedule": "fixed"},
+}
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("preset", STATES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_some_layers_keep_state_and_the_others_tensors_travel_whole(family, preset):
+    """On every rank alike, in every image anew: by memory, by the profile, by what is sent; exact where that is."""
+    make, inputs_of = FAMILIES[family]
+    model, inputs = make(6).to(torch.bfloat16), inputs_of(1, 6, 7, 5)
+    inputs = tree_map_only(torch.Tensor, lambda x: x.to(torch.bfloat16) if x.is_floating_point() else x, inputs)
+
+    def work(transport: Any) -> list[Any]:
+        own, found = copy.deepcopy(model), []
+        settings = {"preset": preset, **STATES[preset]}
+        for layers in (None, 1, 99):
+            with torch.no_grad(), parallelize(own, transport=transport, state_layers=layers, **settings) as engine:
+                outputs = [denoise(own, inputs) for _ in range(2)]
+                held = engine.sequence.strategy.codec.bytes_held()
+            sent = [sum(engine.bytes(purpose).values()) for purpose in ("attention", "late")]
+            found.append((outputs, held, *sent, engine.drift_profile()))
+        return found
+
+    of_ranks = run_ranks(2, work)
+    for rank in of_ranks:
+        (every, held, sent, late, profile), (some, of_one, sent_some, late_some, profile_of_one), many = rank
+        assert all(map(torch.equal, some, of_ranks[0][1][0])) and torch.equal(*some) and torch.equal(*every)
+        assert many[1:] == (held, sent, late, profile) and all(map(torch.equal, many[0], every))
+        assert 0 < of_one < held and (late_some < late if late else sent < sent_some)
+        if preset in ("coded", "lossless"):
+            shares = [row["coded_fraction"] for row in profile_of_one]
+            assert shares[-1] == of_one / held and profile[-1]["coded_fraction"] == 1
+        if preset == "lossless":
+            assert all(map(torch.equal, some, every))
+
+
+@pytest.mark.parametrize(
+    ("preset", "settings", "message"),
+    [
+        ("cocodiff", {"exchange": "flat"}, "scoring card needs exchange tapa, not flat"),
+        ("cocodiff", {"ratio": 1.5}, "ratio is 1.5: give a fraction from 0 to 1"),
+        ("cocodiff", {"schedule": "list"}, "schedule list needs ratios"),
+        ("cocodiff", {"schedule": "liner"}, "did you mean linear"),
+        ("cocodiff", {"warmup": -1}, "warmup is -1"),
+        ("cocodiff", {"sync_interval": 0.5}, "sync_interval is 0.5"),
+        ("coded", {"selection": "v_major"}, "codec int4 .* selection v_major .*: choose codec none or selection full"),
+        (
+            "coded",
+            {"codec": "none", "arrival": "adaptive", "selection": "v_major"},
+            "arrival adaptive .* choose arrival now",
+        ),
+        ("coded", {"tau": 0}, "tau is 0: give a number above 0"),
+        ("coded", {"codec": "int3"}, "unknown codec 'int3'.*none, lossless, int8, int4, int2"),
+        ("coded", {"predictor": "tailor"}, "did you mean taylor"),
+    ],
+)
+def test_settings_that_make_no_sense(preset, settings, message):
+    with pytest.raises(UserError, match=message):
+        Config.preset(preset, **settings)
