@@ -28,24 +28,31 @@ def work_of(shape: ModelShape = TOY, image: int = 1008, preset: str = "flat", st
     return Workload(shape, load, Config.preset(preset), steps)
 
 
-def on_machine(topology: Topology, **device: float) -> Topology:
-    """The same ranks on a machine whose device is another."""
+def with_memory(topology: Topology, count: float) -> Topology:
+    """The same ranks on a machine whose tiles have so many bytes."""
     machine = topology.machine
-    return replace(topology, machine=replace(machine, device=replace(machine.device, **device)))
+    return replace(topology, machine=replace(machine, device=replace(machine.device, memory_gib=count / 2**30)))
 
 
-def test_every_deal_that_divides_the_ranks():
-    assert partitions_of(4, guides=True) == [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1)]
-    assert partitions_of(4, guides=False, guidance=2) == [(1, 1), (2, 1), (4, 1)]
-    assert partitions_of(12, guides=True, replicas=3) == [(3, 1), (3, 2)]
-    assert partitions_of(6, guides=True, guidance=2) == [(1, 2), (3, 2)]
-    assert partitions_of(4, guides=True, least=2) == [(1, 1), (1, 2), (2, 1)]
-    with pytest.raises(UserError, match=r"of the ranks \(1 of a replica\) 2 or more have to share an image"):
-        partitions_of(4, guides=True, replicas=4, least=2)
-    with pytest.raises(UserError, match=r"replicas 5 does not divide 12 ranks: choose one of 1, 2, 3, 4, 6, 12"):
-        partitions_of(12, guides=True, replicas=5)
-    with pytest.raises(UserError, match=r"guidance_parallel 2 does not divide the ranks \(3 of a replica\)"):
-        partitions_of(12, guides=True, replicas=4, guidance=2)
+@pytest.mark.parametrize(
+    ("ranks", "given", "expected"),
+    [
+        (4, {"guides": True}, [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1)]),
+        (4, {"guides": False, "guidance": 2}, [(1, 1), (2, 1), (4, 1)]),
+        (12, {"guides": True, "replicas": 3}, [(3, 1), (3, 2)]),
+        (6, {"guides": True, "guidance": 2}, [(1, 2), (3, 2)]),
+        (4, {"guides": True, "least": 2}, [(1, 1), (1, 2), (2, 1)]),
+        (4, {"guides": True, "replicas": 4, "least": 2}, r"of the ranks \(1 of a replica\) 2 or more have to share"),
+        (12, {"guides": True, "replicas": 5}, "replicas 5 does not divide 12 ranks: choose one of 1, 2, 3, 4, 6, 12"),
+        (12, {"guides": True, "replicas": 4, "guidance": 2}, r"guidance_parallel 2 does not divide the ranks \(3 of a"),
+    ],
+)
+def test_every_deal_that_divides_the_ranks(ranks, given, expected):
+    if isinstance(expected, list):
+        assert partitions_of(ranks, **given) == expected
+    else:
+        with pytest.raises(UserError, match=expected):
+            partitions_of(ranks, **given)
 
 
 def test_two_branches_take_as_long_as_one_on_its_plane_and_the_exchange_of_outputs():
@@ -53,14 +60,16 @@ def test_two_branches_take_as_long_as_one_on_its_plane_and_the_exchange_of_outpu
     sixth of a rank's rows; outputs go to the sibling, 64 channels of every image token."""
     work, latency_s = work_of(), 10e-6
     step = Pricer(AURORA).step(work, Partition(1, 2))
-    one = replace(work.load, branches=1)
     plane = AURORA.part(Axes.build(AURORA, guidance=2).branch(0))
-    alone = plan_step(Case(TOY, plane, work.config, one, 10), Latencies.of(AURORA.machine))
+    alone = plan_step(Case(TOY, plane, work.config, replace(work.load, branches=1), 10), Latencies.of(AURORA.machine))
     output = 1008 * OUTPUT_CHANNELS * 2
     assert step.step_s == pytest.approx(alone.step_s + output / 134e9 + latency_s)
     attention = 2 * 2 * 4 * (1008 + 24) * 24 * 64 * 2 * 5 // 6  # layers, branches, q k v o, rows, heads, D, bf16
     assert step.bytes == {"sibling": 0, "plane": attention, "cross_plane": 0, "node": 0}
     assert step.outputs == {"sibling": 12 * output, "plane": 0, "cross_plane": 0, "node": 0}
+    two, split = Pricer(topology_of("aurora", 24)), work_of(preset="split")  # a branch has a node
+    nodes = [two.step(split, Partition(1, guidance)) for guidance in (1, 2)]
+    assert nodes[0].bytes["node"] > 0 == nodes[1].bytes["node"] < nodes[1].outputs["node"]
 
 
 def test_halves_of_a_batch_and_calls_are_guidance_alike():
@@ -77,18 +86,11 @@ def test_halves_of_a_batch_and_calls_are_guidance_alike():
 def test_of_unequal_texts_the_longer_branch_decides():
     pricer = Pricer(AURORA)
     long, short = (work_of(replace(TOY, text_tokens=tokens)) for tokens in (480, 24))
-    unequal = replace(long, negative=short.load.segments)
-    times = [pricer.step(work, Partition(1, 2)).step_s for work in (long, short, unequal)]
-    assert times[1] < times[0] == times[2]
-    in_turn = [pricer.step(work, Partition(1, 1)).step_s for work in (long, short, unequal)]
-    assert in_turn[2] == pytest.approx((in_turn[0] + in_turn[1]) / 2)
-
-
-def test_two_nodes_with_a_branch_each_send_nothing_but_outputs_between_them():
-    two = topology_of("aurora", 24)
-    step = Pricer(two).step(work_of(preset="split"), Partition(1, 2))
-    assert step.bytes["node"] == 0 < step.outputs["node"]
-    assert Pricer(two).step(work_of(preset="split"), Partition(1, 1)).bytes["node"] > 0
+    works = long, short, replace(long, negative=short.load.segments)
+    longer, shorter, unequal = (pricer.step(work, Partition(1, 2)).step_s for work in works)
+    assert shorter < longer == unequal
+    longer, shorter, unequal = (pricer.step(work, Partition(1, 1)).step_s for work in works)
+    assert unequal == pytest.approx((longer + shorter) / 2)
 
 
 @pytest.mark.parametrize("model", ["sd3.5", "qwen-image"])
@@ -97,14 +99,17 @@ def test_auto_is_the_best_of_all_deals(ranks, model):
     shape = load_shape(model)
     work, pricer = work_of(shape, shape.image_tokens(1024), "tapa", 50), Pricer(topology_of("aurora", ranks))
     for images in (1, 12, 2000):
-        auto = every = choose(pricer, [work], images, images)
-        jobs = {one.partition: one.job_s for one in every.listed}
-        assert set(jobs) | set(every.refused) == set(partitions_of(ranks, guides=True)) and len(jobs) >= 10
-        assert all("sit differently" in str(why) for why in every.refused.values())
-        assert auto.taken.job_s == jobs[auto.taken.partition] <= 1.05 * min(jobs.values())
-        assert auto.following is not None and auto.following == every.following
-        assert f"next best: {auto.following}, " in auto.line() and "the least time by prediction" in auto.line()
-        assert auto.taken.rounds * auto.taken.partition.replicas >= images
+        found = choose(pricer, [work], images, images)
+        taken, jobs = found.taken, {one.partition: one.job_s for one in found.listed}
+        assert set(jobs) | set(found.refused) == set(partitions_of(ranks, guides=True)) and len(jobs) >= 10
+        assert all("sit differently" in str(why) for why in found.refused.values())
+        assert taken.job_s == jobs[taken.partition] <= 1.001 * min(jobs.values())
+        as_good = [one.partition for one in found.listed if one.job_s <= 1.001 * min(jobs.values())]
+        assert taken.partition == max(as_good), "of those that take the same time the most replicas"
+        others = [one for one in found.listed if one is not taken]
+        assert found.following is not None and found.following.job_s == min(one.job_s for one in others)
+        assert f"next best: {found.following}, " in found.line() and "the least time by prediction" in found.line()
+        assert taken.rounds * taken.partition.replicas >= images
 
 
 def test_memory_comes_first():
@@ -112,13 +117,11 @@ def test_memory_comes_first():
     work = work_of(image=4096)
     alone, together = (Pricer(AURORA).need(work, partition) for partition in (Partition(12, 1), Partition(1, 1)))
     assert choose(Pricer(AURORA), [work], 120, 120).taken.partition.replicas == 12
-    tight = on_machine(AURORA, memory_gib=(alone.weights + alone.activations / 3) / 2**30)
-    choice = choose(Pricer(tight), [work], 120, 120)
-    assert (
-        choice.taken.fits and choice.taken.ulysses * choice.taken.ring > 1 and "do not fit the memory" in choice.line()
-    )
+    choice = choose(Pricer(with_memory(AURORA, alone.weights + alone.activations / 3)), [work], 120, 120)
+    assert choice.taken.fits and choice.taken.ulysses * choice.taken.ring > 1
+    assert "do not fit the memory" in choice.line()
     choice.check_fits()
-    none = choose(Pricer(on_machine(AURORA, memory_gib=together.weights / 2**30)), [work], 120, 120)
+    none = choose(Pricer(with_memory(AURORA, together.weights)), [work], 120, 120)
     assert none.taken.need.total == min(one.need.total for one in none.listed) and not none.taken.fits
     with pytest.raises(UserError, match=r"the partition that needs least, .*replica.* activations .* MiB are there"):
         none.check_fits()
@@ -128,17 +131,23 @@ def test_memory_is_that_of_the_preset_that_needs_most():
     """Wherever it stands among the presets: one of them has caches."""
     works = [work_of(image=4096, preset=preset) for preset in ("flat", "coded")]
     needs = [Pricer(AURORA).need(work, Partition(1, 1)).total for work in works]
-    tight = Pricer(on_machine(AURORA, memory_gib=sum(needs) / 2 / 2**30))
     for order in (works, works[::-1]):
-        choice = choose(tight, order, 1, 1, 1, 1)
+        choice = choose(Pricer(with_memory(AURORA, sum(needs) / 2)), order, 1, 1, 1, 1)
         assert choice.taken.need.total == max(needs) > min(needs) and choice.taken.fits is False
 
 
 @pytest.mark.parametrize(
     ("images", "pins", "taken"),
-    [(1, {}, (1, 2)), (3, {}, (3, 2)), (5, {}, (4, 1)), (100, {}, (12, 1)), (100, {"guidance": 2}, (6, 2)),
-     (1, {"replicas": 2, "guidance": 1}, (2, 1)), (1, {"replicas": 4}, (4, 1))],
-)  # fmt: skip
+    [
+        (1, {}, (1, 2)),
+        (3, {}, (3, 2)),
+        (5, {}, (4, 1)),
+        (100, {}, (12, 1)),
+        (100, {"guidance": 2}, (6, 2)),
+        (1, {"replicas": 2, "guidance": 1}, (2, 1)),
+        (1, {"replicas": 4}, (4, 1)),
+    ],
+)
 def test_without_rates_replicas_come_first_then_guidance(images, pins, taken):
     choice = choose(Pricer(topology_of("local", 12)), [work_of()], images, images, **pins)
     assert choice.taken.partition == taken and choice.taken.fits is None

@@ -6,16 +6,11 @@ from itertools import pairwise
 import pytest
 import torch
 from test_exchange import check_exchange
-from test_layout import by_heads, by_rows, check_pairs, simulate
-from worlds import forward, topology_of
+from test_layout import check_both_ways
+from worlds import topology_of
 
-from cocodiff.comm.loopback import run_ranks
-from cocodiff.comm.trace import Trace
 from cocodiff.config.machine import Topology
-from cocodiff.exchange.exchange import Exchange
-from cocodiff.models.adapter import image_and_text
-from cocodiff.topology.layout import Layout
-from cocodiff.topology.routes.plans import nic_detours, reverse, split_plan
+from cocodiff.topology.routes.plans import nic_detours, split_plan
 
 
 def nic_loads(topology: Topology, detours: dict[tuple[int, int], int]) -> tuple[Counter, Counter]:
@@ -52,32 +47,8 @@ def test_one_node_and_tiles_with_nics_alike_need_no_detours():
 @pytest.mark.parametrize("nodes", [2, 3])
 def test_blocks_arrive_both_ways(nodes):
     topology = topology_of("aurora", 12 * nodes)
-    plans = [split_plan(topology, rank, nic_detours(topology)) for rank in range(topology.size)]
-    check_pairs(plans)
-    assert simulate(plans, by_rows(topology)) == by_heads(topology)
-    back = [reverse(plan) for plan in plans]
-    check_pairs(back)
-    assert simulate(back, by_heads(topology)) == by_rows(topology)
+    check_both_ways([split_plan(topology, rank, nic_detours(topology)) for rank in range(topology.size)])
 
 
 def test_detours_carry_the_same_bits():
     check_exchange("split", topology_of("aurora", 24), 41, 7, 26, 2, torch.float32)
-
-
-def test_counted_bytes_are_those_of_the_plan():
-    topology = topology_of("aurora", 24)
-    layout = Layout.build(topology, image_and_text(55, 30), 25)
-
-    def work(transport):
-        trace = Trace(transport.rank)
-        ours = Exchange("split", topology, transport, trace)
-        forward(ours, [torch.zeros(1, layout.rows[transport.rank], 25, 3)], layout).wait()
-        return trace.bytes()
-
-    for rank, counted in enumerate(run_ranks(topology.size, work)):
-        expected = Counter()
-        for phase in split_plan(topology, rank, nic_detours(topology)):
-            for peer, blocks in phase.sends.items():
-                size = sum(layout.rows[b.rows] * layout.heads[b.heads] for b in blocks)
-                expected[topology.link_class(rank, peer)] += size * 3 * 4
-        assert counted == {link: expected[link] for link in counted}

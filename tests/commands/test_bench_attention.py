@@ -37,19 +37,3 @@ def test_ranks_share_it_by_every_way(ranks: int, tmp_path: Path) -> None:
     assert sent["token"] > sent["keys"] > 0 == sent["torch_ring"]
     one = rows_of(tmp_path, "--tokens", str(61 * ranks), "--ranks", str(ranks), "--one_query")
     assert list(one) == ["merged"] and sum(one["merged"]["bytes"].values()) == ranks * (ranks - 1) * 129 * 4
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("--tokens", "0"), "--tokens 0"),
-        (("--ways", "token"), "on 1 rank(s): choose from naive"),
-        (("--ways", "naive", "--ranks", "2"), "choose from flat"),
-        (("--tokens", "2", "--ranks", "3"), "give every rank one"),
-        (("--waits",), "cocodiff emulate"),
-    ],
-)
-def test_mistakes_are_one_line(words: tuple[str, ...], said: str, tmp_path: Path, capsys: Any) -> None:
-    assert main(["bench", "attention", "--out", str(tmp_path / "out"), *words]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and said in captured.err and len(captured.err.splitlines()) == 1
