@@ -1,4 +1,4 @@
-"""`cocodiff papers`: what the papers' files ask for is there, and a page's numbers are those that commands wrote."""
+"""`cocodiff papers`: what the papers' files ask for, the numbers of a page, and constants from a figure alone."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from typing import Any
 
 import pytest
 from cocodiff_studies import figures
-from cocodiff_studies.figures import UNITS, Paper, Run, filled, repeated, value_of
+from cocodiff_studies.figures import UNITS, Paper, filled, repeated, value_of
+from cocodiff_studies.papers import Planned, Run, figure_11, fit_figure_11
 
 from cocodiff.cli.main import COMMANDS, main
-from cocodiff.config.config import shipped_names
+from cocodiff.config.config import load_machine, shipped_names
+from cocodiff.jobs.model_shapes import load_shape
+from cocodiff.planner.calibrate import Fit
+from cocodiff.planner.memory import ModelShape
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "papers.md"
 NAMES = sorted(shipped_names("papers"))
@@ -75,7 +79,9 @@ def test_rows_and_commands_are_repeated() -> None:
     own = {"each": {"of": [{"n": 1, "paper": "7.1"}, {"n": 2, "paper": "8.4"}]}, "what": "{n} nodes"}
     assert [*repeated(own)] == [{"what": "1 nodes", "paper": "7.1"}, {"what": "2 nodes", "paper": "8.4"}]
     assert filled({"tokens": "{tokens}"}, {"tokens": 3}) == {"tokens": 3}
-    run = Run("planned", "plan --nodes {n} {way}", {"n": {"2": "2", "3": "3"}, "way": {"torus": "--chunks {n}"}})
+    run = figures.Run(
+        "planned", "plan --nodes {n} {way}", {"n": {"2": "2", "3": "3"}, "way": {"torus": "--chunks {n}"}}
+    )
     named = {f"torus {n}": ["plan", "--nodes", n, "--chunks", n] for n in ("2", "3")}
     assert dict(run.named("{way} {n}")) == named
 
@@ -148,3 +154,39 @@ def test_what_a_campaign_has_measured_stands_beside_the_paper_and_the_plan(
     assert "| 7 | cocodiff over library, one node, mean of what was measured | 2.5 | 6.00 |" in page
     assert "![All-to-all on one node, measured (figure 11)](cocodiff-2.png)" in page
     snapshot("\n".join(line for line in page.splitlines() if line.startswith(("|", "!"))))
+
+
+# Constants of the CoCoDiff paper --------------------------------------------------------------------------------------
+
+
+AURORA = load_machine("aurora")
+
+
+@pytest.fixture(scope="module")
+def fit() -> Fit:
+    return fit_figure_11(AURORA)
+
+
+def test_figure_11_is_fitted_with_constants_that_are_possible(fit):
+    assert fit.fitted == ("latency_us", "sibling", "plane")
+    assert 0 < fit.constants.plane == fit.constants.nic < fit.constants.sibling < 1
+    assert 50 < fit.constants.latency_us < 500
+    for one, seconds in [*zip(figure_11("flat_serial").values(), fit.predicted, strict=True)][:4]:
+        assert seconds == pytest.approx(one.value, rel=0.25)
+
+
+def test_cases_are_planned_with_the_calibrated_machine(fit):
+    toy = ModelShape("toy", heads=24, head_dim=128, joint_layers=2, parameters=10**6, text_tokens=24)
+    planned = Planned(fit.constants.machine(AURORA), lambda name: toy)
+    rows = {row["variant"]: row for row in planned.rows("toys", Run("toy", 512, 1))}
+    times = {name: row["step_s"] for name, row in rows.items()}
+    assert times["flat_serial"] / times["tapa"] > 2 > times["flat"] / times["tapa"] > 0.5
+    assert rows["flat_serial"]["communication_share"] > rows["flat"]["communication_share"]
+    assert {row["batch"] for row in planned.rows("toys", Run("toy", 512, 1, None))} == {32}
+    assert [*planned.rows("toys", Run("toy", 512, 1, 10**6))] == [], "more than a tile holds"
+
+
+def test_the_papers_sd35_keeps_the_models_width():
+    of_paper, real = load_shape("sd3.5-paper"), load_shape("sd3.5")
+    assert of_paper.heads == 48 and of_paper.parameters == real.parameters
+    assert of_paper.width == pytest.approx(real.width, rel=0.01)

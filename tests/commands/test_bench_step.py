@@ -1,4 +1,4 @@
-"""`cocodiff bench step` with a random model: the rows it writes. No test asserts a time."""
+"""`cocodiff bench step` with a random model and `bench attention`: the rows they write. No test asserts a time."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from cocodiff.comm import loopback
 from cocodiff.jobs.options import parse, with_settings
 
 
-def rows_of(tmp_path: Path, model: str, words: str) -> list[dict[str, Any]]:
-    """What is written of a model in this folder, which the benchmark is called with besides."""
-    given = ["--model", str(tmp_path / model), *words.split(), "--out", str(tmp_path / "bench"), "--quiet"]
-    assert main(["bench", "step", *given]) == 0
-    return json.loads((tmp_path / "bench" / "bench.json").read_text())["rows"]
+def rows_of(tmp_path: Path, words: str, model: str = "") -> dict[str, dict[str, Any]]:
+    """The rows of a benchmark by variant. model: one in this folder."""
+    given = [*words.split(), *(["--model", str(tmp_path / model)] if model else [])]
+    assert main(["bench", *given, "--out", str(tmp_path / "bench"), "--quiet", "--overwrite"]) == 0
+    return {row["variant"]: row for row in json.loads((tmp_path / "bench" / "bench.json").read_text())["rows"]}
 
 
 def test_one_rank_is_compared_with_plain_diffusers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sd3_inpaint_pipeline().save_pretrained(tmp_path / "model")
-    plain, flat = rows_of(tmp_path, "model", "--steps 1 --repeats 2 --preset flat")
+    plain, flat = rows_of(tmp_path, "step --steps 1 --repeats 2 --preset flat", "model").values()
     assert (plain["variant"], plain["n"], plain["bytes"], plain["ratio_vs_diffusers"]) == ("diffusers", 2, None, 1)
     assert flat["variant"] == "flat" and set(flat["bytes"].values()) == {0}
     assert flat["ratio_vs_diffusers"] > 0 and flat["ratio_vs_flat"] == 1
@@ -58,9 +58,8 @@ pixels_per_token: 16
 def test_random_weights_of_a_models_shape(family: str, parallel: int, tmp_path: Path) -> None:
     """Whole runs, and one whose messages are left out: what is left is computing."""
     (tmp_path / "toy.yaml").write_text(SHAPE.format(family=family, parallel=parallel))
-    words = "--size 64 --steps 6 --repeats 1 --ranks 2 --variants library flat flat_serial tapa_v_first cocodiff"
-    found = rows_of(tmp_path, "toy.yaml", words)
-    rows = {row["variant"]: row for row in found}
+    words = "step --size 64 --steps 6 --repeats 1 --ranks 2 --variants library flat flat_serial tapa_v_first cocodiff"
+    rows = rows_of(tmp_path, words, "toy.yaml")
     assert [*rows] == ["library", "flat", "flat_serial", "tapa v_first", "cocodiff", "no messages"]
     assert all((row["size"], row["nodes"], row["batch"]) == (64, 1, 1) for row in rows.values())
     sent = {name: sum(row["bytes"].values()) for name, row in rows.items()}
@@ -81,3 +80,31 @@ def test_a_call_takes_as_long_as_on_the_slowest_rank() -> None:
     own = [{"flat": [1.0, 5.0]}, {"flat": [3.0, 2.0]}]
     found = loopback.run_ranks(2, lambda transport: of_slowest_rank(own[transport.rank], transport))
     assert found[0] == {"flat": [3.0, 5.0]}
+
+
+# bench attention ------------------------------------------------------------------------------------------------------
+
+
+ALONE = "attention --repeats 1"
+
+
+@pytest.mark.parametrize("more", ["", "--one_query", "--heads 3 --dtype bf16"])
+def test_one_process_by_every_way(more: str, tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, f"{ALONE} --tokens 300 --threads 1 2 --block 64 128 {more}")
+    ways = ("naive", "blocks of 64", "blocks of 128", "torch", "triad")
+    assert list(rows) == [f"{way} {threads}" for way in ways for threads in ("1 thread", "2 threads")]
+    limit = 2e-2 if "bf16" in more else 1e-5
+    for name, row in rows.items():
+        assert row["tokens"] == 300 and row["bytes"] is None
+        assert row["gb_s"] > 0 if name.startswith("triad") else row["difference"] <= limit
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_share_it_by_every_way(ranks: int, tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, f"{ALONE} --tokens {60 * ranks} --heads 6 --ranks {ranks}")
+    assert list(rows) == ["flat", "tapa", "split", "keys", "token", "streaming", "torch_ring"]
+    assert all(row["difference"] < 1e-5 for row in rows.values())
+    sent = {name: sum(row["bytes"].values()) for name, row in rows.items()}
+    assert sent["token"] > sent["keys"] > 0 == sent["torch_ring"]
+    one = rows_of(tmp_path, f"{ALONE} --tokens {61 * ranks} --ranks {ranks} --one_query")
+    assert list(one) == ["merged"] and sum(one["merged"]["bytes"].values()) == ranks * (ranks - 1) * 129 * 4
