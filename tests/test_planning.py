@@ -27,8 +27,8 @@ from cocodiff.models.adapter import image_and_text
 from cocodiff.planner.calibrate import AllToAll, Constants
 from cocodiff.planner.costs import WHOLE, CallKind, state_sizes
 from cocodiff.planner.decisions import Decisions, without_seldom
-from cocodiff.planner.layers import Case, kinds_of_steps, of_kind, over_steps, plan_layers, plan_step, sampled_kinds
-from cocodiff.planner.memory import Load, ModelShape, Split, block_parameters
+from cocodiff.planner.layers import Case, plan_layers, plan_step
+from cocodiff.planner.memory import Load, ModelShape
 from cocodiff.planner.roofline import cost_of, roofline, seconds, started
 from cocodiff.planner.traffic import Latencies
 
@@ -262,31 +262,6 @@ def test_a_machine_without_rates_and_settings_with_a_codec_are_left_alone():
     assert with_codec_chosen(Config(codec="int4"), AURORA, AttentionWork(24, 128)) == (Config(codec="int4"), None)
 
 
-@pytest.mark.parametrize(
-    ("tiles", "schedule", "waits"), [(2, "linear", 1), (2, "threshold", 1), (1, "linear", 0), (1, "threshold", 1)]
-)
-def test_the_host_waits_for_numbers_of_rows_that_only_the_device_knows(tiles, schedule, waits):
-    """Once a selective call, and that takes what the machine file says; of cards of one tile a fraction tells them."""
-    machine = Machine("small", tiles=tiles, planes=(0, 1)[:tiles], device=Device(wait_us=1e6))
-    config = Config.preset("cocodiff", schedule=schedule, warmup=2, sync_interval=0)
-    one = case(config, topology=Topology.build(machine, 2 * tiles), steps=10)
-    plan = plan_step(one, Latencies(wait_s=1.0))
-    assert plan.waits == pytest.approx(0.8 * 5 * waits)  # eight steps of ten, five layers
-    assert plan.step_s == pytest.approx(plan_step(one, NO_WAITS).step_s + plan.waits)
-
-
-def test_fractions_follow_the_schedule():
-    of = case("cocodiff", steps=50)
-    every = kinds_of_steps(of)
-    assert every[:5] == [{WHOLE: 1.0}] * 5 and every[15] == {WHOLE: 1.0} and every[-1] == {CallKind(stable=1.0): 1.0}
-    none, half, all_ = (CallKind(stable=part) for part in (0.0, 0.5, 1.0))
-    assert sampled_kinds(of) == [WHOLE, none, half, all_]
-    assert sampled_kinds(case("cocodiff+", stable=0.25)) == [WHOLE, CallKind(stable=0.25)]
-    known = {WHOLE: 9.0, none: 4.0, half: 2.0, all_: 1.0}
-    assert [of_kind(known, CallKind(stable=part)) for part in (0.25, 0.5, 0.75)] == [3.0, 2.0, 1.5]
-    assert of_kind(known, WHOLE) == 9.0
-
-
 # Prices ---------------------------------------------------------------------------------------------------------------
 
 
@@ -330,19 +305,3 @@ def test_a_kernel_takes_its_traffic_or_its_instructions():
     bound = started("qk_norm_rope", numbers) / 717e9
     assert bound > traffic / 1e12 and seconds(device, 0, traffic, started("qk_norm_rope", numbers)) == bound
     assert seconds(replace(device, instructions_g_s=0), 0, traffic, 1e12) == pytest.approx(traffic / 1e12)
-
-
-@pytest.mark.parametrize("mlp_ratio", [4, 400])
-def test_split_weights_arrive_while_the_block_before_computes(mlp_ratio):
-    """Half of a block comes over the sibling link, of which ranks wait for what is longer than the block before."""
-    of = case(shape=replace(TOY, mlp_ratio=mlp_ratio))
-    split = replace(of, load=replace(of.load, split=Split.of(("card", None), of.topology)))
-    joint_s, parallel_s = (
-        over_steps({call: plan.seconds for call, plan in calls.items()}, kinds_of_steps(of))
-        for _, calls in plan_layers(of, NO_WAITS)
-    )
-    before_s = [parallel_s, *[joint_s] * 3, parallel_s]
-    halves_s = [numbers / 134e9 for numbers in block_parameters(of.shape)]  # of two bytes each
-    waited = sum(max(0.0, half - before) for half, before in zip(halves_s, before_s, strict=True))
-    assert waited > 0
-    assert plan_step(split, NO_WAITS).step_s == pytest.approx(plan_step(of, NO_WAITS).step_s + waited)
