@@ -31,6 +31,7 @@ from cocodiff.planner.layers import Case, plan_layers, plan_step
 from cocodiff.planner.memory import Load, ModelShape
 from cocodiff.planner.roofline import cost_of, roofline, seconds, started
 from cocodiff.planner.traffic import Latencies
+from cocodiff.topology.axes import Mesh
 
 AURORA = topology_of("aurora", 12)
 TOY = ModelShape("toy", heads=48, head_dim=64, joint_layers=3, parallel_layers=2, parameters=10**6, text_tokens=24)
@@ -81,12 +82,13 @@ def test_an_all_to_all_takes_its_blocks_on_the_fullest_link_and_a_latency_for_ea
 
 
 def test_messages_block_the_host():
-    """Of an all-to-all, with each of 11 peers, a message each way. In a layer tensors go twice there, and once back."""
+    """Of an all-to-all, with each of 11 peers, a message each way. In a layer q, k and v go there together, then the
+    output goes back."""
     blocking = replace(AURORA.machine, links=replace(AURORA.machine.links, blocked_us=1e4, latency_us=0.0))
     assert AllToAll(AURORA, "flat", 0.5).seconds(blocking) == pytest.approx(22 * 1e-2, rel=0.01)
     flat = case("flat")
     (blocked,), (free,) = (plan_layers(flat, Latencies(blocked_s=s))[0][1].values() for s in (1e-2, 0.0))
-    assert blocked.seconds - free.seconds == pytest.approx(3 * 22 * 1e-2, rel=0.05)
+    assert blocked.seconds - free.seconds == pytest.approx(2 * 22 * 1e-2, rel=0.05)
 
 
 # Strategies -----------------------------------------------------------------------------------------------------------
@@ -109,6 +111,8 @@ def run_of(of: Case, sent: ReallySent) -> tuple[dict[str, int], dict[str, int]]:
         rows = of.mesh.layouts(of.load.segments, of.shape.heads)[group].rows[slot]
         for step in range(of.steps):
             x_BLHD = torch.rand(of.load.batch, rows, of.shape.heads, of.shape.head_dim, generator=generator).bfloat16()
+            if of.config.codec == "lossless":  # whose codes of other numbers are as long as these need
+                x_BLHD.fill_(1.0)
             strategy.codec.begin_step(StepInfo(0, step, of.steps))
             qkv = LazyQKV(*[lambda x=x_BLHD: x] * 3, of.load.segments, of.shape.heads)
             strategy.attend(qkv, LayerKey("layer"))
@@ -150,7 +154,8 @@ def test_planned_bytes_are_those_that_ranks_send_in_a_run(nodes, preset, setting
     if preset == "cocodiff":
         assert planned.pop("sibling") == pytest.approx(traced.pop("sibling"), rel=0.2)
     assert traced == pytest.approx(planned)
-    assert all(sent[link] == count for link, count in traced.items() if preset[:5] != "coded")
+    if config.codec == "none":  # others also send what ranks agree on, which counts for no call
+        assert {link: sent[link] for link in traced} == traced
 
 
 MODELS = [("sd3.5-paper", 1536), ("flux.2", 1024), ("qwen-image", 512)]
@@ -174,7 +179,7 @@ def test_plans_of_real_models(snapshot):
                 config = config.with_(codec="int2") if config.codec == "auto" else config
                 load = Load(segments, shape.rows_per_image, 2, shape.branches, state_sizes(config))
                 plan = plan_step(Case(shape, topology, config, load), Latencies.of(topology.machine))
-                assert plan.image_s == plan.step_s * 50 and 0 <= plan.communication_share < 1
+                assert plan.image_s == plan.step_s * 50 and -1e-9 < plan.communication_share < 1
                 times = f"{plan.step_s * 1e3:.2f} ms, computing {plan.compute_s * 1e3:.2f}, waits {plan.waits:.1f}"
                 sent = ", ".join(f"{link} {count / 1e6:.2f}" for link, count in plan.bytes.items() if count)
                 ranks = f"{topology.machine.name} {topology.size}"
@@ -198,9 +203,9 @@ def test_a_slower_machine_takes_no_less(preset, nodes, slower, factor, latencies
     slow = {name: replace(of, **{slower: getattr(of, slower) / factor}) for name, of in part.items()}
     config = Config.preset(preset)
     config = config.with_(codec="int4") if config.codec == "auto" else config
-    quick = plan_step(case(config, topology=aurora), NO_WAITS)
+    quick = plan_step(case(config, topology=aurora, known_mesh=Mesh.build(aurora)), NO_WAITS)
     for topology, waits in ((replace(aurora, machine=replace(machine, **slow)), NO_WAITS), (aurora, latencies)):
-        found = plan_step(case(config, topology=topology), waits)
+        found = plan_step(case(config, topology=topology, known_mesh=Mesh.build(topology)), waits)
         assert found.step_s >= quick.step_s * (1 - 1e-9) and found.bytes == quick.bytes
 
 
@@ -222,6 +227,7 @@ def test_what_a_call_does_not_wait_for_takes_no_time_or_that_of_the_links(effici
     shape = ModelShape("a layer", heads=24, head_dim=64, joint_layers=1, parameters=10**6, text_tokens=24)
     topology = Topology.build(at_rates(CARDS, efficiency), 4)
     of = case(config, shape, topology, steps=2, decisions=(decisions,))
+    of = replace(of, load=replace(of.load, segments=image_and_text(2000, 24)))
     found = layers(of)
     whole, awaited, late = (found[kind] for kind in (WHOLE, CallKind(), CallKind(displaced="qkvo")))
     assert whole.bytes == awaited.bytes == late.bytes
