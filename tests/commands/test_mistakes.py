@@ -109,6 +109,8 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
     given = shlex.split(words)
     assert main(given if "--out" in given else [*given, "--out", "out"]) == 2
     captured = capsys.readouterr()
-    assert captured.out == "" and not Path("out").exists()
+    assert not Path("out").exists()
+    if not words.startswith("inpaint"):  # which says first what it reads
+        assert captured.out == ""
     (line,) = captured.err.splitlines()
     assert said in line
