@@ -15,7 +15,7 @@ from worlds import topology_of
 from cocodiff.attention.strategy import LayerKey, LazyQKV
 from cocodiff.comm.loopback import LoopbackTransport, run_ranks
 from cocodiff.comm.trace import LINK_CLASSES, Trace
-from cocodiff.config.config import Config, shipped_names
+from cocodiff.config.config import Config, preset_names
 from cocodiff.config.machine import Device, Machine, Topology
 from cocodiff.config.registry import EXCHANGES
 from cocodiff.engine.assemble import AttentionWork, build_strategy, with_codec_chosen
@@ -28,7 +28,7 @@ from cocodiff.planner.calibrate import AllToAll, Constants
 from cocodiff.planner.costs import WHOLE, CallKind, state_sizes
 from cocodiff.planner.decisions import Decisions, without_seldom
 from cocodiff.planner.layers import Case, plan_layers, plan_step
-from cocodiff.planner.memory import Load, ModelShape
+from cocodiff.planner.memory import Load, ModelShape, Split, block_parameters
 from cocodiff.planner.roofline import cost_of, roofline, seconds, started
 from cocodiff.planner.traffic import Latencies
 from cocodiff.topology.axes import Mesh
@@ -159,7 +159,7 @@ def test_planned_bytes_are_those_that_ranks_send_in_a_run(nodes, preset, setting
 
 
 MODELS = [("sd3.5-paper", 1536), ("flux.2", 1024), ("qwen-image", 512)]
-PRESETS = sorted(shipped_names("presets"))
+PRESETS = sorted(preset_names())
 
 
 def test_plans_of_real_models(snapshot):
@@ -311,3 +311,16 @@ def test_a_kernel_takes_its_traffic_or_its_instructions():
     bound = started("qk_norm_rope", numbers) / 717e9
     assert bound > traffic / 1e12 and seconds(device, 0, traffic, started("qk_norm_rope", numbers)) == bound
     assert seconds(replace(device, instructions_g_s=0), 0, traffic, 1e12) == pytest.approx(traffic / 1e12)
+
+
+@pytest.mark.parametrize("mlp_ratio", [4, 400])
+def test_split_weights_arrive_while_the_block_before_computes(mlp_ratio):
+    """Half of a block comes over the sibling link, of which ranks wait for what is longer than the block before."""
+    of = case(shape=replace(TOY, mlp_ratio=mlp_ratio, branches=2))
+    split = replace(of, load=replace(of.load, split=Split.of(("card", None), of.topology)))
+    joint_s, parallel_s = (calls[WHOLE].seconds for _, calls in plan_layers(of, NO_WAITS))
+    before_s = [parallel_s, *[joint_s] * 3, parallel_s]
+    halves_s = [numbers / 134e9 for numbers in block_parameters(of.shape)]  # of two bytes each
+    waited = 2 * sum(max(0.0, half - before) for half, before in zip(halves_s, before_s, strict=True))
+    assert waited > 0
+    assert plan_step(split, NO_WAITS).step_s == pytest.approx(plan_step(of, NO_WAITS).step_s + waited)
