@@ -70,6 +70,7 @@ JOB = "--size 512 --steps 10 --preset tapa"
         "--model flux.2 --size 512 --preset tapa --weights card",  # all are, and waited for
         "--model flux.2 --size 1024 --preset tapa --weights node",
         pytest.param("--model sd3.5 --machine aurora --nodes 2 --preset ahead --explain", marks=pytest.mark.full),
+        "--memory --model qwen-image --guidance_parallel 1 --step_cache first_block --preset tapa",
         "--memory --model wan2.2 --preset tapa",
         "--memory --model wan2.2 --preset tapa --frames 9 --height 64 --width 32",
         "--memory --model toy.yaml --machine card.yaml --preset coded",  # no VAE is known
