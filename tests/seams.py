@@ -13,6 +13,9 @@ from typing import Any
 import torch
 
 from cocodiff.comm import connect
+from cocodiff.comm.transport import LaneOwner
+from cocodiff.engine.engine import Engine
+from cocodiff.engine.step_cache import FirstBlockCache
 from cocodiff.jobs import arrays, ranks
 
 
@@ -117,3 +120,24 @@ def step_caches_of(engine: Any) -> Any:
 def end_guidance_of(pipe: Any) -> None:
     """Set the scale of guidance of a pipeline of diffusers to 1 while it runs, as diffusers' guide says."""
     pipe._guidance_scale = 1.0
+
+
+def step_caches_of(engine: Engine) -> FirstBlockCache:
+    """Look at what the step cache of an engine with one model keeps."""
+    (cache,) = engine._caches
+    return cache
+
+
+def steps_of(engine: Engine) -> int | None:
+    """Look at how many steps an engine takes its pipeline's run to have."""
+    return engine._steps()
+
+
+def lanes_of(transport: LaneOwner) -> set[str]:
+    """Look at the names of the lanes that a rank has."""
+    return {*transport._lanes}
+
+
+def number_of(storage: torch.UntypedStorage) -> int:
+    """Look at what tells memory apart that has no address, as on meta."""
+    return storage._cdata

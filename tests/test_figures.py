@@ -1,51 +1,44 @@
-"""`cocodiff papers`: what the papers' files ask for is there, and a page's numbers are those that commands wrote."""
+"""`cocodiff papers`: what the papers' files ask for, the numbers of a page, and constants from a figure alone."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from cocodiff_studies import figures
-from cocodiff_studies.figures import UNITS, Paper, Run, filled, repeated, value_of
+from cocodiff_studies.figures import UNITS, Paper, filled, repeated, value_of
+from cocodiff_studies.papers import Planned, Run, figure_11, fit_figure_11
 
 from cocodiff.cli.main import COMMANDS, main
-from cocodiff.config.config import shipped_names
+from cocodiff.config.config import load_machine, shipped_names
+from cocodiff.jobs.model_shapes import load_shape
+from cocodiff.planner.calibrate import Fit
+from cocodiff.planner.memory import ModelShape
 
-ROOT = Path(__file__).resolve().parent.parent
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "papers.md"
 NAMES = sorted(shipped_names("papers"))
 
 
-def commands_of(paper: Paper) -> dict[str, list[str]]:
-    return {one: words for name, run in paper.commands.items() for one, words in run.named(name)}
-
-
-def places(paper: Paper) -> list[dict[str, Any]]:
-    """All that a paper's rows and curves say of where a number is."""
-    points = [
-        point[axis]
-        for curve in paper.curves
-        for line in curve["lines"].values()
-        for point in repeated(line)
-        for axis in ("x", "y")
-    ]
-    rows = [*(one for row in paper.rows for one in repeated(row)), *points]
-    return [row["of"] | row.get(also, {}) for row in rows for also in ("", "over", "minus")]
+def rows_of(paper: Paper) -> list[dict[str, Any]]:
+    return [one for row in paper.rows for one in repeated(row)]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_file_asks_for_is_there(name: str) -> None:
+    """Every number that a row or a point of a curve is made of is of a command, or of the campaign."""
     paper = Paper.load(name)
-    commands = commands_of(paper)
+    commands = {one: words for template, run in paper.commands.items() for one, words in run.named(template)}
     assert all(words[0] in COMMANDS and "{" not in " ".join(words) for words in commands.values())
-    of_campaign = [place["run"] for place in places(paper) if place["run"].startswith("campaign")]
-    assert all(re.match(r"campaign (step|alltoall)-[\d\[]", one) for one in of_campaign)
-    made = [place["run"] for place in places(paper) if place["run"] not in of_campaign]
-    assert all(any(re.fullmatch(run, one) for one in commands) for run in made)
-    rows = [one for row in paper.rows for one in repeated(row)]
+    rows = rows_of(paper)
+    points = [point for curve in paper.curves for line in curve["lines"].values() for point in repeated(line)]
+    numbers = [*rows, *(point[axis] for point in points for axis in ("x", "y"))]
+    for run in {(row["of"] | row.get(also, {}))["run"] for row in numbers for also in ("", "over", "minus")}:
+        of_campaign = re.match(r"campaign (step|alltoall)-[\d\[]", run)
+        assert of_campaign or any(re.fullmatch(run, one) for one in commands), run
     assert {what for row in rows for what in row.get("said", ())} <= {row["what"] for row in rows}
     assert {row.get("unit", "") for row in rows} <= UNITS.keys()
     assert not any(re.search(r"\{\w+\}", str(row)) for row in rows)
@@ -53,29 +46,31 @@ def test_what_a_file_asks_for_is_there(name: str) -> None:
 
 def test_the_page_has_the_rows_of_the_files() -> None:
     """Its figures are of the day on which it was made."""
-    page = (ROOT / "docs" / "papers.md").read_text()
-    rows = [one for name in NAMES for row in Paper.load(name).rows for one in repeated(row)]
-    missing = [
-        row["what"]
-        for row in rows
-        if not row["of"]["run"].startswith("campaign")
-        and f"| {row['figure']} | {row['what']} | {row.get('paper', '')} |" not in page
-    ]
-    assert missing == []
-    assert not any(re.search(r"\| - \|", line) for line in page.splitlines()), "a row without a number"
+    page = PAGE.read_text()
+    rows = [row for name in NAMES for row in rows_of(Paper.load(name)) if not row["of"]["run"].startswith("campaign")]
+    assert all(f"| {row['figure']} | {row['what']} | {row.get('paper', '')} |" in page for row in rows)
+    assert not re.search(r"\| - \|", page), "a row without a number"
 
 
-def test_a_value_is_a_mean_of_numbers_ratios_or_differences() -> None:
-    document = {"rows": [{"a": "x", "n": 1, "s": 6.0}, {"a": "x", "n": 2, "s": 8.0}, {"a": "y", "n": 1, "s": 2.0}]}
-    results = {"one 1": document, "one 2": {"time": {"step_s": 5.0}}}
-    of = {"run": "one 1", "rows": {"a": "x"}, "take": "s"}
-    assert value_of(results, {"of": of}) == 7.0
-    assert value_of(results, {"of": of | {"rows": {"a": "x", "n": 2}}, "over": {"rows": {"a": "y"}}}) == 4.0
-    assert value_of(results, {"of": of | {"rows": {"a": "x", "n": 2}}, "minus": {"rows": {"a": "y"}}}) == 6.0
-    assert value_of(results, {"of": of, "over": {"rows": {"a": "y"}}}) is None, "two numbers over one"
-    assert value_of(results, {"of": {"run": "one .", "take": "time.step_s"}}) == 5.0
-    assert value_of(results, {"of": {"run": "none", "take": "s"}}) is None
-    assert value_of(results, {"of": of | {"take": "a"}}) is None, "a word"
+DOCUMENT = {"rows": [{"a": "x", "n": 1, "s": 6.0}, {"a": "x", "n": 2, "s": 8.0}, {"a": "y", "n": 1, "s": 2.0}]}
+ALL, SECOND, OTHER = {"a": "x"}, {"a": "x", "n": 2}, {"rows": {"a": "y"}}
+
+
+@pytest.mark.parametrize(
+    ("of", "more", "value"),
+    [
+        ({"rows": ALL}, {}, 7.0),
+        ({"rows": SECOND}, {"over": OTHER}, 4.0),
+        ({"rows": SECOND}, {"minus": OTHER}, 6.0),
+        ({"rows": ALL}, {"over": OTHER}, None),  # two numbers over one
+        ({"run": "one .", "take": "time.step_s"}, {}, 5.0),
+        ({"run": "one"}, {}, None),  # no whole name
+        ({"rows": ALL, "take": "a"}, {}, None),  # a word
+    ],
+)
+def test_a_value_is_a_mean_of_numbers_ratios_or_differences(of: Any, more: Any, value: float | None) -> None:
+    results = {"one 1": DOCUMENT, "one 2": {"time": {"step_s": 5.0}}}
+    assert value_of(results, {"of": {"run": "one 1", "take": "s"} | of, **more}) == value
 
 
 def test_rows_and_commands_are_repeated() -> None:
@@ -84,68 +79,51 @@ def test_rows_and_commands_are_repeated() -> None:
     own = {"each": {"of": [{"n": 1, "paper": "7.1"}, {"n": 2, "paper": "8.4"}]}, "what": "{n} nodes"}
     assert [*repeated(own)] == [{"what": "1 nodes", "paper": "7.1"}, {"what": "2 nodes", "paper": "8.4"}]
     assert filled({"tokens": "{tokens}"}, {"tokens": 3}) == {"tokens": 3}
-    run = Run("planned", "plan --nodes {n} {way}", {"n": {"2": "2", "3": "3"}, "way": {"torus": "--chunks {n}"}})
-    assert [*run.named("{way} {n}")] == [
-        ("torus 2", ["plan", "--nodes", "2", "--chunks", "2"]),
-        ("torus 3", ["plan", "--nodes", "3", "--chunks", "3"]),
-    ]
+    run = figures.Run(
+        "planned", "plan --nodes {n} {way}", {"n": {"2": "2", "3": "3"}, "way": {"torus": "--chunks {n}"}}
+    )
+    named = {f"torus {n}": ["plan", "--nodes", n, "--chunks", n] for n in ("2", "3")}
+    assert dict(run.named("{way} {n}")) == named
 
 
-PAPER = {
-    "title": "Toy",
-    "source": "nobody",
-    "setting": "Two plans.",
-    "runs": {
-        "step of {size}": {"made": "planned", "command": "plan --model sd3.5 --size {size}", "each": {"size": {}}}
-    },
-    "rows": [
-        {"figure": "1", "what": "a step", "unit": "ms", "of": {"run": "step of 512", "take": "time.step_s"}},
-        {"figure": "2", "what": "more", "paper": "4", "of": {"run": "step of 1024", "take": "time.step_s"}},
-    ],
-    "curves": [
-        {
-            "title": "Steps",
-            "x_label": "x",
-            "y_label": "y",
-            "lines": {
-                "all": {
-                    "x": {"of": {"run": "step.*", "take": "time.step_s"}},
-                    "y": {"of": {"run": "step.*", "take": "time.step_s"}},
-                }
-            },
-        }
-    ],
-    "notes": "That is all.",
-}
-
-
-def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **sizes: str) -> None:
-    runs = {"step of {size}": PAPER["runs"]["step of {size}"] | {"each": {"size": sizes}}}  # type: ignore[index]
-    (tmp_path / "toy.yaml").write_text(yaml.safe_dump(PAPER | {"runs": runs}))
-    monkeypatch.setattr(figures, "find_shipped", lambda what, folder, name: tmp_path / f"{name}.yaml")
+PAPER = """
+title: Toy
+source: nobody
+setting: Two plans.
+runs:
+  step of {size}:
+    {made: planned, command: "plan --model sd3.5 --size {size}", each: {size: {"512": "512", "1024": SIDE}}}
+rows:
+- {figure: "1", what: a step, unit: ms, of: {run: step of 512, take: time.step_s}}
+- {figure: "2", what: more, paper: "4", of: {run: step of 1024, take: time.step_s}}
+curves:
+- title: Steps
+  x_label: x
+  y_label: y
+  lines: {all: {x: {of: {run: step.*, take: time.step_s}}, y: {of: {run: step.*, take: time.step_s}}}}
+notes: That is all.
+"""
 
 
 @pytest.mark.full
 def test_a_page_is_made_and_goes_on_where_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], snapshot: Callable[[str], None]
 ) -> None:
-    toy(tmp_path, monkeypatch, **{"512": "512", "1024": "1023"})
+    """First one of its commands fails. What was made is not made again."""
+    monkeypatch.setattr(figures, "find_shipped", lambda what, folder, name: tmp_path / f"{name}.yaml")
     monkeypatch.setattr(figures, "shipped_names", lambda folder: ["toy"])
-    assert main(["papers", "--out", str(tmp_path / "out")]) == 1
-    said = capfd.readouterr().out
-    assert "size 1023" in said and "not made: step of 1024" in said
-    step = json.loads((tmp_path / "out" / "toy" / "step of 512" / "out" / "plan.json").read_text())["time"]["step_s"]
-    page = (tmp_path / "out" / "papers.md").read_text()
-    assert f"| 1 | a step |  | {step * 1e3:.4g} ms | planned, `step of 512` |" in page
-    assert "| 2 | more | 4 | - |" in page and "![Steps](toy-1.png)" in page and "That is all." in page
-    assert (tmp_path / "out" / "toy-1.png").stat().st_size > 1000
-
-    toy(tmp_path, monkeypatch, **{"512": "512", "1024": "1024"})
-    written = tmp_path / "out" / "toy" / "step of 512" / "out" / "plan.json"
-    before = written.stat().st_mtime_ns
-    assert main(["papers", "--out", str(tmp_path / "out")]) == 0
-    assert written.stat().st_mtime_ns == before, "made again"
-    assert "| - |" not in (tmp_path / "out" / "papers.md").read_text()
+    out, times = tmp_path / "out", []
+    for side, code in (("1023", 1), ("1024", 0)):
+        (tmp_path / "toy.yaml").write_text(PAPER.replace("SIDE", f'"{side}"'))
+        assert main(["papers", "--out", str(out)]) == code
+        snapshot((out / "papers.md").read_text().partition("\n\n")[2])
+        times.append((out / "toy" / "step of 512" / "out" / "plan.json").stat().st_mtime_ns)
+        said = capfd.readouterr().out
+        assert ("size 1023" in said and "not made: step of 1024" in said) is (code == 1)
+    assert times[0] == times[1], "made again"
+    step_s = json.loads((out / "toy" / "step of 512" / "out" / "plan.json").read_text())["time"]["step_s"]
+    assert f"| 1 | a step |  | {step_s * 1e3:.4g} ms | planned, `step of 512` |" in (out / "papers.md").read_text()
+    assert (out / "toy-1.png").stat().st_size > 1000
 
 
 def campaign_in(folder: Path) -> None:
@@ -164,50 +142,51 @@ def campaign_in(folder: Path) -> None:
 
 
 @pytest.mark.full
-def test_what_a_campaign_has_measured_stands_beside_the_paper_and_the_plan(tmp_path: Path) -> None:
+def test_what_a_campaign_has_measured_stands_beside_the_paper_and_the_plan(
+    tmp_path: Path, snapshot: Callable[[str], None]
+) -> None:
+    """All rows that have a number; what was not asked for is left out."""
     campaign_in(tmp_path / "campaign")
     words = ["papers", "--paper", "cocodiff", "--runs", "plan", "--measured", str(tmp_path / "campaign")]
     assert main([*words, "--out", str(tmp_path / "out")]) == 0
     page = (tmp_path / "out" / "papers.md").read_text()
-    of_run = "measured, `campaign step-1-sd3.5-1536-0`"
-    for row in (
-        "| 7 | cocodiff over library, one node, mean of what was measured | 2.5 | 6.00 |",
-        "| 7 | cocodiff over flat, one node, mean of what was measured |  | 4.00 |",
-        "Did not fit into a tile's memory: step-large.",
-        "| 11 | all-to-all, library, 48 MB, 1 node(s) | 25.5 ms | 2.55e+04 ms | measured, `campaign alltoall-1` |",
-        f"| 7 | tapa over library, sd3.5 1536, 1 node(s), batch 0 |  | 2.00 | {of_run} |",
-        f"| 1 | share of all-to-all, library, sd3.5 1536, 1 node(s), batch 0 |  | 50 % | {of_run} |",
-        "| 8 | what V-Major adds, SD3.5 1536, 1 node(s), largest batch | 2.9, on one node negligible | 2.50 |",
-        "| 11 | library over tapa, 48 MB, 1 node(s) | 3.9 | 3.92 | measured, `campaign alltoall-1` |",
-        f"| memory | fullest tile, cocodiff, sd3.5 1536, 1 node(s), batch 0 |  | 16.0 GiB | {of_run} |",
-        "| 7 | CoCoDiff over flat_serial, sd3.5-paper, 4 nodes | 8.4 |",
-        "![All-to-all on one node, measured (figure 11)](cocodiff-2.png)",
-    ):
-        assert row in page
-    assert "| - |" not in page and "Table II" in page and "table II |" not in page, "what was not asked for"
+    assert "Did not fit into a tile's memory: step-large." in page
+    assert "| 7 | cocodiff over library, one node, mean of what was measured | 2.5 | 6.00 |" in page
+    assert "![All-to-all on one node, measured (figure 11)](cocodiff-2.png)" in page
+    snapshot("\n".join(line for line in page.splitlines() if line.startswith(("|", "!"))))
 
 
-@pytest.mark.parametrize("left", ["", "{}", '{"rows": [', '{"rows": [{"variant": "flat"}]}'])
-def test_a_folder_without_measurements_is_named(left: str, tmp_path: Path, capsys: Any) -> None:
-    if left:
-        (tmp_path / "step").mkdir()
-        (tmp_path / "step/bench.json").write_text(left)
-    assert main(["papers", "--measured", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
-    said = capsys.readouterr().err
-    assert ("step/bench.json" if left else "launch/campaign.pbs") in said and len(said.splitlines()) == 1
+# Constants of the CoCoDiff paper --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("words", "said"), [(("--paper", "tokenrings"), "tokenring"), (("--runs", "nothing"), "no command's name")]
-)
-def test_mistakes_are_one_line(words: tuple[str, ...], said: str, tmp_path: Path, capsys: Any) -> None:
-    assert main(["papers", "--out", str(tmp_path / "out"), *words]) == 2
-    captured = capsys.readouterr()
-    assert said in captured.err and len(captured.err.splitlines()) == 1 and not (tmp_path / "out").exists()
+AURORA = load_machine("aurora")
 
 
-def test_a_folder_that_cannot_be_is_one_line(tmp_path: Path, capsys: Any) -> None:
-    (tmp_path / "file").write_text("")
-    assert main(["papers", "--out", str(tmp_path / "file" / "out")]) == 2
-    captured = capsys.readouterr()
-    assert "choose another folder" in captured.err and len(captured.err.splitlines()) == 1
+@pytest.fixture(scope="module")
+def fit() -> Fit:
+    return fit_figure_11(AURORA)
+
+
+def test_figure_11_is_fitted_with_constants_that_are_possible(fit):
+    assert fit.fitted == ("latency_us", "sibling", "plane")
+    assert 0 < fit.constants.plane == fit.constants.nic < fit.constants.sibling < 1
+    assert 50 < fit.constants.latency_us < 500
+    for one, seconds in [*zip(figure_11("flat_serial").values(), fit.predicted, strict=True)][:4]:
+        assert seconds == pytest.approx(one.value, rel=0.25)
+
+
+def test_cases_are_planned_with_the_calibrated_machine(fit):
+    toy = ModelShape("toy", heads=24, head_dim=128, joint_layers=2, parameters=10**6, text_tokens=24)
+    planned = Planned(fit.constants.machine(AURORA), lambda name: toy)
+    rows = {row["variant"]: row for row in planned.rows("toys", Run("toy", 512, 1))}
+    times = {name: row["step_s"] for name, row in rows.items()}
+    assert times["flat_serial"] / times["tapa"] > 2 > times["flat"] / times["tapa"] > 0.5
+    assert rows["flat_serial"]["communication_share"] > rows["flat"]["communication_share"]
+    assert {row["batch"] for row in planned.rows("toys", Run("toy", 512, 1, None))} == {32}
+    assert [*planned.rows("toys", Run("toy", 512, 1, 10**6))] == [], "more than a tile holds"
+
+
+def test_the_papers_sd35_keeps_the_models_width():
+    of_paper, real = load_shape("sd3.5-paper"), load_shape("sd3.5")
+    assert of_paper.heads == 48 and of_paper.parameters == real.parameters
+    assert of_paper.width == pytest.approx(real.width, rel=0.01)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import torch
 from covering import all_but
 from real_vaes import picture_sizes, real_vae
 from safetensors.torch import save_file
+from seams import number_of
 from tiny_models import sd3_transformer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -43,18 +45,17 @@ class Live(TorchDispatchMode):
 
     def __init__(self, weights: list[torch.Tensor]) -> None:
         super().__init__()
-        self._weights = weights
-        self._sizes = {weight.untyped_storage()._cdata: 0 for weight in weights}
+        self._sizes = {number_of(weight.untyped_storage()): 0 for weight in weights}
         self.now = self.peak = 0
 
     def __torch_dispatch__(self, func, _types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for tensor in (x for x in tree_leaves(out) if isinstance(x, torch.Tensor)):
             storage = tensor.untyped_storage()
-            if storage._cdata not in self._sizes:
-                self._sizes[storage._cdata] = storage.nbytes()
+            if (number := number_of(storage)) not in self._sizes:
+                self._sizes[number] = storage.nbytes()
                 self.now += storage.nbytes()
-                weakref.finalize(storage, self._freed, storage._cdata)
+                weakref.finalize(storage, self._freed, number)
         copies = args[0].nbytes if func is torch.ops.aten.convolution.default else 0
         self.peak = max(self.peak, self.now + copies)
         return out
@@ -65,19 +66,6 @@ class Live(TorchDispatchMode):
 
 CASES = [*((name, 1) for name in ("sd3.5", "flux.2", "qwen-image")), *product(("wan2.2", "ti2v"), (1, 9, 21))]
 SHORT = [case for case in CASES if case[1] < 21]
-
-
-@pytest.mark.parametrize(("name", "frames"), CASES)
-def test_a_familys_vae_is_its_real_architecture(name, frames):
-    vae, shape = on_meta(name), shape_of(name)
-    assert shape.vae is not None and shape.vae.parameters == sum(x.numel() for x in vae.parameters())
-    told = size_peaks(shape, topology_of("local", 1), Video(frames, 512, 512), 1, 4).of_vae["one"]
-    given = picture_sizes(name, shape.vae.factor, frames, 512, 512)
-    for call, sizes, expected in zip((vae.encode, vae.decode), given, told[:2], strict=True):
-        x = torch.zeros(sizes, device="meta")
-        with torch.no_grad(), Live([*vae.parameters(), *vae.buffers()]) as live:
-            call(x)
-        assert live.peak == pytest.approx(expected, rel=0.01 if (name, frames) != ("ti2v", 21) else 0.02)
 
 
 def middle_rank(size: int) -> Any:
@@ -92,41 +80,36 @@ def middle_rank(size: int) -> Any:
     )
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize(
-    ("case", "ranks"),
-    # Of videos each number of frames on each number of ranks once, and each architecture as well.
-    all_but(
-        [
-            *product(SHORT[:3], (4, 16)),
-            *((("wan2.2", frames), ranks) for frames, ranks in ((1, 4), (9, 16))),
-            *((("ti2v", frames), ranks) for frames, ranks in ((1, 16), (9, 4))),
-        ],
-        SHORT,
-        (4, 16),
-    ),
+# Of videos each number of frames on each number of ranks once, and each architecture as well.
+BANDS = all_but(
+    [
+        *product(SHORT[:3], (4, 16)),
+        *((("wan2.2", frames), ranks) for frames, ranks in ((1, 4), (9, 16))),
+        *((("ti2v", frames), ranks) for frames, ranks in ((1, 16), (9, 4))),
+    ],
+    SHORT,
+    (4, 16),
 )
-def test_a_band_takes_its_share_and_two_rows(case, ranks):
-    name, frames = case
+
+
+@pytest.mark.sample(12)
+@pytest.mark.parametrize(("case", "ranks"), [*((case, 1) for case in CASES), *BANDS])
+def test_a_vae_takes_what_its_real_architecture_does(case, ranks):
+    """On one rank, and in bands of several, of which each takes its share and two rows."""
+    (name, frames), how = case, "one" if ranks == 1 else "sharded"
     vae, shape = on_meta(name), shape_of(name)
-    told = size_peaks(shape, topology_of("local", ranks), Video(frames, 512, 512), 1, 4).of_vae["sharded"]
+    assert shape.vae is not None and shape.vae.parameters == sum(x.numel() for x in vae.parameters())
+    told = size_peaks(shape, topology_of("local", ranks), Video(frames, 512, 512), 1, 4).of_vae[how]
     assert told.decoders == ranks
+    near = 0.05 if ranks > 1 else 0.02 if case == ("ti2v", 21) else 0.01
     rows, weights = 512 // shape.vae.factor // ranks, [*vae.parameters(), *vae.buffers()]
     given = picture_sizes(name, shape.vae.factor, frames, 512 // ranks, 512)
     for call, sizes, expected in zip((vae.encode, vae.decode), given, told[:2], strict=True):
+        bands = Bands(middle_rank(ranks), [rows] * ranks, -2) if ranks > 1 else nullcontext()
         x = torch.zeros(sizes, device="meta")
-        with torch.no_grad(), Live(weights) as live, Bands(middle_rank(ranks), [rows] * ranks, -2):
+        with torch.no_grad(), Live(weights) as live, bands:
             call(x)
-        assert live.peak == pytest.approx(expected, rel=0.05)
-
-
-def test_with_many_bands_a_rank_holds_what_is_gathered():
-    shape = load_shape("qwen-image")
-    peaks = size_peaks(shape, topology_of("aurora", 132), Video(1, 1024, 1024), 1, 2)
-    assert peaks.of_vae["sharded"].encoding == 2 * 4 * shape.vae.attention * 128**2
-    assert peaks.of_vae["sharded"].decoders == 12
-    alone = size_peaks(load_shape("sd3.5"), topology_of("aurora", 12), Video(1, 512, 512), 1, 2, replicas=12)
-    assert alone.of_vae["sharded"] == alone.of_vae["all"]
+        assert live.peak == pytest.approx(expected, rel=near)
 
 
 @pytest.mark.parametrize("name", ["sd3.5", "qwen-image"])
@@ -142,31 +125,27 @@ def test_tiles_are_those_that_the_vae_cuts(name):
         sides.clear()
 
 
-def test_peaks_of_replicas_add_up_on_their_node():
-    shape, two_nodes = load_shape("sd3.5"), topology_of("aurora", 24)
-    one, six = (size_peaks(shape, two_nodes, Video(1, 2048, 2048), 1, 2, replicas) for replicas in (1, 6))
-    assert one.encoders == six.encoders == 2 * 5580620800 and one.vae == 2 * 83819683
-    whole = 960 * 2048**2 * 2
-    assert one.of_vae["one"] == VaePeak(640 * 2048**2 * 2, whole, 1)
-    assert six.of_vae["one"].decoders == 3 and six.of_vae["all"] == one.of_vae["all"] == VaePeak(*six.of_vae["all"])
-    assert one.of_vae["all"].decoders == 12 and one.of_vae["all"].decoding == whole
-    assert tile_sides(2048, 1024) == [1024, 1024, 512]
-    assert one.of_vae["tiled"].decoders == 9, "nine tiles on the first node's ranks"
-    assert six.of_vae["tiled"].decoders == 12, "of the four ranks of each of three replicas"
-    own = 3 * 1024**2
-    assert one.of_vae["tiled"].decoding == 2 * (960 * 1024**2 + own)
-    assert six.of_vae["tiled"].decoding == 2 * (960 * 1024**2 + 3 * own)
+WORLDS = [  # ranks of Aurora, what is made, images of a call, replicas
+    ("sd3.5", 12, Video(1, 1024, 1024), 1, 1),
+    ("sd3.5", 12, Video(1, 512, 512), 3, 12),  # bands of one rank are the whole
+    ("sd3.5", 24, Video(1, 2048, 2048), 1, 1),  # nine tiles on the first node's ranks
+    ("sd3.5", 24, Video(1, 2048, 2048), 1, 6),  # of the four ranks of each of three replicas
+    ("qwen-image", 132, Video(1, 1024, 1024), 1, 1),  # of many bands most is what is gathered
+    ("wan2.2", 24, Video(81, 480, 832), 1, 2),
+]
 
 
-def test_what_a_rank_holds_at_each_moment():
-    peaks = size_peaks(load_shape("sd3.5"), topology_of("aurora", 12), Video(1, 1024, 1024), 1, 2)
-    step = RankMemory(weights=1000, activations=100, image_cache=10)
-    assert peaks.of_rank(step, "one") == {
-        "text encoding": peaks.encoders,
-        "image encoding": 1000 + peaks.vae + peaks.of_vae["one"].encoding,
-        "denoising": 1110 + peaks.vae,
-        "decoding": 1010 + peaks.vae + peaks.of_vae["one"].decoding,
-    }
+def test_peaks_on_nodes_of_aurora(snapshot):
+    """Of every setting of the VAE, and what a rank holds at each moment of a run with it."""
+    lines, step = [], RankMemory(weights=1000, activations=100, image_cache=10)
+    for name, ranks, video, images, replicas in WORLDS:
+        peaks = size_peaks(load_shape(name), topology_of("aurora", ranks), video, images, 2, replicas)
+        lines.append(f"{name} {video[:]} on {ranks} ranks, {replicas} replicas of {images} images")
+        lines += [f"{how}: {tuple(peak)} {peaks.of_rank(step, how)}" for how, peak in peaks.of_vae.items()]
+    snapshot("\n".join(lines))
+    by_hand = size_peaks(load_shape("sd3.5"), topology_of("aurora", 24), Video(1, 2048, 2048), 1, 2, 6).of_vae
+    assert by_hand["one"] == VaePeak(640 * 2048**2 * 2, 960 * 2048**2 * 2, 3)
+    assert by_hand["tiled"] == VaePeak(640 * 1024**2 * 2, 2 * (960 + 3 * 3) * 1024**2, 12)
 
 
 def test_a_folders_encoders_and_vae_are_counted_in_its_files(tmp_path):

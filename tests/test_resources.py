@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from seams import lanes_of
 from worlds import topology_of
 
 from cocodiff.comm.loopback import LoopbackTransport, run_ranks
@@ -52,7 +53,7 @@ def test_a_rank_has_as_many_as_the_table_says(
         else:
             build_strategy(config, mesh, transport, Trace(), Kernels("torch"))
         assert transport.world.ranks == tuple(range(8))
-        return set(transport._lanes)
+        return lanes_of(transport)
 
     for rank, found in enumerate(run_ranks(8, work)):
         assert found == {name.strip() for name in lanes.split(",")}

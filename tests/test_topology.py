@@ -1,103 +1,87 @@
-"""Machines and places: which rank sits on which card and plane, who stands in for whom, and what is refused."""
+"""Machines, places and links: which rank sits where, who stands in for whom, which ways there are, what is refused."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from worlds import TRIPLE, topologies, topology_of
 
 from cocodiff.config.config import load_machine
 from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Device, Links, Machine, Place, Topology
+from cocodiff.topology.links import alltoall_bound, next_hops, wires
 
+AURORA = (0, 3, 4, 6, 8, 11), (1, 2, 5, 7, 9, 10)  # the public colouring of a node's planes
 
-def test_aurora_planes_are_the_public_colouring():
-    topology = Topology.build(load_machine("aurora"), 12)
-    assert {frozenset(ranks) for ranks in topology.planes.values()} == {
-        frozenset({0, 3, 4, 6, 8, 11}),
-        frozenset({1, 2, 5, 7, 9, 10}),
-    }
-    assert topology.cards == {card: (2 * card, 2 * card + 1) for card in range(6)}
-    assert topology.nodes == 1
-
-
-def test_aurora_links_follow_the_planes_not_the_rank():
-    topology = Topology.build(load_machine("aurora"), 24)
-    assert topology.link_class(2, 3) == "sibling"
-    assert topology.link_class(0, 3) == "plane"  # card 1 is wired the other way round
-    assert topology.link_class(0, 2) == "cross_plane"
-    assert topology.link_class(0, 12) == "node"
-    assert topology.link_class(11, 12) == "node"
-    assert topology.link_class(7, 7) is None
-
-
-def test_ragged_card_has_a_stand_in():
-    topology = Topology.build(load_machine("local"), 5)
-    assert topology.cards == {0: (0, 1), 1: (2, 3), 2: (4,)}
-    assert topology.planes == {0: (0, 2, 4), 1: (1, 3)}
-    assert topology.server(2, 1) == 4
-    assert topology.server(1, 1) == 3
-    assert [set(planes) for planes in topology.served_planes] == [{0}, {1}, {0}, {1}, {0, 1}]
-    assert topology.siblings(1) == (0,)
-    assert topology.siblings(4) == ()
-
-
-def test_two_nodes_of_six_two_tile_cards():
-    topology = Topology.build(load_machine("local-6x2"), 24)
-    assert topology.nodes == 2
-    assert topology.places[0] == Place(0, node=0, card=0, plane=0, tile=0)
-    assert topology.places[13] == Place(13, node=1, card=6, plane=1, tile=1)
-    assert topology.planes == {0: tuple(range(0, 24, 2)), 1: tuple(range(1, 24, 2))}
-    assert topology.link_class(0, 2) == "plane"
-    assert topology.link_class(0, 3) == "cross_plane"
-    assert topology.link_class(10, 12) == "node"
-
-
-def test_extras_are_dealt_over_nodes_then_cards_then_planes():
-    assert Topology.build(load_machine("local"), 5).shard_order == (0, 2, 4, 1, 3)
-    order = Topology.build(load_machine("local-6x2"), 24).shard_order
-    assert order[:6] == (0, 12, 2, 14, 4, 16)
-    assert order[12:16] == (1, 13, 3, 15)
-    assert sorted(order) == list(range(24))
-    aurora = Topology.build(load_machine("aurora"), 12)
-    assert aurora.shard_order == (0, 3, 4, 6, 8, 11, 1, 2, 5, 7, 9, 10)
-
-
-def test_a_machine_of_no_fixed_size_takes_the_launchers_word_on_nodes():
-    topology = Topology.build(load_machine("local"), 6, ranks_per_node=3)
-    assert [place.node for place in topology.places] == [0, 0, 0, 1, 1, 1]
-    assert topology.cards == {0: (0, 1), 1: (2,), 2: (3, 4), 3: (5,)}
-    assert topology.served_planes[2] == {0, 1}
-    assert topology.link_class(2, 3) == "node"
-
-
-def test_fixed_machines_ignore_the_launchers_node_size():
-    assert Topology.build(load_machine("aurora"), 24, ranks_per_node=8).nodes == 2
-
-
-def test_one_rank_serves_its_own_plane_only():
-    topology = Topology.build(load_machine("local"), 1)
-    assert topology.planes == {0: (0,)}
-    assert topology.served_planes == (frozenset({0}),)
+EVEN, ODD = tuple(range(0, 24, 2)), tuple(range(1, 24, 2))
+NODES_IN_TURN = tuple(plane + 2 * card + 12 * node for plane in (0, 1) for card in range(6) for node in (0, 1))
 
 
 @pytest.mark.parametrize(
-    ("size", "remedy"), [(5, "start 12 ranks"), (13, "start 12 or 24 ranks"), (1, "start 12 ranks")]
+    ("machine", "ranks", "on_node", "nodes", "cards", "planes", "order"),
+    [
+        ("aurora", 12, None, 1, [(n, n + 1) for n in range(0, 12, 2)], AURORA, (*AURORA[0], *AURORA[1])),
+        ("local", 5, None, 1, [(0, 1), (2, 3), (4,)], ((0, 2, 4), (1, 3)), (0, 2, 4, 1, 3)),
+        ("local", 1, None, 1, [(0,)], ((0,),), (0,)),
+        # A machine of no fixed size takes the launcher's word on nodes; extras are dealt over nodes first.
+        ("local", 6, 3, 2, [(0, 1), (2,), (3, 4), (5,)], ((0, 2, 3, 5), (1, 4)), (0, 3, 2, 5, 1, 4)),
+        ("local-6x2", 24, None, 2, [(n, n + 1) for n in range(0, 24, 2)], (EVEN, ODD), NODES_IN_TURN),
+        ("aurora", 12, 8, 1, [(n, n + 1) for n in range(0, 12, 2)], AURORA, (*AURORA[0], *AURORA[1])),
+    ],
 )
+def test_where_ranks_sit_and_in_which_order_extras_are_dealt(machine, ranks, on_node, nodes, cards, planes, order):
+    topology = topology_of(machine, ranks, on_node)
+    assert topology.nodes == nodes and topology.cards == dict(enumerate(cards))
+    assert {frozenset(of_plane) for of_plane in topology.planes.values()} == {frozenset(one) for one in planes}
+    assert topology.shard_order == order
+
+
+@pytest.mark.parametrize(
+    ("machine", "ranks", "links"),
+    [  # of Aurora's cards the second is wired the other way round
+        ("aurora", 24, {(2, 3): "sibling", (0, 3): "plane", (0, 2): "cross_plane", (0, 12): "node", (11, 12): "node"}),
+        ("local-6x2", 24, {(0, 2): "plane", (0, 3): "cross_plane", (10, 12): "node", (7, 7): None}),
+    ],
+)
+def test_links_follow_cards_planes_and_nodes(machine, ranks, links):
+    topology = topology_of(machine, ranks)
+    assert topology.places[13] == Place(13, node=1, card=6, plane=1, tile=1)
+    assert {pair: topology.link_class(*pair) for pair in links} == links
+
+
+@given(topologies())
+@settings(max_examples=40, deadline=None)
+def test_every_card_serves_every_plane_by_one_of_its_ranks(topology):
+    """By the tile in it, else by its first rank. A rank's siblings are the other ones of its card."""
+    served = [set[int]() for _ in range(topology.size)]
+    for card, ranks in topology.cards.items():
+        for plane in topology.planes:
+            server = next((rank for rank in ranks if topology.places[rank].plane == plane), ranks[0])
+            assert topology.server(card, plane) == server
+            served[server].add(plane)
+        assert [topology.siblings(rank) for rank in ranks] == [tuple(sorted({*ranks} - {rank})) for rank in ranks]
+    assert [set(planes) for planes in topology.served_planes] == served
+    assert sorted(topology.shard_order) == list(range(topology.size))
+
+
+@pytest.mark.parametrize(("size", "remedy"), [(5, "start 12 ranks"), (13, "start 12 or 24 ranks"), (0, "0 rank")])
 def test_ranks_that_do_not_fill_the_machine_are_refused(size, remedy):
     with pytest.raises(UserError) as caught:
         Topology.build(load_machine("aurora"), size)
-    message = str(caught.value)
-    assert "aurora" in message and "nodes of 12" in message and f"{size} rank(s)" in message
-    assert remedy in message and "--machine local" in message
+    said = str(caught.value)
+    assert remedy in said and (not size or all(part in said for part in ("aurora", "nodes of 12", "--machine local")))
+
+
+PAIR = Machine("pair", tiles=2, planes=(0, 1), cards=2, nodes=2)
 
 
 def test_more_ranks_than_the_machines_nodes_hold_are_refused():
-    machine = Machine("pair", tiles=2, planes=(0, 1), cards=2, nodes=2)
     with pytest.raises(UserError, match=r"2 node\(s\) of 4 ranks and 12 rank\(s\) were started"):
-        Topology.build(machine, 12)
-    assert Topology.build(machine, 8).nodes == 2
-
-
-def test_no_ranks_are_refused():
-    with pytest.raises(UserError, match="0 ranks"):
-        Topology.build(load_machine("local"), 0)
+        Topology.build(PAIR, 12)
+    assert Topology.build(PAIR, 8).nodes == 2
 
 
 @pytest.mark.parametrize(
@@ -111,7 +95,7 @@ def test_no_ranks_are_refused():
         ({"tiles": 2, "planes": (0, 1), "cards": 0}, "0 cards"),
     ],
 )
-def test_malformed_machines_are_refused(settings, message):
+def test_malformed_machines_are_refused(settings: dict[str, Any], message: str):
     with pytest.raises(UserError, match=message):
         Machine("odd", **settings)
 
@@ -128,3 +112,51 @@ def test_malformed_machines_are_refused(settings, message):
 )
 def test_rates_that_a_machine_file_does_not_give(device, links, lacking):
     assert Machine("m", 1, (0,), device=Device(**device), links=Links(**links)).missing_rates == lacking
+
+
+# Links ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_node_of_aurora_has_its_links():
+    """Both of two nodes; at half of what ALCF publishes for both ways together: 269 GB/s between siblings and 23
+    between cards; 2487 TFLOP/s with twelve tiles, and 1 TB/s a tile."""
+    joined = Counter((wire.kind, wire.gb_s) for wire in wires(topology_of("aurora", 24)))
+    assert joined == {("sibling", 134): 2 * 6, ("plane", 23 / 2): 2 * 30} and abs(134 - 269 / 2) <= 0.5
+    device = load_machine("aurora").device
+    assert (device.bf16_tflop_s, device.memory_gb_s) == (pytest.approx(2487 / 12, abs=0.5), 1000)
+
+
+def test_ways_between_planes_lead_over_the_own_sibling_and_around_a_missing_tile():
+    topology = topology_of("aurora", 12)
+    hops = next_hops(topology, 0)
+    assert hops[1] == 1 and hops[3] == 3  # sibling, and a tile of the same plane
+    assert {hops[other] for other in range(2, 12) if topology.link_class(0, other) == "cross_plane"} == {1}
+    assert next_hops(topology_of("local", 3), 1) == {0: 0, 2: 0}
+    assert set(next_hops(Topology.build(TRIPLE, 8), 7)) == set(range(7))
+
+
+def test_bound_of_one_node_and_of_two():
+    """A card's 20 blocks leave over its 10 Xe links; of two nodes, 144 blocks over 8 NICs."""
+    assert alltoall_bound(topology_of("aurora", 12), 1e6) == pytest.approx(2e6 / 11.5e9)
+    assert alltoall_bound(topology_of("aurora", 24), 1e6) == pytest.approx(144e6 / (8 * 25e9))
+    assert alltoall_bound(topology_of("local", 2), 1e6) == pytest.approx(1e6 / 10e9)
+    assert alltoall_bound(topology_of("local", 1), 1e6) is None
+
+
+def test_nics_are_data_or_taken_in_turns():
+    assert topology_of("aurora", 24).nics[12:] == (0, 1, 2, 3, 0, 1, 4, 5, 6, 7, 4, 5)
+    machine = Machine("turns", tiles=2, planes=(0, 1), cards=2, links=Links(nics=3))
+    assert Topology.build(machine, 8).nics == (0, 1, 2, 0, 0, 1, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("links", "said"),
+    [
+        ({"nics": 2, "nic_of": (0, 2)}, "number the NICs of a node from 0"),
+        ({"plane_gb_s": 0}, "a rate above 0"),
+        ({"nics": 2, "nic_of": (0, 1, 0)}, "NICs of 3 tiles: give one for each of the 4"),
+    ],
+)
+def test_impossible_links_are_named(links, said):
+    with pytest.raises(UserError, match=said):
+        Machine("short", tiles=2, planes=(0, 1), cards=2, links=Links(**links))

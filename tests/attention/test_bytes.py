@@ -1,8 +1,11 @@
-"""The bytes that an exchange really sends, by link class, are exactly what the closed formulas say."""
+"""The bytes of an exchange by link class: what ranks really hand over, what traces count, and closed formulas."""
+
+from __future__ import annotations
 
 import pytest
 import torch
 from byte_formulas import Formulas
+from really_sent import ReallySent
 from worlds import TRIPLE, back, forward, topology_of
 
 from cocodiff.comm.loopback import LoopbackTransport, run_ranks
@@ -24,21 +27,23 @@ WORLDS = {  # topology, image tokens, text tokens, heads
     "ragged nodes": (topology_of("local", 7, ranks_per_node=3), 16, 3, 9),
     "three tiles, ragged": (Topology.build(TRIPLE, 8), 21, 2, 13),
 }
-Counted = tuple[dict[str, int], dict[str, int]]
+Counted = list[tuple[dict[str, int], dict[str, int]]]
 
 
-def counted_bytes(exchange: str, topology: Topology, layout: Layout, dtype: torch.dtype) -> list[Counted]:
-    """What each rank's trace counts for q, k and v forward, and for the output back."""
+def counted_bytes(exchange: str, topology: Topology, layout: Layout, dtype: torch.dtype, sent: ReallySent) -> Counted:
+    """Count what each rank sends of q, k and v forward, and of the output back. The trace and the transport agree."""
 
-    def work(transport: LoopbackTransport) -> Counted:
-        trace = Trace(transport.rank)
+    def work(transport: LoopbackTransport) -> tuple[dict[str, int], dict[str, int]]:
+        rank, trace = transport.rank, Trace(transport.rank)
         ours = Exchange(exchange, topology, transport, trace, nic_balance=False)
-        rows, heads = layout.rows[transport.rank], sum(layout.heads)
-        q_BSGD, _, _ = forward(ours, [torch.zeros(B, rows, heads, D, dtype=dtype)] * 3, layout).wait()
+        x_BLHD = torch.zeros(B, layout.rows[rank], sum(layout.heads), D, dtype=dtype)
+        q_BSGD, _, _ = forward(ours, [x_BLHD] * 3, layout).wait()
         there = trace.bytes()
-        trace.clear()
+        assert there == sent.by_link(topology, rank)
         back(ours, q_BSGD, layout)
-        return there, trace.bytes()
+        both = trace.bytes()
+        assert both == sent.by_link(topology, rank)
+        return there, {link: count - there[link] for link, count in both.items()}
 
     return run_ranks(topology.size, work)
 
@@ -46,29 +51,23 @@ def counted_bytes(exchange: str, topology: Topology, layout: Layout, dtype: torc
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("exchange", ["flat", "tapa", "split"])
 @pytest.mark.parametrize("world", WORLDS)
-def test_counted_bytes_equal_the_formulas(world, exchange, dtype):
+def test_counted_bytes_equal_the_formulas(world, exchange, dtype, monkeypatch):
     topology, image, text, heads = WORLDS[world]
     layout = Layout.build(topology, image_and_text(image, text), heads)
     formulas, u = Formulas(topology, layout), B * D * dtype.itemsize
-    counted = counted_bytes(exchange, topology, layout, dtype)
-    for rank, (there, returned) in enumerate(counted):
-        assert there == formulas.sent(exchange, "forward", rank, 3 * u)
-        assert returned == formulas.sent(exchange, "back", rank, u)
+    for rank, found in enumerate(counted_bytes(exchange, topology, layout, dtype, ReallySent(monkeypatch))):
+        assert found == tuple(formulas.sent(exchange, way, rank, n * u) for way, n in (("forward", 3), ("back", 1)))
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_even_case_on_aurora(nodes):
+@pytest.mark.parametrize("exchange", ["flat", "tapa", "split"])
+def test_even_case_on_aurora(nodes, exchange, monkeypatch):
     """A block of c bytes per pair of ranks: where flat crosses planes, TAPA loads siblings and planes instead."""
     topology = topology_of("aurora", 12 * nodes)
     layout = Layout.build(topology, image_and_text(24 * nodes, 12 * nodes), 24 * nodes)
     c = B * D * 4 * 3 * 2
-    node = 12 * (nodes - 1) * c
-    expected = {
-        "flat": {"sibling": c, "plane": 5 * c, "cross_plane": 5 * c, "node": node},
-        "tapa": {"sibling": 6 * nodes * c, "plane": 10 * c, "cross_plane": 0, "node": node},
-        "split": {"sibling": 6 * c, "plane": 10 * c, "cross_plane": 0, "node": node},
-    }
-    for exchange, of_each_rank in expected.items():
-        for there, returned in counted_bytes(exchange, topology, layout, torch.float32):
-            assert there == {link: 3 * count for link, count in of_each_rank.items()}
-            assert returned == of_each_rank
+    siblings = {"flat": c, "tapa": 6 * nodes * c, "split": 6 * c}[exchange]
+    planes = {"plane": 5 * c, "cross_plane": 5 * c} if exchange == "flat" else {"plane": 10 * c, "cross_plane": 0}
+    expected = {"sibling": siblings, **planes, "node": 12 * (nodes - 1) * c}
+    for there, returned in counted_bytes(exchange, topology, layout, torch.float32, ReallySent(monkeypatch)):
+        assert there == {link: 3 * count for link, count in expected.items()} and returned == expected

@@ -1,9 +1,13 @@
-"""Plans as pure data: what ranks send is what their peers receive, and every block arrives, without communication."""
+"""Plans as pure data: what ranks send their peers receive, every block arrives, and NICs carry the same."""
+
+from collections import Counter
+from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_exchange import check_exchange
 from worlds import is_full, topologies, topology_of
 
 from cocodiff.attention.local import AttentionCall
@@ -13,7 +17,7 @@ from cocodiff.config.machine import Topology
 from cocodiff.config.registry import EXCHANGES, load
 from cocodiff.models.adapter import image_and_text, image_segment, text_segment
 from cocodiff.topology.layout import Layout, Segment, even_shares, slices
-from cocodiff.topology.routes.plans import Block, Plan, reverse
+from cocodiff.topology.routes.plans import Block, Plan, nic_detours, reverse, split_plan
 
 MODEST = settings(max_examples=60, deadline=None)
 
@@ -28,9 +32,7 @@ def check_pairs(plans: list[Plan]) -> None:
         assert len({phase.lane for phase in phases}) == 1
         sent = {(a, b): blocks for a, phase in enumerate(phases) for b, blocks in phase.sends.items()}
         received = {(a, b): blocks for b, phase in enumerate(phases) for a, blocks in phase.receives.items()}
-        assert sent == received
-        assert all(sent.values())
-        assert all(a != b for a, b in sent)
+        assert sent == received and all(sent.values()) and all(a != b for a, b in sent)
 
 
 def simulate(plans: list[Plan], held: list[set[Block]]) -> list[set[Block]]:
@@ -46,39 +48,28 @@ def simulate(plans: list[Plan], held: list[set[Block]]) -> list[set[Block]]:
     return held
 
 
-def by_rows(topology: Topology) -> list[set[Block]]:
-    return [{Block(me, heads) for heads in range(topology.size)} for me in range(topology.size)]
-
-
-def by_heads(topology: Topology) -> list[set[Block]]:
-    return [{Block(rows, me) for rows in range(topology.size)} for me in range(topology.size)]
-
-
-@pytest.mark.parametrize("name", EXCHANGES)
-@given(topology=topologies())
-@MODEST
-def test_forward_brings_every_rank_the_blocks_of_its_heads(name, topology):
-    plans = all_plans(name, topology)
-    check_pairs(plans)
-    assert simulate(plans, by_rows(topology)) == by_heads(topology)
+def check_both_ways(plans: list[Plan]) -> None:
+    """Forward every rank gets the blocks of its heads, and by the reversed plans those of its rows again."""
+    every = range(len(plans))
+    by_rows, by_heads = (
+        [{Block(*pair[::way]) for pair in ((me, x) for x in every)} for me in every] for way in (1, -1)
+    )
+    for one, begins, ends in ((plans, by_rows, by_heads), ([*map(reverse, plans)], by_heads, by_rows)):
+        check_pairs(one)
+        assert simulate(one, [{*blocks} for blocks in begins]) == ends
 
 
 @pytest.mark.parametrize("name", EXCHANGES)
 @given(topology=topologies())
 @MODEST
-def test_the_reversed_plan_is_the_way_back(name, topology):
-    plans = [reverse(plan) for plan in all_plans(name, topology)]
-    check_pairs(plans)
-    assert simulate(plans, by_heads(topology)) == by_rows(topology)
+def test_every_block_arrives_both_ways(name, topology):
+    check_both_ways(all_plans(name, topology))
 
 
 @pytest.mark.parametrize("name", EXCHANGES)
 @pytest.mark.parametrize("size", range(1, 25))
 def test_every_world_size_on_the_local_machine(name, size):
-    topology = topology_of("local", size)
-    plans = all_plans(name, topology)
-    check_pairs(plans)
-    assert simulate(plans, by_rows(topology)) == by_heads(topology)
+    check_both_ways(all_plans(name, topology_of("local", size)))
 
 
 @given(topology=topologies())
@@ -138,13 +129,6 @@ def test_extra_text_is_dealt_from_the_other_end(topology, text):
     )
 
 
-def test_38_heads_over_12_ranks_of_aurora():
-    layout = Layout.build(topology_of("aurora", 12), image_and_text(1025, 333), 38)
-    assert layout.heads == (4, 3, 3, 4, 3, 3, 3, 3, 3, 3, 3, 3)
-    assert sum(layout.rows) == 1358
-    assert layout.row_slices[-1].stop == 1358 and layout.head_slices[0] == slice(0, 4)
-
-
 @given(sizes=st.lists(st.integers(0, 9), max_size=12))
 @MODEST
 def test_slices_tile_the_whole(sizes):
@@ -152,9 +136,12 @@ def test_slices_tile_the_whole(sizes):
     assert covered == list(range(sum(sizes)))
 
 
-def test_deal_follows_its_order():
-    assert even_shares(7, (2, 0, 1)) == (2, 2, 3)
-    assert even_shares(2, (2, 0, 1)) == (1, 0, 1)
+def test_what_is_left_is_dealt_in_the_order_of_shards():
+    """The 38 heads of SD3.5 over 12 ranks of Aurora: two ranks of a plane have one more."""
+    assert even_shares(7, (2, 0, 1)) == (2, 2, 3) and even_shares(2, (2, 0, 1)) == (1, 0, 1)
+    layout = Layout.build(topology_of("aurora", 12), image_and_text(1025, 333), 38)
+    assert layout.heads == (4, 3, 3, 4, 3, 3, 3, 3, 3, 3, 3, 3)
+    assert layout.row_slices[-1].stop == 1358 and layout.head_slices[0] == slice(0, 4)
 
 
 def test_too_many_ranks_are_refused_with_values():
@@ -186,3 +173,47 @@ def test_masks_of_any_segment_follow_the_ranks_rows():
     qkv = LazyQKV(torch.empty, torch.empty, torch.empty, segments, 2, masks)
     found = AttentionCall(qkv, [layout]).mask(0)
     assert found is not None and found[0, 0, 0].int().tolist() == [1, 1, 1, 0, 0, 1, 1, 1, 1, 0, 1, 0]
+
+
+# Detours between nodes ------------------------------------------------------------------------------------------------
+
+
+def nic_loads(topology: Topology, detours: dict[tuple[int, int], int]) -> tuple[Counter, Counter]:
+    """Blocks that leave and reach every (node, NIC)."""
+    out, into = Counter(), Counter()
+    for i in range(topology.size):
+        for j in range(topology.size):
+            path = [i, *([detours[i, j]] if (i, j) in detours else []), j]
+            hops = [(a, b) for a, b in pairwise(path) if topology.link_class(a, b) == "node"]
+            assert len(hops) == (topology.places[i].node != topology.places[j].node)
+            for a, b in hops:
+                out[topology.places[a].node, topology.nics[a]] += 1
+                into[topology.places[b].node, topology.nics[b]] += 1
+    return out, into
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 4])
+def test_nics_of_aurora_carry_the_same(nodes):
+    topology = topology_of("aurora", 12 * nodes)
+    assert max(nic_loads(topology, {})[0].values()) == 2 * 12 * 12 * (nodes - 1) // 12
+    detours = nic_detours(topology)
+    for loads in nic_loads(topology, detours):
+        assert set(loads.values()) == {18 * (nodes - 1)}
+    for (i, j), via in detours.items():
+        on_node = (i, via) if topology.places[i].node == topology.places[via].node else (via, j)
+        assert topology.link_class(*on_node) in ("plane", "sibling")
+
+
+def test_one_node_and_tiles_with_nics_alike_need_no_detours():
+    assert nic_detours(topology_of("aurora", 12)) == {}
+    assert nic_detours(topology_of("local-6x2", 24)) == {}
+
+
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_blocks_arrive_both_ways(nodes):
+    topology = topology_of("aurora", 12 * nodes)
+    check_both_ways([split_plan(topology, rank, nic_detours(topology)) for rank in range(topology.size)])
+
+
+def test_detours_carry_the_same_bits():
+    check_exchange("split", topology_of("aurora", 24), 41, 7, 26, 2, torch.float32)

@@ -1,4 +1,4 @@
-"""`cocodiff bench step` with a random model: the rows it writes. No test asserts a time."""
+"""`cocodiff bench step` with a random model and `bench attention`: the rows they write. No test asserts a time."""
 
 from __future__ import annotations
 
@@ -16,26 +16,20 @@ from cocodiff.comm import loopback
 from cocodiff.jobs.options import parse, with_settings
 
 
+def rows_of(tmp_path: Path, words: str, model: str = "") -> dict[str, dict[str, Any]]:
+    """The rows of a benchmark by variant. model: one in this folder."""
+    given = [*words.split(), *(["--model", str(tmp_path / model)] if model else [])]
+    assert main(["bench", *given, "--out", str(tmp_path / "bench"), "--quiet", "--overwrite"]) == 0
+    return {row["variant"]: row for row in json.loads((tmp_path / "bench" / "bench.json").read_text())["rows"]}
+
+
 def test_one_rank_is_compared_with_plain_diffusers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sd3_inpaint_pipeline().save_pretrained(tmp_path / "model")
-    words = ["--model", str(tmp_path / "model"), "--steps", "1", "--repeats", "2", "--preset", "flat", "--quiet"]
-    assert main(["bench", "step", *words, "--out", str(tmp_path / "bench")]) == 0
-    plain, flat = json.loads((tmp_path / "bench" / "bench.json").read_text())["rows"]
+    plain, flat = rows_of(tmp_path, "step --steps 1 --repeats 2 --preset flat", "model").values()
     assert (plain["variant"], plain["n"], plain["bytes"], plain["ratio_vs_diffusers"]) == ("diffusers", 2, None, 1)
     assert flat["variant"] == "flat" and set(flat["bytes"].values()) == {0}
     assert flat["ratio_vs_diffusers"] > 0 and flat["ratio_vs_flat"] == 1
     assert "ms a step" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("words", "said"), [(("--steps", "0"), "at least 1"), (("--preset", "tappa"), "did you mean tapa?")]
-)
-def test_mistakes_are_one_line(
-    words: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", "step", "--out", str(tmp_path / "out"), *words]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and said in captured.err and len(captured.err.splitlines()) == 1
 
 
 SHAPE = """
@@ -64,27 +58,13 @@ pixels_per_token: 16
 def test_random_weights_of_a_models_shape(family: str, parallel: int, tmp_path: Path) -> None:
     """Whole runs, and one whose messages are left out: what is left is computing."""
     (tmp_path / "toy.yaml").write_text(SHAPE.format(family=family, parallel=parallel))
-    words = ["--model", str(tmp_path / "toy.yaml"), "--size", "64", "--steps", "6", "--repeats", "1", "--ranks", "2"]
-    variants = ["library", "flat", "flat_serial", "tapa_v_first", "cocodiff"]
-    out = ["--out", str(tmp_path / "bench"), "--quiet"]
-    assert main(["bench", "step", *words, "--variants", *variants, *out]) == 0
-    rows = {row["variant"]: row for row in json.loads((tmp_path / "bench" / "bench.json").read_text())["rows"]}
+    words = "step --size 64 --steps 6 --repeats 1 --ranks 2 --variants library flat flat_serial tapa_v_first cocodiff"
+    rows = rows_of(tmp_path, words, "toy.yaml")
     assert [*rows] == ["library", "flat", "flat_serial", "tapa v_first", "cocodiff", "no messages"]
     assert all((row["size"], row["nodes"], row["batch"]) == (64, 1, 1) for row in rows.values())
     sent = {name: sum(row["bytes"].values()) for name, row in rows.items()}
     assert sent["library"] == sent["flat"] == sent["flat_serial"] > sent["cocodiff"] > 0
     assert rows["no messages"]["communication_share"] == 0
-
-
-def test_a_batch_that_no_tile_holds_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    machine = "name: small\ntiles: 1\nplanes: [0]\ndevice: {memory_gib: 0.001, memory_gb_s: 1, bf16_tflop_s: 1}\n"
-    (tmp_path / "small.yaml").write_text(machine)
-    (tmp_path / "toy.yaml").write_text(SHAPE.format(family="FLUX.1", parallel=1))
-    words = ["--model", str(tmp_path / "toy.yaml"), "--size", "64", "--variants", "flat", "--batch", "0"]
-    words += ["--machine", str(tmp_path / "small.yaml"), "--out", str(tmp_path / "bench")]
-    assert main(["bench", "step", *words]) == 2
-    assert "toy 64, batch 1: more than a tile's memory holds" in capsys.readouterr().err
-    assert not (tmp_path / "bench").exists()
 
 
 @pytest.mark.parametrize(("benchmark", "words"), [(alltoall, []), (model_step, ["--model", "qwen-image"])])
@@ -100,3 +80,31 @@ def test_a_call_takes_as_long_as_on_the_slowest_rank() -> None:
     own = [{"flat": [1.0, 5.0]}, {"flat": [3.0, 2.0]}]
     found = loopback.run_ranks(2, lambda transport: of_slowest_rank(own[transport.rank], transport))
     assert found[0] == {"flat": [3.0, 5.0]}
+
+
+# bench attention ------------------------------------------------------------------------------------------------------
+
+
+ALONE = "attention --repeats 1"
+
+
+@pytest.mark.parametrize("more", ["", "--one_query", "--heads 3 --dtype bf16"])
+def test_one_process_by_every_way(more: str, tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, f"{ALONE} --tokens 300 --threads 1 2 --block 64 128 {more}")
+    ways = ("naive", "blocks of 64", "blocks of 128", "torch", "triad")
+    assert list(rows) == [f"{way} {threads}" for way in ways for threads in ("1 thread", "2 threads")]
+    limit = 2e-2 if "bf16" in more else 1e-5
+    for name, row in rows.items():
+        assert row["tokens"] == 300 and row["bytes"] is None
+        assert row["gb_s"] > 0 if name.startswith("triad") else row["difference"] <= limit
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_share_it_by_every_way(ranks: int, tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, f"{ALONE} --tokens {60 * ranks} --heads 6 --ranks {ranks}")
+    assert list(rows) == ["flat", "tapa", "split", "keys", "token", "streaming", "torch_ring"]
+    assert all(row["difference"] < 1e-5 for row in rows.values())
+    sent = {name: sum(row["bytes"].values()) for name, row in rows.items()}
+    assert sent["token"] > sent["keys"] > 0 == sent["torch_ring"]
+    one = rows_of(tmp_path, f"{ALONE} --tokens {61 * ranks} --ranks {ranks} --one_query")
+    assert list(one) == ["merged"] and sum(one["merged"]["bytes"].values()) == ranks * (ranks - 1) * 129 * 4

@@ -16,8 +16,8 @@ import yaml
 from cocodiff_eval.harness.grid import read_grid
 from cocodiff_eval.harness.quality import read_ladder
 from cocodiff_eval.report.sweeps import better_than, summarise
-from launching import end_group
-from warm import Started
+from launching import assert_succeeded, end_group
+from warm import Started, forked
 
 from cocodiff.cli.main import main
 from cocodiff.config.config import Config
@@ -47,10 +47,6 @@ class Key(NamedTuple):
     mask: str
     slice: str
 
-    @classmethod
-    def of(cls, line: dict[str, Any]) -> Key:
-        return cls(*(line[name] for name in cls._fields))
-
 
 KEYS = {Key(point, 3, mask, f"scan[{n}]") for point in POINTS for mask in ("block", "center") for n in range(2)}
 
@@ -65,40 +61,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def words(folder: Path, out: Path, *more: str, ranks: int = 2) -> list[str]:
-    of_input = ["--config", str(folder / "sweep.yaml"), "--input", str(folder / "scan.tif"), "--quiet"]
+def words(folder: Path, out: Path, *more: str, ranks: int = 2, config: Path | None = None) -> list[str]:
+    of_input = ["--config", str(config or folder / "sweep.yaml"), "--input", str(folder / "scan.tif"), "--quiet"]
     return ["sweep", *of_input, "--ranks", str(ranks), "--out", str(out), *more]
-
-
-def begin(folder: Path, out: Path, *more: str, ranks: int = 2) -> Started:
-    return Started(words(folder, out, *more, ranks=ranks), folder / "stdout", folder / "stderr")
-
-
-def to_its_end(folder: Path, out: Path, *more: str, ranks: int = 2) -> str:
-    process = begin(folder, out, *more, ranks=ranks)
-    try:
-        code = process.wait(180)
-    finally:
-        end_group(process.pid)
-    assert code == 0, (folder / "stderr").read_text()
-    return (folder / "stdout").read_text()
 
 
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> Path:
     """The results of a sweep that nobody disturbed."""
-    printed = to_its_end(folder, folder / "whole")
-    assert "coded, center, scan[1]: " in printed and "d PSNR dB (2)" in printed and "report.html" in printed
+    done = forked(*words(folder, folder / "whole"), folder=folder)
+    assert_succeeded(done)
+    assert all(said in done.stdout for said in ("coded, center, scan[1]: ", "d PSNR dB (2)", "report.html"))
     return folder / "whole"
 
 
-def timeless(line: dict[str, Any]) -> dict[str, Any]:
-    return {**line, "seconds": 0, "exact": {**line["exact"], "seconds": 0}}
-
-
 def by_key(out: Path) -> dict[Key, dict[str, Any]]:
+    """All lines, without the times."""
     lines = [json.loads(text) for text in (out / "results.jsonl").read_text().splitlines()]
-    found = {Key.of(line): timeless(line) for line in lines}
+    timeless = [{**line, "seconds": 0, "exact": {**line["exact"], "seconds": 0}} for line in lines]
+    found = {Key(*(line[name] for name in Key._fields)): line for line in timeless}
     assert len(found) == len(lines)
     return found
 
@@ -112,14 +93,15 @@ def mistake(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_every_run_has_one_line_that_says_what_it_was(whole: Path) -> None:
     found = by_key(whole)
-    assert found.keys() == KEYS
+    assert found.keys() == KEYS and {path.name for path in whole.glob("[!.]*")} == FILES
     for key, line in found.items():
         sent, exact = (sum(one["bytes"].values()) for one in (line, line["exact"]))
+        steps = [row["step"] for row in line["drift"]]
         if key.point == "flat":
-            assert line["psnr_vs_exact_db"] is None and sent == exact and line["drift"] == []
+            assert line["psnr_vs_exact_db"] is None and sent == exact and not steps
             assert line["psnr_db"] == line["exact"]["psnr_db"]
         elif key.point == "round":
-            assert line["psnr_vs_exact_db"] > 80 and line["drift"] == []
+            assert line["psnr_vs_exact_db"] > 80 and not steps
             assert line["settings"] == {"preset": "flat", "ring": 2, "placement": "usp", "chunks": 2}
         elif key.point == "coded":  # of a head's 64 bytes a code and a scale: of 4 bits, which nobody waits for, then 8
             assert line["coding"] == "int4" and line["psnr_vs_exact_db"] > 15
@@ -128,12 +110,10 @@ def test_every_run_has_one_line_that_says_what_it_was(whole: Path) -> None:
             step = sum(line["bytes_whole"].values()) / 3
             assert (sent, sum(line["bytes_late"].values())) == (step * (1 + 9 / 64 + 17 / 64), step * 9 / 64)
         else:
-            assert line["coding"] == "v_major" and sent < sum(line["bytes_whole"].values()) == exact
-            assert line["psnr_vs_exact_db"] > 15 and 0 < sent < exact
-            assert [row["step"] for row in line["drift"]] == [0, 1, 2]
-            assert line["drift"][2]["change"] > 0 and line["drift"][2]["stable_fraction"] > 0.4
-    assert found[Key(POINTS[0], 3, "block", "scan[0]")]["settings"]["reference"] == "sent"
-    assert {path.name for path in whole.glob("[!.]*")} == FILES
+            assert line["coding"] == "v_major" and line["settings"]["reference"] == "sent"
+            assert 0 < sent < sum(line["bytes_whole"].values()) == exact and line["psnr_vs_exact_db"] > 15
+            assert steps == [0, 1, 2] and line["drift"][2]["change"] > 0
+            assert line["drift"][2]["stable_fraction"] > 0.4
 
 
 def test_metrics_and_page_are_those_of_inpaint(whole: Path) -> None:
@@ -141,15 +121,15 @@ def test_metrics_and_page_are_those_of_inpaint(whole: Path) -> None:
     assert {(row["mode"], row["mask"], row["name"]) for row in rows} == {(k.point, k.mask, k.slice) for k in KEYS}
     assert all(row["exact_compared"] for row in rows)
     page = (whole / "report.html").read_text()
-    assert "data:image/png;base64," in page and "coded" in page and "biharmonic" in page
-    assert 'src="http' not in page and "beaten by" in page
+    assert all(part in page for part in ("data:image/png;base64,", "coded", "biharmonic", "beaten by"))
+    assert 'src="http' not in page
 
 
 @pytest.mark.full
 def test_a_killed_sweep_goes_on_where_it_was(folder: Path, whole: Path) -> None:
     """First in two replicas, which write journals of their own, then in one."""
     out = folder / "killed"
-    process = begin(folder, out, "--replicas", "2", ranks=4)
+    process = Started(words(folder, out, "--replicas", "2", ranks=4), folder / "stdout")
     journals, deadline = Journals(out / PARTIAL), time.monotonic() + 180
     while not journals.finished():
         assert process.poll() is None and time.monotonic() < deadline
@@ -157,17 +137,19 @@ def test_a_killed_sweep_goes_on_where_it_was(folder: Path, whole: Path) -> None:
     os.killpg(process.pid, signal.SIGKILL)
     process.wait(20)
     time.sleep(0.5)  # ranks die with their parent, a moment later
+    end_group(process.pid)
     kept = journals.kept()
     assert kept is not None and kept.done < kept.total == 4
-    printed = to_its_end(folder, out)
-    assert f"going on: {kept.done} of 4 slices are there already" in printed
+    done = forked(*words(folder, out), folder=folder)
+    assert_succeeded(done)
+    assert f"going on: {kept.done} of 4 slices are there already" in done.stdout
     assert by_key(out) == by_key(whole) and {path.name for path in out.glob("[!.]*")} == FILES
 
 
 def test_a_sweep_of_several_numbers_of_steps(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "two.yaml").write_text(yaml.safe_dump({"grid": {"preset": ["tapa"], "steps": [1, 2]}}))
-    given = ["--config", str(tmp_path / "two.yaml"), "--input", str(folder / "scan.tif"), "--slices", "0:1"]
-    assert main(["sweep", *given, "--quiet", "--out", str(tmp_path / "out")]) == 0
+    given = words(folder, tmp_path / "out", "--slices", "0:1", ranks=1, config=tmp_path / "two.yaml")
+    assert main(given) == 0
     assert by_key(tmp_path / "out").keys() == {Key("tapa", steps, "block", "scan[0]") for steps in (1, 2)}
     rows = json.loads((tmp_path / "out" / "metrics.json").read_text())["images"]
     assert [row["mode"] for row in rows] == [f"{run}, {n} steps" for n in (1, 2) for run in ("exact run", "tapa")]
@@ -180,16 +162,19 @@ def test_what_a_folder_holds_is_reported_without_running(whole: Path, capsys: py
     (whole / "pareto.png").unlink()
     assert main(["sweep", "--report-only", "--out", str(whole)]) == 0
     printed = capsys.readouterr().out
-    assert all(point in printed for point in POINTS) and "volume" in printed and "identical" in printed
+    assert all(said in printed for said in (*POINTS, "volume", "identical"))
     assert (whole / "pareto.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_other_settings_do_not_mix(folder: Path, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (whole / "results.jsonl").read_bytes()
-    other = mistake(capsys, *words(folder, whole, "--seed", "1"))
-    assert "other settings (seed: 0 there, 1 now)" in other and "--overwrite" in other
-    assert "other settings (steps: 3 there, 4 now)" in mistake(capsys, *words(folder, whole, "--steps", "4"))
-    assert "ranks of a replica: 2 there, 4 now" in mistake(capsys, *words(folder, whole, ranks=4))
+    for more, ranks, said in (
+        (["--seed", "1"], 2, "(seed: 0 there, 1 now)"),
+        (["--steps", "4"], 2, "(steps: 3 there, 4 now)"),
+        ([], 4, "ranks of a replica: 2 there, 4 now"),
+    ):
+        told = mistake(capsys, *words(folder, whole, *more, ranks=ranks))
+        assert said in told and "--overwrite" in told
     assert main(words(folder, whole)) == 0  # nothing is left to do
     (folder / "notes").mkdir()
     (folder / "notes" / "a.txt").write_text("mine")
@@ -197,10 +182,22 @@ def test_other_settings_do_not_mix(folder: Path, whole: Path, capsys: pytest.Cap
     assert (whole / "results.jsonl").read_bytes() == before
 
 
-def test_v_major_on_one_rank_is_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    refused = mistake(capsys, *words(folder, tmp_path / "out", ranks=1))
-    assert "selects nothing on one rank" in refused and "2 ranks or more" in refused
-    assert not (tmp_path / "out").exists()
+@pytest.mark.parametrize(
+    ("points", "more", "ranks", "said"),
+    [
+        ([{"selection": "v_major"}], [], 1, "selects nothing on one rank"),
+        ([{"name": "mine", "preset": "flat", "ring": 4}], [], 2, "point mine: ring 4 does not divide 2 ranks"),
+        ([{"name": "mine", "preset": "flat", "chunks": "auto"}], [], 2, "machine local on 1 node(s)"),
+        ([{"preset": "flat"}], ["--chunks", "2"], 2, "unknown option --chunks"),
+        ([{"preset": "flat"}], ["--samples", "2"], 2, "unknown option --samples"),
+    ],
+)
+def test_points_that_cannot_run_are_refused_at_the_start(
+    points: Any, more: list[str], ranks: int, said: str, folder: Path, tmp_path: Path, capsys: Any
+) -> None:
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump({"points": points}))
+    given = words(folder, tmp_path / "out", *more, ranks=ranks, config=tmp_path / "a.yaml")
+    assert said in mistake(capsys, *given) and not (tmp_path / "out").exists()
 
 
 def test_a_point_is_beaten_by_one_that_sends_no_more_and_is_closer() -> None:
@@ -215,16 +212,12 @@ def test_a_point_is_beaten_by_one_that_sends_no_more_and_is_closer() -> None:
     assert better_than(rows[1], summarise([line("d", 10, 60.0, "center")])) == ""
 
 
+NONE_GIVEN = dict.fromkeys(("base", "grid", "points", "steps", "mask", "vae"))
+RUN = dict.fromkeys(("transport", "device", "kernels"), "auto") | {"machine": "local", "timeout_s": 300.0}
+
+
 def grid(**sections: Any) -> Any:
-    given = {
-        "machine": "local",
-        "transport": "auto",
-        "device": "auto",
-        "kernels": "auto",
-        "timeout_s": 300.0,
-        "vae": None,
-    }
-    return read_grid({"base": None, "grid": None, "points": None, "steps": None, "mask": None} | given | sections)
+    return read_grid(NONE_GIVEN | RUN | sections)
 
 
 def test_a_grid_is_every_combination_and_then_the_points() -> None:
@@ -233,13 +226,8 @@ def test_a_grid_is_every_combination_and_then_the_points() -> None:
         grid={"ratio": [0.5, 0.75], "reference": ["prev", "sent"], "steps": [20, 50]},
         points=[{"name": "mine", "preset": "cocodiff+", "ratio": 0.9}],
     )
-    assert [point.name for point in found.points] == [
-        "ratio 0.5, reference prev",
-        "ratio 0.5, reference sent",
-        "ratio 0.75, reference prev",
-        "ratio 0.75, reference sent",
-        "mine",
-    ]
+    names = [f"ratio {ratio}, reference {reference}" for ratio in (0.5, 0.75) for reference in ("prev", "sent")]
+    assert [point.name for point in found.points] == [*names, "mine"]
     assert found.points[0].config == Config(selection="v_major", ratio=0.5, reference="prev")
     assert found.points[-1].config == Config.preset("cocodiff+", ratio=0.9)
     assert (found.steps, found.masks) == ([20, 50], ["block"])
@@ -247,32 +235,12 @@ def test_a_grid_is_every_combination_and_then_the_points() -> None:
 
 
 def test_a_grid_names_how_ranks_and_tokens_are_dealt() -> None:
-    found = grid(
-        base={"exchange": "split"},
-        grid={"chunks": [1, 2, "auto"], "ring": [1, 2]},
-        points=[{"preset": "tapa", "placement": "usp", "ring": "auto"}],
-    )
-    assert [(point.config.chunks, point.config.ring) for point in found.points[:-1]] == [
-        (chunks, ring) for chunks in (1, 2, "auto") for ring in (1, 2)
-    ]
-    assert found.points[-1].config == Config.preset("tapa", placement="usp")
-    assert not any(point.lossy for point in found.points)
-
-
-def test_points_that_cannot_run_are_refused_at_the_start(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = ["sweep", "--input", str(folder / "scan.tif"), "--ranks", "2", "--out", str(tmp_path / "out")]
-    for setting, said in (
-        ("ring: 4", "ring 4 does not divide 2 ranks"),
-        ("chunks: auto", "machine local on 1 node(s)"),
-    ):
-        (tmp_path / "a.yaml").write_text(f"points: [{{name: mine, preset: flat, {setting}}}]")
-        refused = mistake(capsys, *given, "--config", str(tmp_path / "a.yaml"))
-        assert "point mine: " in refused and said in refused
-    for option in ("--chunks", "--samples"):
-        assert f"unknown option {option}" in mistake(capsys, *given, option, "2")
-    assert not (tmp_path / "out").exists()
+    chunks, rings = [1, 2, "auto"], [1, 2]
+    last = {"preset": "tapa", "placement": "usp", "ring": "auto"}
+    found = grid(base={"exchange": "split"}, grid={"chunks": chunks, "ring": rings}, points=[last]).points
+    dealt = [(point.config.chunks, point.config.ring) for point in found[:-1]]
+    assert dealt == [(count, ring) for count in chunks for ring in rings]
+    assert found[-1].config == Config.preset("tapa", placement="usp") and not any(point.lossy for point in found)
 
 
 @pytest.mark.parametrize(
@@ -287,14 +255,8 @@ def test_points_that_cannot_run_are_refused_at_the_start(
         ({"grid": {"preset": ["flatt"]}}, "unknown preset 'flatt', did you mean flat?"),
         ({"grid": {"ratio": 0.5}}, "grid: ratio is 0.5: give a list of values"),
         ({"grid": {"selection": ["v_major"], "ratio": [3]}}, "ratio is 3: give a fraction from 0 to 1"),
-        (
-            {"grid": {"preset": ["flat"], "ratio": [0.5]}},
-            "ratio does nothing with selection full: add selection: v_major",
-        ),
-        (
-            {"points": [{"predictor": "last"}]},
-            "predictor does nothing with codec none: add codec: lossless or int8 or int4 or int2",
-        ),
+        ({"grid": {"preset": ["flat"], "ratio": [0.5]}}, "ratio does nothing with selection full: add selection"),
+        ({"points": [{"predictor": "last"}]}, "predictor does nothing with codec none: add codec: lossless or int8"),
         ({"points": {"preset": "flat"}}, "points is {'preset': 'flat'}: give a list"),
         ({"points": [{"name": "a", "preset": "flat"}, {"name": "a", "preset": "tapa"}]}, "two points are called a"),
         ({"grid": {"steps": [0]}}, "steps 0: give a whole number"),
@@ -308,13 +270,14 @@ def test_mistakes_in_a_grid(sections: dict[str, Any], message: str) -> None:
 
 
 def test_the_shipped_sweeps_are_well_formed() -> None:
-    path = Path(__file__).parents[2] / "configs" / "sweeps" / "quality.yaml"
-    found = grid(**yaml.safe_load(path.read_text()))
-    assert len(found.points) == 13 and found.masks == ["block", "center"] and found.steps == [20]
-    assert sum(point.lossy for point in found.points) == 11
-    coded = grid(**yaml.safe_load(path.with_name("codec.yaml").read_text())).points
-    assert sum(point.config.codec != "none" for point in coded) == 6
-    assert {point.config.exchange for point in coded} == {"flat"}  # so that bytes compare
-    ladder = grid(**yaml.safe_load(path.with_name("ladder.yaml").read_text())).points
+    folder = Path(__file__).parents[2] / "configs" / "sweeps"
+    quality, codec, ladder = (grid(**yaml.safe_load((folder / f"{n}.yaml").read_text())) for n in SHIPPED)
+    assert len(quality.points) == 13 and quality.masks == ["block", "center"] and quality.steps == [20]
+    assert sum(point.lossy for point in quality.points) == 11
+    assert sum(point.config.codec != "none" for point in codec.points) == 6
+    assert {point.config.exchange for point in codec.points} == {"flat"}  # so that bytes compare
     rungs = {name: Config(exchange="split", order="v_first", **settings) for name, settings in read_ladder().items()}
-    assert {point.name: point.config for point in ladder} | {"exact": rungs["exact"]} == rungs
+    assert {point.name: point.config for point in ladder.points} | {"exact": rungs["exact"]} == rungs
+
+
+SHIPPED = ("quality", "codec", "ladder")

@@ -25,9 +25,12 @@ def wan(tmp_path: Any) -> tuple[str, str]:
     return str(tmp_path / "wan"), str(tmp_path / "call.pt")
 
 
+def verified(model: str, inputs: str) -> int:
+    return main(["verify", "--model", model, "--inputs", inputs, "--ranks", "2"])
+
+
 def test_a_transformer_with_the_arguments_of_a_call(wan, capsys):
-    model, inputs = wan
-    assert main(["verify", "--model", model, "--inputs", inputs, "--ranks", "2"]) == 0
+    assert verified(*wan) == 0
     shown = capsys.readouterr().out.splitlines()
     assert shown[0].startswith("WanTransformer3DModel: 2 calls, against one process; rounding explains ")
     assert shown[1].split() == ["ranks", "setting", "outcome", "error", "same", "bits", "why"]
@@ -49,8 +52,7 @@ def test_a_model_is_loaded_in_the_dtype_in_which_it_is_stored(tmp_path, dtype):
 def test_a_call_is_made_in_the_models_dtype(tmp_path):
     PLANNED["cogvideox"].model().bfloat16().save_pretrained(tmp_path / "model")
     torch.save(PLANNED["cogvideox"].call(), tmp_path / "call.pt")
-    words = ["verify", "--model", str(tmp_path / "model"), "--inputs", str(tmp_path / "call.pt"), "--ranks", "2"]
-    assert main(words) == 0
+    assert verified(str(tmp_path / "model"), str(tmp_path / "call.pt")) == 0
 
 
 def test_a_class_without_a_plan(tmp_path, capsys):
@@ -62,8 +64,7 @@ def test_a_class_without_a_plan(tmp_path, capsys):
     call = {"hidden_states": torch.randn(1, 30, 4), "encoder_hidden_states": torch.randn(1, 7, 16)}
     call |= {"timestep": torch.tensor([0.5]), "img_ids": torch.zeros(30, 3), "txt_ids": torch.zeros(7, 3)}
     torch.save(call, tmp_path / "call.pt")
-    words = ["verify", "--model", str(tmp_path / "chroma"), "--inputs", str(tmp_path / "call.pt"), "--ranks", "2"]
-    assert main(words) == 2
+    assert verified(str(tmp_path / "chroma"), str(tmp_path / "call.pt")) == 2
     shown = capsys.readouterr().out
     assert "refused" in shown and "no adapter for ChromaTransformer2DModel" in shown
     assert shown.endswith("ChromaTransformer2DModel: runs with none of these settings\n")
@@ -88,14 +89,12 @@ def test_what_is_given_and_the_model_are_left_as_they_are():
 
 @pytest.mark.full
 def test_a_pipeline_is_called_and_its_calls_are_repeated(tmp_path, capsys):
-    pipe = sd3_pipeline()
-    pipe.save_pretrained(tmp_path / "sd3")
-    names = ("prompt_embeds", "negative_prompt_embeds")
-    given = {name: torch.randn(1, 5, TEXT_WIDTH) for name in names}
-    given |= {name.replace("prompt", "pooled_prompt"): torch.randn(1, 16) for name in names}
+    sd3_pipeline().save_pretrained(tmp_path / "sd3")
+    text, pooled = torch.randn(2, 1, 5, TEXT_WIDTH), torch.randn(2, 1, 16)
+    given = {f"{sign}prompt_embeds": x for sign, x in zip(("", "negative_"), text, strict=True)}
+    given |= {f"{sign}pooled_prompt_embeds": x for sign, x in zip(("", "negative_"), pooled, strict=True)}
     torch.save(given | {"height": 32, "width": 32}, tmp_path / "call.pt")
-    words = ["verify", "--model", str(tmp_path / "sd3"), "--inputs", str(tmp_path / "call.pt"), "--ranks", "2"]
-    assert main(words) == 0
+    assert verified(str(tmp_path / "sd3"), str(tmp_path / "call.pt")) == 0
     assert "SD3Transformer2DModel: 2 calls" in capsys.readouterr().out
 
 
