@@ -15,7 +15,6 @@ import torch
 from cocodiff.comm import connect
 from cocodiff.comm.transport import LaneOwner
 from cocodiff.engine.engine import Engine
-from cocodiff.engine.step_cache import FirstBlockCache
 from cocodiff.jobs import arrays, ranks
 
 
@@ -120,12 +119,6 @@ def step_caches_of(engine: Any) -> Any:
 def end_guidance_of(pipe: Any) -> None:
     """Set the scale of guidance of a pipeline of diffusers to 1 while it runs, as diffusers' guide says."""
     pipe._guidance_scale = 1.0
-
-
-def step_caches_of(engine: Engine) -> FirstBlockCache:
-    """Look at what the step cache of an engine with one model keeps."""
-    (cache,) = engine._caches
-    return cache
 
 
 def steps_of(engine: Engine) -> int | None:
