@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from covering import covering_set
+from seams import kernels_of_parts
 from test_bands import both_ways, random_latents, random_vae
 from tiny_models import FAMILIES
 from torch.utils import _pytree as pytree
 
-from cocodiff.attention import local
 from cocodiff.comm import loopback
 from cocodiff.comm.launch import Launch
 from cocodiff.comm.transport import Part
@@ -145,7 +145,7 @@ def at_case(case: tuple[Any, ...]) -> Iterator[tuple[int, dict[str, Any], str, i
     model_of(family)  # once, before there are threads
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "detect", lambda: Launch(local_size=node))
-        patch.setitem(local._KERNELS, "sim", local._KERNELS["cpu"])
+        patch.setitem(kernels_of_parts(), "sim", kernels_of_parts()["cpu"])
         for codes, written in ((lossless.encode_lossless, 4), (lossless.decode_lossless, 1)):
             patch.setattr(lossless, codes.__name__, partial(in_one_launch, codes, written))
         yield size, settings | {"guidance_parallel": parts, **SELECTIONS[codec]}, family, calls

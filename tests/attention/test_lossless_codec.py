@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from residual_worlds import RUN, TROUBLED, Call, Ranks, World
+from attention_worlds import RUN, TROUBLED, Call, Ranks, World
 from torch import Tensor
 
 from cocodiff.attention import lossless as codecs
@@ -58,9 +58,8 @@ class Data(World):
 
 def same_bits(world: World, calls: list[Call], delayed: bool = False, **settings) -> list:
     """What ranks have sent and their codecs, once it is shown that outputs have the bits of tensors sent whole."""
-    given = [(call, world.tensors(call)) for call in calls]
-    whole = Ranks(world, **settings).attend(given)
-    coded = Ranks(world, delayed, codec="lossless", **settings).attend(given)
+    whole = Ranks(world, **settings).call(calls)
+    coded = Ranks(world, delayed, codec="lossless", **settings).call(calls)
     as_if = AS_IF[world.dtype]
     for rank, ((expected, *_), (found, *_)) in enumerate(zip(whole, coded, strict=True)):
         for number, (one, two) in enumerate(zip(expected, found, strict=True)):

@@ -8,17 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
+from seams import cut, peers_of
 from watches import Watches, awaited, awaited_error
 
-from cocodiff.comm.health import HELLO_BYTES, Health, Line, Watch
+from cocodiff.comm.health import HELLO_BYTES, Health, Line
 from cocodiff.config.errors import PeerLost, UserError
-
-
-def cut(watch: Watch) -> None:
-    """What the death of its process does: all its connections close, before it can say of one that it has."""
-    with watch._changed:
-        for line in watch._lines.values():
-            line.socket.shutdown(socket.SHUT_RDWR)
 
 
 def open_sockets() -> int:
@@ -87,7 +81,7 @@ def test_a_failure_during_rank_0s_goodbye_still_reaches_the_others(watches: Watc
     ranks = watches.open(range(3), 3)
     with ThreadPoolExecutor(1) as pool:
         goodbye = pool.submit(ranks[0].close)
-        awaited(lambda: 0 in ranks[1]._peers.left)
+        awaited(lambda: 0 in peers_of(ranks[1]).left)
         assert not goodbye.done()
         ranks[1].fail("late")
         assert str(awaited_error(ranks[2])) == "rank 1 failed: late"

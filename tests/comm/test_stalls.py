@@ -1,121 +1,150 @@
-"""Who keeps the others waiting, where parts of the ranks make calls of their own: X is ranks 0 and 1, Y is 2 and 3."""
+"""Ranks that go through the same calls, of the whole run and of parts of it, in a time of their own: whoever keeps the
+others waiting is named, and nobody is while all go on."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peer_worlds import World
 
-from cocodiff.comm.peers import ALL, Progress, find_stalled
+from cocodiff.comm.peers import ALL, Progress, Ranks, find_stalled
 
-X, Y = (0, 1), (2, 3)
-STALL_S = 10.0
-
-
-def goes_on(among, count, run=2):
-    return Progress({ALL: run, among: count}, "attention", among, waits_s=0.0, unchanged_s=1.0)
-
-
-def waits(among, count, waits_s, run=2):
-    calls = {ALL: count} if among == ALL else {ALL: run, among: count}
-    return Progress(calls, "gather_object", among, waits_s, unchanged_s=waits_s + 0.1)
+SIZE, STALL_S = 4, 10.0
+PARTS: tuple[Ranks, ...] = (ALL, (0, 1), (2, 3), (0, 2), (1, 3), (2,))
 
 
-def hangs(among, count, unchanged_s, run=2):
-    return Progress({ALL: run, among: count}, "attention", among, waits_s=0.0, unchanged_s=unchanged_s)
+class Call(NamedTuple):
+    """name: of the call. among: the ranks that make it, each of which waits until all have come."""
+
+    name: str
+    among: Ranks
+
+    def __contains__(self, rank: object) -> bool:
+        return self.among == ALL or rank in self.among
 
 
-def finished(count, waits_s):
-    """A rank of Y that waits for X in a call of the whole run."""
-    return Progress({ALL: 3, Y: count}, "broadcast_object", ALL, waits_s, waits_s + 0.1)
+@dataclass
+class Run:
+    """ranks: each one's own list of calls. hangs: ranks that do nothing after so many of them. deaf: one that does not
+    hear that all have come to its n-th call."""
+
+    ranks: list[list[Call]]
+    hangs: dict[int, int] = field(default_factory=dict)
+    deaf: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        self.world = World(SIZE, timeout_s=30.0, stall_s=STALL_S)
+        self._at, self._came = [0] * SIZE, [False] * SIZE
+
+    def go(self, order: list[int], pauses: list[float]) -> None:
+        """As far as the ranks come, one after the other in some order, with pauses in between."""
+        while [rank for rank in order if self._step(rank)]:
+            self.world.pass_time(pauses[sum(self._at) % len(pauses)])
+
+    def _step(self, rank: int) -> bool:
+        """Whether a rank has gone on."""
+        peers, now = self.world.ranks[rank], self.world.now
+        if self._at[rank] == len(self.ranks[rank]):
+            if rank not in self.world.left:
+                self.world.leave(rank)
+                return True
+            return False
+        if not self._came[rank]:
+            if self.hangs.get(rank) == self._at[rank]:
+                return False
+            self._came[rank] = True
+            peers.own.arrive(*self.ranks[rank][self._at[rank]])
+            peers.own.blocked_since = now
+            return True
+        if (rank, self._at[rank]) == self.deaf or not self._all_came(rank):
+            return False
+        self._came[rank], peers.own.blocked_since = False, None
+        self._at[rank] += 1
+        return True
+
+    def _all_came(self, rank: int) -> bool:
+        """Whether all have come to the call that a rank waits in."""
+        call = self.ranks[rank][self._at[rank]]
+        number = sum(one.among == call.among for one in self.ranks[rank][: self._at[rank] + 1])
+        return all(
+            sum(one.among == call.among for one in self.ranks[peer][: self._at[peer] + self._came[peer]]) >= number
+            for peer in range(SIZE)
+            if peer in call
+        )
 
 
-NOTHING_YET = Progress({ALL: 2}, "broadcast_object", ALL, 0.0, 20.0)
+names = st.sampled_from(("attention a", "attention b", "set-up"))
+calls = st.lists(st.builds(Call, names, st.sampled_from(PARTS)), max_size=8)
+how = {
+    "program": calls.map(lambda program: [*program, Call("broadcast_object", ALL)]),
+    "order": st.permutations(range(SIZE)),
+    "pauses": st.lists(st.sampled_from((0.0, 0.2, 0.4)), min_size=1, max_size=5),
+    "rank": st.integers(0, SIZE - 1),
+    "at": st.integers(0, 20),
+}
 
 
-@pytest.mark.parametrize(
-    ("ranks", "stalled"),
-    [
-        pytest.param([goes_on(X, 90), goes_on(X, 90), goes_on(Y, 3), goes_on(Y, 3)], None, id="one part is far ahead"),
-        pytest.param([goes_on(X, 90), goes_on(X, 91), finished(3, 50), finished(3, 50)], None, id="one part is done"),
-        pytest.param([waits(X, 91, 15), hangs(X, 90, 20), goes_on(Y, 3), goes_on(Y, 3)], 1, id="a part's rank hangs"),
-        pytest.param([waits(X, 91, 15), hangs(X, 90, 20), finished(3, 50), finished(3, 50)], 1, id="all wait for it"),
-        pytest.param([waits(X, 91, 5), hangs(X, 90, 6), finished(3, 50), finished(3, 50)], None, id="not yet"),
-        pytest.param(
-            [hangs(X, 90, 20), hangs(X, 90, 20), finished(3, 50), finished(3, 50)], 0, id="a whole part hangs"
-        ),
-        pytest.param([hangs(X, 90, 20), waits(X, 90, 9), waits((2,), 1, 15)], 0, id="a part of one rank waits for it"),
-        pytest.param([waits(X, 1, 15), NOTHING_YET, goes_on(Y, 3), goes_on(Y, 3)], 1, id="it never came to the part"),
-    ],
-)
-def test_calls_are_compared_among_those_who_make_them(ranks, stalled):
-    found = find_stalled(dict(enumerate(ranks)), STALL_S, STALL_S)
-    assert (found and found[0]) == stalled
+def run_of(program: list[Call], **trouble: object) -> Run:
+    return Run([[call for call in program if rank in call] for rank in range(SIZE)], **trouble)
 
 
-@pytest.mark.parametrize(
-    ("last_heard_s", "rank", "why"),
-    [(4, None, ""), (11, 0, "waits in gather_object, and rank 1 in attention x: ranks make different calls")],
-)
-def test_a_rank_that_waits_itself_is_not_said_to_hang(last_heard_s, rank, why):
-    """It waits as long as the others, but its last heartbeat is older than what rank 0 knows of itself."""
-    gathers = Progress({ALL: 2}, "gather_object", ALL, 11.0, 11.1)
-    attends = Progress({ALL: 2}, "attention x", ALL, last_heard_s, 11.1)
-    found = find_stalled({0: gathers, 1: attends, 2: attends}, STALL_S, STALL_S)
-    assert found == (None if rank is None else (rank, why))
+@given(**how)
+@settings(max_examples=40, deadline=None)
+def test_nobody_is_named_while_all_go_on_and_who_hangs_is_named(program, order, pauses, rank, at):
+    well = run_of(program)
+    well.go(order, pauses)
+    well.world.pass_time(3 * STALL_S)
+    assert well.world.errors() == {"None"} and well.world.left == set(range(SIZE))
+    stuck = run_of(program, hangs={rank: at % len(well.ranks[rank])})
+    stuck.go(order, pauses)
+    stuck.world.pass_time(2 * STALL_S)
+    (error,) = stuck.world.errors()
+    assert error.startswith(f"rank {rank} has not gone on from")
 
 
-@pytest.mark.parametrize(
-    ("last_heard_s", "rank", "why"),
-    [
-        (9, None, ""),
-        (10.5, 2, "has waited 10 s in exchange, and rank 0 has gone on to gather_object: a message to it was lost"),
-        (0, 2, "has not gone on from exchange for 12 s, and rank 0 has waited 11 s in gather_object"),
-    ],
-)
-def test_a_rank_that_others_have_left_behind_has_lost_a_message_if_it_waits(last_heard_s, rank, why):
-    """However old its last heartbeat is: the others may have waited for longer than that tells."""
-    gathers = Progress({ALL: 3}, "gather_object", ALL, 11.0, 11.1)
-    behind = Progress({ALL: 2}, "exchange", ALL, last_heard_s, 12.0)
-    found = find_stalled({0: gathers, 1: gathers, 2: behind}, STALL_S, STALL_S)
-    assert found == (None if rank is None else (rank, why))
+@given(**how)
+@settings(max_examples=40, deadline=None)
+def test_who_has_not_heard_that_all_came_has_lost_a_message(program, order, pauses, rank, at):
+    """Of calls of the whole run: what is lost where parts make calls too is not found yet."""
+    run = run_of([call._replace(among=ALL) for call in program])
+    run.deaf = rank, at % len(program)
+    run.go(order, pauses)
+    run.world.pass_time(3 * STALL_S)
+    (error,) = run.world.errors()
+    found = error.startswith(f"rank {rank} ") and "was lost" in error
+    assert found or f"{rank} has left after" in error, error
 
 
-def stuck(at, among, waits_s, calls):
-    return Progress(calls, at, among, waits_s, waits_s + 0.1)
+@given(**how, other=st.none() | st.builds(Call, st.just("bytes"), st.sampled_from(PARTS)))
+@settings(max_examples=60, deadline=None)
+def test_a_rank_that_makes_another_call_or_one_less_ends_the_run(program, order, pauses, rank, at, other):
+    run = run_of(program)
+    own = run.ranks[rank]
+    number = at % len(own)
+    own[number : number + 1] = [] if other is None else [other]
+    run.go(order, pauses)
+    run.world.pass_time(3 * STALL_S)
+    (error,) = run.world.errors()
+    if run.world.left != set(range(SIZE)):
+        assert error != "None"
 
 
-SETS_UP = stuck("set-up", X, 15, {ALL: 5, X: 3})
-GATHERS = stuck("gather_object", ALL, 14, {ALL: 6, X: 2})
-GATHERS_TOO = stuck("gather_object", ALL, 14, {ALL: 6, Y: 9})
-DIFFER = (0, "waits in set-up of ranks 0, 1, and rank 1 in gather_object: ranks make different calls")
-M, N = (1, 2), (0, 2)
-ROUND = [stuck("set-up", X, 15, {X: 3, N: 1}), stuck("set-up", M, 15, {X: 2, M: 3})]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "stalled"),
-    [
-        pytest.param([SETS_UP, GATHERS, GATHERS_TOO, GATHERS_TOO], DIFFER, id="one sets up what the others do not"),
-        pytest.param([SETS_UP, GATHERS, goes_on(Y, 9, run=5), goes_on(Y, 9, run=5)], DIFFER, id="another part goes on"),
-        pytest.param(
-            [SETS_UP, replace(GATHERS, waits_s=0.0, unchanged_s=4.0), GATHERS_TOO, GATHERS_TOO], None, id="one works"
-        ),
-        pytest.param(
-            [SETS_UP, replace(GATHERS, waits_s=0.5, unchanged_s=1.2), GATHERS_TOO, GATHERS_TOO], DIFFER, id="at once"
-        ),
-        pytest.param(
-            [*ROUND, stuck("set-up", N, 15, {M: 2, N: 2})],
-            (0, "waits in set-up of ranks 0, 1, and rank 1 in set-up of ranks 1, 2: ranks make different calls"),
-            id="by way of a third",
-        ),
-        pytest.param(
-            [*ROUND, stuck("attention", Y, 15, {M: 2, Y: 10}), goes_on(Y, 9)], None, id="the last waits for one at work"
-        ),
-    ],
-)
-def test_ranks_of_different_parts_that_wait_for_each_other_are_named(ranks, stalled):
-    assert find_stalled(dict(enumerate(ranks)), STALL_S, STALL_S) == stalled
+def test_slow_ranks_are_not_blamed_and_the_first_other_call_is_told_in_seconds() -> None:
+    """One rank is 200 calls ahead, as a displaced one may be, and the others take their time."""
+    world = World(3, stall_s=1000.0)
+    for ahead, rank in enumerate((0, 2, 1)):
+        for number in range(1 + 100 * ahead):
+            world.ranks[rank].own.arrive(f"attention {number}")
+        world.ranks[rank].own.blocked_since = world.now
+        world.pass_time(30.0)
+    assert world.errors() == {"None"}
+    world.ranks[0].own.arrive("bytes")
+    world.pass_time(2.0)
+    assert world.errors() == {"rank 0 calls bytes, and rank 2 attention 1: ranks make different calls"}
 
 
 def test_who_waits_for_a_rank_that_waits_itself_is_not_named() -> None:
@@ -125,7 +154,16 @@ def test_who_waits_for_a_rank_that_waits_itself_is_not_named() -> None:
         rank: Progress({ALL: 4}, "attention x", waits_s=11 + 0.1 * rank, unchanged_s=11.0, awaits=of)
         for rank, of in awaits.items()
     }
-    assert find_stalled(waits, 10.0, 10.0) == (
+    assert find_stalled(waits, STALL_S, STALL_S) == (
         0,
         "and all other ranks wait in attention x: a message was lost; it waits for a message from rank 1",
     )
+
+
+@pytest.mark.parametrize(("heard_s", "named"), [(4.0, None), (10.5, 2), (0.0, 2)])
+def test_a_rank_behind_is_judged_by_what_its_last_heartbeat_told(heard_s, named):
+    """The others may have waited for longer than that tells: it has lost a message if it waits, and hangs if not."""
+    gathers = Progress({ALL: 3}, "gather_object", ALL, 11.0, 11.1)
+    found = find_stalled({0: gathers, 1: gathers, 2: Progress({ALL: 2}, "exchange", ALL, heard_s, 12.0)}, 10.0, 10.0)
+    assert (found and found[0]) == named
+    assert found is None or ("was lost" if heard_s else "has not gone on from exchange") in found[1]

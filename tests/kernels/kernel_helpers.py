@@ -1,12 +1,21 @@
-"""Tensors for the tests of operations, and how far apart two results may be."""
+"""Tensors for the tests of operations, and one comparison of an operation with torch's."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from typing import Any
+
 import torch
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from cocodiff.kernels import Rows, TorchOps
+
+TORCH = TorchOps()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 dtypes = st.sampled_from(DTYPES)
 seeds = st.integers(0, 2**31)
 batches, tokens, heads = st.integers(1, 3), st.integers(0, 9), st.integers(1, 5)
@@ -28,16 +37,54 @@ def random_BLHD(seed: int, shape: tuple[int, ...], dtype: torch.dtype, form: str
     return torch.randn(shape, generator=generator).to(dtype)
 
 
-def ulps(found: Tensor, expected: Tensor) -> int:
-    """The largest distance in steps of the dtype; same signs are assumed where numbers differ."""
+def placed(x_BLHD: Tensor, form: str) -> Tensor:
+    """The same numbers in another memory layout."""
+    return random_BLHD(0, tuple(x_BLHD.shape), x_BLHD.dtype, form).copy_(x_BLHD)
+
+
+def same_as_torch(sycl: Any, call: str | Callable[..., Any], *arguments: Any, ulps: int = 0) -> list[Tensor]:
+    """Has both implementations do a call, by its name or as a function of the operations, each with copies of the
+    arguments in memory of the same layout. Afterwards results and all memory are the same, also what lies around the
+    tensors; of NaN: that it is one. ulps: by how many steps of the dtype numbers may differ. Returns SYCL's results,
+    then its arguments' tensors."""
+    of_ops = []
+    for ops in (sycl, TORCH):
+        given = copy.deepcopy(arguments)
+        results = getattr(ops, call)(*given) if isinstance(call, str) else call(ops, *given)
+        of_ops.append(tensors_in((results, given)))
+    for found, expected in zip(*of_ops, strict=True):
+        assert found.shape == expected.shape and found.dtype == expected.dtype
+        assert distance(*map(all_memory, (found, expected))) <= ulps
+    return of_ops[0]
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Rows):
+        return tensors_in([*vars(value).values()])
+    return [x for one in value for x in tensors_in(one)] if isinstance(value, list | tuple) else []
+
+
+def all_memory(x: Tensor) -> Tensor:
+    """Everything in the memory that a tensor is a view of."""
+    return torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
+
+
+def distance(found: Tensor, expected: Tensor) -> int:
+    """The largest distance in steps of the dtype, 0 between NaN; same signs are assumed where numbers differ."""
     if not found.numel():
         return 0
+    if not found.is_floating_point():
+        return int(not torch.equal(found, expected))
     bits = torch.int32 if found.dtype == torch.float32 else torch.int16
     ordered = [
         torch.where(i < 0, -(i & torch.iinfo(bits).max), i)
         for i in (x.contiguous().view(bits).long() for x in (found, expected))
     ]
-    return int((ordered[0] - ordered[1]).abs().max())
+    apart, zeros = (ordered[0] - ordered[1]).abs(), (found == 0) & (expected == 0)
+    apart = torch.where(zeros & (found.signbit() != expected.signbit()), 1, apart)
+    return int(torch.where(found.isnan() & expected.isnan(), 0, apart).max())
 
 
 def allowed_ulps(dtype: torch.dtype) -> int:

@@ -18,6 +18,7 @@ from cocodiff_sycl.library import Library
 from cocodiff_sycl.ops import SyclOps
 from cocodiff_sycl.streams import Cut, most_bytes
 from kernel_helpers import random_BLHD
+from seams import build, opened_libraries
 from worlds import back, forward, topology_of
 
 from cocodiff.comm.loopback import LoopbackTransport, run_ranks
@@ -164,7 +165,7 @@ def test_ranks_that_start_together_compile_once(sycl_on_cpu: SyclOps, monkeypatc
     ranks = [copy.copy(sycl_on_cpu.library) for _ in range(12)]
     for rank in ranks:
         rank.folder = tmp_path
-    threads = [threading.Thread(target=rank._build, args=(None, "a device")) for rank in ranks]
+    threads = [threading.Thread(target=build, args=(rank, "a device")) for rank in ranks]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -213,12 +214,12 @@ def test_kernels_are_not_taken_from_a_folder_that_others_may_write(which, sycl_o
     for name in ("COCODIFF_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(which, str(tmp_path))
-    dispatch._open.cache_clear()
+    opened_libraries().cache_clear()
     monkeypatch.setattr("cocodiff_sycl.ops.open_cpu", lambda: SyclOps(Library(None), sycl_on_cpu.device, lambda: None))
     try:
         with pytest.raises(UserError, match=rf"no SYCL kernels on cpu: .*{tmp_path} has mode 0777: .*COCODIFF_CACHE"):
             dispatch.sycl_ops(sycl_on_cpu.device, required=True)
         assert dispatch.sycl_ops(sycl_on_cpu.device) is None
     finally:
-        dispatch._open.cache_clear()
+        opened_libraries().cache_clear()
     assert len(caplog.messages) == 1 and "torch's operations are" in caplog.messages[0]
