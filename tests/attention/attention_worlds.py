@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 import threading
 import time
 from collections import defaultdict
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from late import Late, dawdle
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from worlds import topology_of
@@ -147,7 +147,7 @@ class Ranks:
 
         def work(transport: Any) -> OfRank:
             trace, outputs, sent, rank = Trace(transport.rank), [], [], transport.rank
-            over = Delayed(transport) if self.delayed else transport
+            over = Late(transport) if self.delayed else transport
             kernels = Kernels(self.world.kernels)
             strategy = build_strategy(self.config, self.mesh, over, trace, kernels, self.local(rank))
             for number, (call, tensors) in enumerate(calls):
@@ -212,48 +212,3 @@ class Watched:
         if threading.current_thread().name == "lane-plane":
             time.sleep(0.001)  # so that who does not wait for the lane has gone on by then
         self._posted.discard(self)
-
-
-def dawdle() -> None:
-    time.sleep(random.choice((0.0, 0.0, 0.001, 0.004)))
-
-
-class Delayed:
-    """A transport whose lanes, groups and messages are late now and then."""
-
-    def __init__(self, transport: Any) -> None:
-        self._transport = transport
-        self.control, self.world = DelayedLane(transport.control), DelayedGroup(transport.world)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def group(self, ranks: Sequence[int], together: bool = False) -> DelayedGroup:
-        return DelayedGroup(self._transport.group(ranks, together))
-
-    def lane(self, name: str) -> DelayedLane:
-        return DelayedLane(self._transport.lane(name))
-
-
-class DelayedLane:
-    def __init__(self, lane: Any) -> None:
-        self._lane = lane
-
-    def submit(self, work: Callable[..., Any], *given: Any) -> Any:
-        return self._lane.submit(lambda *given: (dawdle(), work(*given))[1], *given)
-
-
-class DelayedGroup:
-    def __init__(self, group: Any) -> None:
-        self._group = group
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._group, name)
-
-    def send_recv(self, sends: Any, recvs: Any) -> Any:
-        dawdle()
-        pending = self._group.send_recv(sends, recvs)
-        dawdle()
-        return pending
-
-    collective = send_recv

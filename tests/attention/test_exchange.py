@@ -18,15 +18,7 @@ from cocodiff.topology.routes.chunks import ExchangeTable
 
 
 def check_exchange(
-    exchange: str,
-    topology: Topology,
-    image: int,
-    text: int,
-    heads: int,
-    tensors: int,
-    dtype: torch.dtype,
-    B: int = 2,
-    together: bool = False,
+    exchange: str, topology: Topology, image: int, text: int, heads: int, tensors: int, dtype: torch.dtype, B: int = 2
 ) -> None:
     """Forward gives all rows of the own heads, back gives the own rows of all heads, of random global tensors: of those
     that travel together, and of one that is under way beside them. Tensors are views of larger ones."""
@@ -37,7 +29,7 @@ def check_exchange(
 
     def work(transport: LoopbackTransport) -> None:
         rows, own_heads = layout.row_slices[transport.rank], layout.head_slices[transport.rank]
-        ours = Exchange(exchange, topology, transport, Trace(transport.rank), together=together)
+        ours = Exchange(exchange, topology, transport, Trace(transport.rank))
         under_way = [forward(ours, [x[:, rows] for x in some], layout) for some in (wholes_BSHD, wholes_BSHD[-1:])]
         received = [x_BSGD for arriving in under_way for x_BSGD in arriving.wait()]
         for whole, x_BSGD in zip([*wholes_BSHD, wholes_BSHD[-1]], received, strict=True):
@@ -68,33 +60,6 @@ def test_any_tokens_and_heads(data, exchange, topology):
         patch.setattr(LoopbackGroup, "receives_ahead", data.draw(st.booleans(), label="ahead"))
         tensors, B = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 2))
         check_exchange(exchange, topology, image, text, heads, tensors, dtype, B)
-
-
-class AllToAll(LoopbackGroup):
-    """A group whose collective calls end when every rank has made them, as a library's all-to-all."""
-
-    receives_ahead = False
-
-    def collective(self, sends, recvs):
-        listed = [{peer for _, peer in messages} for messages in (sends, recvs)]
-        idle = [
-            [(torch.zeros(1), p) for p in range(len(self.ranks)) if p not in some | {self.index}] for some in listed
-        ]
-        return self.send_recv([*sends, *idle[0]], [*recvs, *idle[1]])
-
-
-@pytest.mark.parametrize("exchange", ["tapa", "split"])
-@pytest.mark.parametrize(("size", "on_node"), [(3, None), (10, 4), (7, 3)])
-def test_ranks_without_messages_in_a_phase_take_part_in_its_all_to_all(size, on_node, exchange, monkeypatch):
-    """The last card has one tile: its rank has no siblings, and passes nothing on."""
-
-    def together(group):
-        group.__class__ = AllToAll
-        return group
-
-    monkeypatch.setattr(LoopbackGroup, "together", together)
-    topology = topology_of("local", size, on_node)
-    check_exchange(exchange, topology, 23, 3, 2 * size, 2, torch.float32, together=True)
 
 
 @pytest.mark.parametrize(

@@ -9,26 +9,12 @@ import torch
 from cocodiff_sycl.ops import SyclOps
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_helpers import (
-    DTYPES,
-    TORCH,
-    batches,
-    distance,
-    dtypes,
-    forms,
-    heads,
-    placed,
-    quick,
-    random_BLHD,
-    same_as_torch,
-    seeds,
-    tokens,
-)
+from kernel_helpers import TORCH, distance, dtypes, forms, placed, quick, random_BLHD, same_as_torch, seeds, shapes_of
 from torch import Tensor
 
 from cocodiff.kernels.residual import GROUP, NOTES, Onward, Prediction, Reconstructions, coded_width
 
-shapes = st.tuples(batches, tokens, heads, st.sampled_from((1, 6, 8, 24, 32, 40, 64, 100, 128, 130)))
+shapes = shapes_of(st.sampled_from((1, 6, 8, 24, 32, 40, 64, 100, 128, 130)))
 bit_counts = st.sampled_from((2, 4, 8))
 SPECIAL = (math.nan, math.inf, -math.inf, 3e38, -3e38, 7e4, -6e4, -0.0, 1e-40, -1e-40, 2.0**-20, 2.0**-24)
 
@@ -167,19 +153,6 @@ def test_scales_at_their_edges(sycl: SyclOps, bits):
     same_as_torch(sycl, there_and_back, x_BLHD, ends, Prediction(), bits, code_BLHW, notes_N)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_closed_loop_comes_nearer(dtype):
-    """What stands still is soon known."""
-    x_BLHD = random_BLHD(1, (1, 5, 3, 40), dtype)
-    kept_BLHD, code_BLHW = [torch.zeros_like(x_BLHD) for _ in range(2)], torch.empty(1, 5, 3, coded_width(40, 4)).byte()
-    notes_N, errors = torch.zeros(NOTES, dtype=torch.int64), []
-    for _ in range(4):
-        TORCH.encode_residual(x_BLHD, Reconstructions(*kept_BLHD), Prediction(), 4, code_BLHW, notes_N)
-        kept_BLHD.reverse()
-        errors.append(float((kept_BLHD[0] - x_BLHD).abs().max()))
-    assert errors[-1] < errors[0] / 8 and not notes_N.any()
-
-
 ILL_CONDITIONED = {
     "all large": lambda x, step: x * 1e30,
     "one large": lambda x, step: x.index_fill(-1, torch.tensor([step]), 1e30 * (-1) ** step),
@@ -191,7 +164,7 @@ ILL_CONDITIONED = {
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ILL_CONDITIONED)
 def test_finite_tensors_stay_finite(kind, dtype, bits):
     """Whatever predicts them; so does what stands for the next one. After a group without a scale a tensor is whole."""
