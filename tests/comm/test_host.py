@@ -27,6 +27,8 @@ def test_messages_leave_when_they_are_on_the_host_and_every_wait_orders_its_stre
                     pending.wait()
                     doubled.append(torch.cat(came) * 2)
             del sends, came, pending
+            module.synchronize(found[0])
+            transport.close()
             return [x.cpu().tolist() for x in doubled]
 
         for rank, ours in enumerate(run_ranks(2, work)):

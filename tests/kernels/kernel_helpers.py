@@ -44,22 +44,23 @@ def placed(x_BLHD: Tensor, form: str) -> Tensor:
     return random_BLHD(0, tuple(x_BLHD.shape), x_BLHD.dtype, form).copy_(x_BLHD)
 
 
-def same_as_torch(sycl: Any, call: str | Callable[..., Any], *arguments: Any, ulps: int = 0) -> list[Tensor]:
+def same_as_torch(sycl: Any, call: str | Callable[..., Any], *arguments: Any, rounds: bool = False) -> list[Tensor]:
     """Has implementations do a call, by its name or as a function of the operations, each with copies of the arguments
     in memory of the same layout: torch's, SYCL's, and whatever the product takes where SYCL is asked for, which is the
     latter. Afterwards results and all memory are the same, also what lies around the tensors; of NaN: that it is one.
-    ulps: by how many steps of the dtype numbers may differ. Returns SYCL's results, then its arguments' tensors."""
+    rounds: numbers may differ by 1 ulp of the dtype, 4 in float32. Returns SYCL's results, then its arguments."""
     of_ops, ran = [], list[str]()
     for ops in (TORCH, Kernels("sycl", lambda _, path: ran.append(path)), sycl):
         given = copy.deepcopy(arguments)
         results = getattr(ops, call)(*given) if isinstance(call, str) else call(ops, *given)
-        of_ops.append(tensors_in((results, given)))
+        of_ops.append([*tensors_in(results), *map(all_memory, tensors_in(given))])
     assert {*ran} == {"sycl"}
     for expected, *others in zip(*of_ops, strict=True):
+        allowed = (4 if expected.dtype == torch.float32 else 1) if rounds else 0
         for found in others:
             assert found.shape == expected.shape and found.dtype == expected.dtype
-            assert distance(*map(all_memory, (found, expected))) <= ulps
-    return of_ops[-1]
+            assert distance(found, expected) <= allowed
+    return [*tensors_in(results), *tensors_in(given)]
 
 
 def tensors_in(value: Any) -> list[Tensor]:
