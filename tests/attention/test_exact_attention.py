@@ -158,8 +158,8 @@ def test_equals_attention_in_one_piece(
     kind, topology, more, text, heads, batch, masked, text_first, ahead, dtype, data, **settings
 ):
     mesh = data.draw(st.sampled_from(meshes(topology, heads, kind=kind)))
-    world = Exact(topology.size, heads, topology.size + more, 8, batch, dtype=dtype, given=topology)
-    world = Exact(**vars(world) | {"text": text, "text_first": text_first, "masked": masked})
+    of_text = {"text": text, "text_first": text_first, "masked": masked}
+    world = Exact(topology.size, heads, topology.size + more, batch=batch, dtype=dtype, given=topology, **of_text)
     check(world, mesh, ahead, **settings | ({} if kind == "keys" else {"chunks": 1}))
 
 
