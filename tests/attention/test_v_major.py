@@ -114,11 +114,12 @@ def check(world: Drifting, steps: int, schedule: str, **settings: Any) -> None:
     exchange=st.sampled_from(("flat", "tapa", "split")),
     steps=st.sampled_from((6, 20)),
 )
-@examples(25, exhaustive=120)
+@examples(20, exhaustive=120)
 def test_equals_one_process(
     size, image, text, heads, batch, text_first, frames, schedule, steps, scoring, exchange, **settings
 ):
     machine = "aurora" if size == 12 else "local"
+    frames = frames and size < 8  # the smaller one has 8 tokens
     image, text = (23, 7) if frames else (image, text)
     world = Drifting(size, heads, image, 4, batch, machine, text=text, text_first=text_first, frames=frames)
     check(world, steps, schedule, scoring=scoring, exchange="tapa" if scoring == "card" else exchange, **settings)
