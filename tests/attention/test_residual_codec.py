@@ -121,7 +121,7 @@ def test_no_timing_changes_a_bit():
         (World(6), {"exchange": "flat", "ring": 2}, "now"),
         (World(6, heads=3), {"exchange": "split", "ring": 2, "placement": "usp"}, "now"),
         (World(12, heads=12, machine="aurora", channels=8), {"exchange": "split", "chunks": 2}, "adaptive"),
-        (World(6, heads=7, channels=8), {"exchange": "tapa", "chunks": 2, "ring": 2}, "adaptive"),
+        (World(12, heads=7, machine="aurora", channels=8), {"exchange": "tapa", "chunks": 2, "ring": 2}, "adaptive"),
         (World(4), {"exchange": "flat", "ring": 2}, "adaptive"),
     ],
 )
