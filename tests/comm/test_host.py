@@ -17,13 +17,13 @@ def test_messages_leave_when_they_are_on_the_host_and_every_wait_orders_its_stre
 
         def work(carrier: Any) -> list[list[float]]:
             transport, other, doubled = HostTransport(carrier, found[0]), 1 - carrier.rank, []
-            group = transport.group([0, 1])
-            with module.stream(module.Stream(found[0])):
+            group, streams = transport.group([0, 1]), [module.Stream(found[0]) for _ in range(3)]
+            with module.stream(streams[0]):
                 sends = [torch.full((size,), float(size + carrier.rank), device=found[0]) + 1 for size in (3, 0, 5)]
                 came = [torch.zeros_like(x) for x in sends]
                 pending = group.send_recv([(x, other) for x in sends], [(x, other) for x in came])
-            for _ in range(2):
-                with module.stream(module.Stream(found[0])):
+            for stream in streams[1:]:
+                with module.stream(stream):
                     pending.wait()
                     doubled.append(torch.cat(came) * 2)
             del sends, came, pending

@@ -222,11 +222,12 @@ class Call(NamedTuple):
 
 @dataclass
 class Run:
-    """ranks: each one's own list of calls. hangs: ranks that do nothing after so many of them. deaf: one that does not
-    hear that all have come to its n-th call."""
+    """ranks: each one's own list of calls. hangs: ranks that do nothing after so many of them; begun: but that they
+    have begun the next one. deaf: one that does not hear that all have come to its n-th call."""
 
     ranks: list[list[Call]]
     hangs: dict[int, int] = field(default_factory=dict)
+    begun: bool = False
     deaf: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
@@ -247,12 +248,11 @@ class Run:
                 return True
             return False
         if not self._came[rank]:
-            if self.hangs.get(rank) == self._at[rank]:
-                return False
-            self._came[rank] = True
-            peers.own.arrive(*self.ranks[rank][self._at[rank]])
-            peers.own.blocked_since = now
-            return True
+            hangs, call = self.hangs.get(rank) == self._at[rank], self.ranks[rank][self._at[rank]]
+            if not hangs or (self.begun and peers.own.last.at != call.name):
+                peers.own.arrive(*call)
+            self._came[rank], peers.own.blocked_since = not hangs, None if hangs else now
+            return not hangs
         if (rank, self._at[rank]) == self.deaf or not self._all_came(rank):
             return False
         self._came[rank], peers.own.blocked_since = False, None
@@ -285,14 +285,14 @@ def run_of(program: list[Call], **trouble: object) -> Run:
     return Run([[call for call in program if rank in call] for rank in range(SIZE)], **trouble)
 
 
-@given(**how)
+@given(**how, begun=st.booleans())
 @settings(max_examples=40, deadline=None)
-def test_nobody_is_named_while_all_go_on_and_who_hangs_is_named(program, order, pauses, rank, at):
+def test_nobody_is_named_while_all_go_on_and_who_hangs_is_named(program, order, pauses, rank, at, begun):
     well = run_of(program)
     well.go(order, pauses)
     well.world.pass_time(3 * STALL_S)
     assert well.world.errors() == {"None"} and well.world.left == set(range(SIZE))
-    stuck = run_of(program, hangs={rank: at % len(well.ranks[rank])})
+    stuck = run_of(program, hangs={rank: at % len(well.ranks[rank])}, begun=begun)
     stuck.go(order, pauses)
     stuck.world.pass_time(2 * STALL_S)
     (error,) = stuck.world.errors()
