@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, settings
 EXHAUSTIVE = "exhaustive"  # the marker, and hypothesis's profile where everything runs
 
 
-def covering(*axes: Any) -> list[Any]:
+def covering(*axes: Any, fits: Callable[..., bool] = lambda *_: True) -> list[Any]:
     """The product of the axes as parametrize takes it; all but a covering set of it is marked `exhaustive`."""
-    chosen = covering_set(*axes)
-    left = [values for values in product(*axes) if values not in chosen]
+    chosen = covering_set(*axes, fits=fits)
+    left = [values for values in product(*axes) if fits(*values) and values not in chosen]
     return [
         *(pytest.param(*values) for values in chosen),
         *(pytest.param(*values, marks=pytest.mark.exhaustive) for values in left),

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from covering import covering_set
+from seams import kernels_of_parts
 from test_bands import both_ways, random_latents, random_vae
 from tiny_models import FAMILIES
 from torch.utils import _pytree as pytree
 
-from cocodiff.attention import local
 from cocodiff.comm import loopback
 from cocodiff.comm.launch import Launch
 from cocodiff.comm.transport import Part
@@ -145,37 +145,42 @@ def at_case(case: tuple[Any, ...]) -> Iterator[tuple[int, dict[str, Any], str, i
     model_of(family)  # once, before there are threads
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "detect", lambda: Launch(local_size=node))
-        patch.setitem(local._KERNELS, "sim", local._KERNELS["cpu"])
+        patch.setitem(kernels_of_parts(), "sim", kernels_of_parts()["cpu"])
         for codes, written in ((lossless.encode_lossless, 4), (lossless.decode_lossless, 1)):
             patch.setattr(lossless, codes.__name__, partial(in_one_launch, codes, written))
         yield size, settings | {"guidance_parallel": parts, **SELECTIONS[codec]}, family, calls
 
 
-def check(simulated: Any, case: tuple[Any, ...], late: float = 0.0, messages: str = "batch", **devices: Any) -> None:
-    """late: seconds by which a rank may come late to any batch. messages: see `Config.messages`."""
+def on_devices(simulated: Any, size: int, work: Callable[[Any], Any], late: float = 0.004, **devices: Any) -> list[Any]:
+    """What ranks with a device each return, whose every access to memory was ordered. late: seconds by which a rank may
+    come late to any batch."""
     from simulated_device.ranks import SimulatedTransport, run_ranks
 
     class Late(SimulatedTransport):
         late_s = late
 
+    with simulated.devices(size, strict=True, **devices) as found:
+        of_ranks = run_ranks(size, work, Late)
+    assert found.reports == []
+    return of_ranks
+
+
+def check(simulated: Any, case: tuple[Any, ...], late: float = 0.0, messages: str = "batch", **devices: Any) -> None:
+    """messages: see `Config.messages`."""
     posted: list[int] = []
 
     def work(transport: Any) -> torch.Tensor:
-        outputs = outputs_of(transport, settings | more, family, calls)
+        outputs = outputs_of(transport, settings | {"messages": messages}, family, calls)
         posted.append(transport.process.together)
         return outputs
 
-    more = {"messages": messages}
     with at_case(case) as (size, settings, family, calls):
         expected = loopback.run_ranks(size, lambda transport: outputs_of(transport, settings, family, calls))
-        with simulated.devices(size, strict=True, **devices) as found:
-            of_ranks = run_ranks(size, work, Late)
-    assert found.reports == []
+        of_ranks = on_devices(simulated, size, work, late, **devices)
     # In stages, and where each rank has all of a sequence, nothing is posted together.
     together = settings["chunks"] == 1 and size // settings["guidance_parallel"] > settings["ring"]
     assert (sum(posted) > 0) == (messages == "alltoall" and together)
-    for outputs in of_ranks:
-        assert torch.equal(outputs, expected[0])
+    assert all(torch.equal(outputs, expected[0]) for outputs in of_ranks)
 
 
 @pytest.mark.sample(6)
@@ -201,10 +206,6 @@ def test_messages_by_the_librarys_own_all_to_all(simulated, case):
 @pytest.mark.parametrize("split", [((0, 1), (2, 3)), ((0, 2), (1, 3))], ids=str)
 def test_replicas_beside_each_other_in_a_library_that_blocks(simulated, split):
     """Each has the CPU's bits, as if it were alone."""
-    from simulated_device.ranks import SimulatedTransport, run_ranks
-
-    class Late(SimulatedTransport):
-        late_s = 0.004
 
     def work(transport: Any) -> torch.Tensor:
         own = next(ranks for ranks in split if transport.rank in ranks)
@@ -214,20 +215,13 @@ def test_replicas_beside_each_other_in_a_library_that_blocks(simulated, split):
     case = (2, "tapa", "v_first", codec, "now", 1, 1, "unguided", None)
     with at_case(case) as (size, settings, family, calls):
         expected = loopback.run_ranks(size, lambda transport: outputs_of(transport, settings, family, calls))
-        with simulated.devices(4, strict=True) as found:
-            of_ranks = run_ranks(4, work, Late)
-    assert found.reports == []
+        of_ranks = on_devices(simulated, 4, work)
     assert all(torch.equal(outputs, expected[0]) for outputs in of_ranks)
 
 
 @pytest.mark.parametrize("how", ["one", "all", "tiled", "sharded"])
 def test_a_vae_is_shared_in_a_library_that_blocks(simulated, how):
     """Decoded and encoded as on CPUs, up to the rounding of its convolutions."""
-    from simulated_device.ranks import SimulatedTransport, run_ranks
-
-    class Late(SimulatedTransport):
-        late_s = 0.004
-
     vae, latents = random_vae("kl"), random_latents("kl", 1, 9, 7)
 
     def work(transport: Any) -> list[torch.Tensor]:
@@ -239,11 +233,7 @@ def test_a_vae_is_shared_in_a_library_that_blocks(simulated, how):
             take_off()
         return [x.cpu() for x in found]
 
-    expected = loopback.run_ranks(3, work)
-    with simulated.devices(3, strict=True) as found:
-        of_ranks = run_ranks(3, work, Late)
-    assert found.reports == []
-    for one, other in zip(of_ranks, expected, strict=True):
+    for one, other in zip(on_devices(simulated, 3, work), loopback.run_ranks(3, work), strict=True):
         assert all(map(partial(torch.allclose, atol=1e-5), one, other))
 
 

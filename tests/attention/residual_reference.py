@@ -8,7 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from attention_worlds import Call, Ranks, World
 from torch import Tensor
+
+from cocodiff.attention.local import LocalAttention
+from cocodiff.topology.layout import Layout
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 Sampled = Callable[[str], list[int]]
@@ -180,3 +184,37 @@ class Reference:
             return 0.0
         factor = (self.sigmas[-1] - self.sigmas[-2]) / (self.sigmas[-2] - self.sigmas[-3])
         return min(max(factor, 0.0), 2.0)
+
+
+def check(
+    world: World, calls: list[Call], uncoded: Ranks | None = None, unchunked: Ranks | None = None, **settings: Any
+) -> Reference:
+    """uncoded: ranks whose attention to the reconstructions is the reference's, where summing has an order of its
+    own; unchunked: for calls that do not wait for all tensors."""
+    ranks = Ranks(world, **settings)
+    config = ranks.config
+    bits = None if config.codec == "none" else int(config.codec[3:])
+    expected = Reference(bits, config.predictor, config.arrival, config.tau)
+    of_ranks = ranks.call(calls)
+    for number, call in enumerate(calls):
+        layout = world.layout(call)
+        expected.fine = call.steps is not None and call.step >= call.steps - config.fine_steps
+        if bits is not None:
+            expected.bits = min(2 * bits, 8) if expected.fine else bits
+
+        def attend(*whole: Tensor, call: Call = call, layout: Layout = layout) -> Tensor:
+            those = unchunked if expected.displaced[-1] and unchunked is not None else uncoded
+            if those is not None:
+                return torch.cat([outputs[0] for outputs, *_ in those.attend([(call, list(whole))])], 1)
+            heads = layout.head_slices
+            return torch.cat([LocalAttention().whole(*(x[:, :, of].contiguous() for x in whole)) for of in heads], 2)
+
+        def sampled(name: str, layout: Layout = layout) -> list[int]:
+            parts = [slice(0, sum(layout.rows))] if name == "o" else layout.row_slices
+            return [row for part in parts for row in range(part.start, part.stop, 16)]
+
+        o_BSHD = expected.call(world.tensors(call), call.run, call.step, call.sigma, attend, sampled)
+        for rank, (outputs, *_) in enumerate(of_ranks):
+            own = o_BSHD[:, world.rows(call, rank)]
+            assert torch.equal(outputs[number].nan_to_num(1e30), own.nan_to_num(1e30)), f"call {number}, rank {rank}"
+    return expected

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
 import torch
-from residual_worlds import RUN, TROUBLED, Call, Ranks, World
+from attention_worlds import RUN, TROUBLED, Call, Ranks, World
+from covering import examples
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from cocodiff.attention import lossless as codecs
@@ -58,9 +59,8 @@ class Data(World):
 
 def same_bits(world: World, calls: list[Call], delayed: bool = False, **settings) -> list:
     """What ranks have sent and their codecs, once it is shown that outputs have the bits of tensors sent whole."""
-    given = [(call, world.tensors(call)) for call in calls]
-    whole = Ranks(world, **settings).attend(given)
-    coded = Ranks(world, delayed, codec="lossless", **settings).attend(given)
+    whole = Ranks(world, **settings).call(calls)
+    coded = Ranks(world, delayed, codec="lossless", **settings).call(calls)
     as_if = AS_IF[world.dtype]
     for rank, ((expected, *_), (found, *_)) in enumerate(zip(whole, coded, strict=True)):
         for number, (one, two) in enumerate(zip(expected, found, strict=True)):
@@ -70,23 +70,34 @@ def same_bits(world: World, calls: list[Call], delayed: bool = False, **settings
     return [(sent, whole_sent, codec) for (_, sent, codec), (_, whole_sent, _) in zip(coded, whole, strict=True)]
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize(
-    ("how", "kind"),
-    [*((how, "curves") for how in ROUTES), *((how, "odd") for how in ROUTES[1::2])],
-    ids=lambda one: one if isinstance(one, str) else "-".join(map(str, one.values())),
+@given(
+    size=st.sampled_from((2, 3, 4, 5, 6)),
+    times=st.integers(1, 2),
+    odd_heads=st.booleans(),
+    more=st.sampled_from((0, 5, 23, 64)),
+    channels=st.sampled_from((8, 20, 64)),
+    batch=st.integers(1, 2),
+    dtype=st.sampled_from((torch.bfloat16, torch.float16)),
+    kind=st.sampled_from(KINDS),
+    how=st.sampled_from(ROUTES),
+    predictor=st.sampled_from(("last", "taylor")),
+    arrival=st.sampled_from(("now", "now", "displaced")),
+    calls=st.sampled_from((RUN, TROUBLED)),
+    delayed=st.booleans(),
 )
-def test_every_route_gives_the_same_bits(how, kind):
-    """At odd sizes, with calls that follow no other, on ranks and messages that are late now and then."""
-    world = Data(6, heads=12, dtype=torch.bfloat16, kind=kind)
-    same_bits(world, TROUBLED, delayed=True, predictor="taylor", **how)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_all_kinds_of_numbers_travel_as_they_are(kind, dtype):
-    same_bits(Data(3, dtype=dtype, kind=kind), RUN, predictor="taylor")
-    same_bits(Data(2, dtype=dtype, kind=kind, channels=64, batch=1), RUN, predictor="last")
+@examples(8, exhaustive=150)
+def test_the_same_bits_as_whole_tensors(
+    size, times, odd_heads, more, channels, batch, dtype, kind, how, predictor, arrival, calls, delayed
+):
+    """At odd sizes, with calls that follow no other; what comes late is exact too: as displacement without a codec."""
+    how = dict(how)
+    if size % how.get("ring", 1):
+        how.pop("ring")
+    heads = size * times + (odd_heads and "ring" not in how)
+    world = Data(size, heads, size + more, channels, batch, dtype=dtype, kind=kind)
+    displaced = arrival == "displaced" and "chunks" not in how
+    settings = how | {"predictor": predictor, "arrival": "displaced" if displaced else "now"}
+    same_bits(world, RUN if displaced else calls, delayed and not displaced, **settings)
 
 
 def test_numbers_of_32_bits_travel_whole():
@@ -127,48 +138,8 @@ def test_no_call_sends_more_than_whole_tensors_and_a_fiftieth(kind):
             assert total[number + 1] - total[number] <= 1.02 * (of_whole[number + 1] - of_whole[number])
 
 
-def random_world(draw: random.Random, sizes: Sequence[int]) -> None:
-    size, how = draw.choice(sizes), dict(draw.choice(ROUTES))
-    if size % how.get("ring", 1):
-        how.pop("ring")
-    kind, dtype = draw.choice(KINDS), draw.choice((torch.bfloat16, torch.float16))
-    heads = size * draw.choice((1, 2)) + (0 if how.get("ring") else draw.choice((0, 1)))
-    image = size + draw.choice((0, 5, 23, 64))
-    world = Data(size, heads, image, draw.choice((8, 20, 64)), draw.choice((1, 2)), dtype=dtype, kind=kind)
-    how["predictor"] = draw.choice(("last", "taylor"))
-    if "chunks" not in how and draw.random() < 0.3:
-        displaced(world, how)
-    else:
-        same_bits(world, draw.choice((RUN, TROUBLED)), delayed=draw.random() < 0.5, **how)
-
-
-@pytest.mark.exhaustive
-def test_random_worlds():
-    draw = random.Random(0)
-    for _ in range(150):
-        random_world(draw, (2, 3, 4, 5, 8, 12))
-
-
-@pytest.mark.exhaustive
-def test_random_worlds_of_many_ranks():
-    draw = random.Random(1)
-    for _ in range(12):
-        random_world(draw, (16, 23, 24))
-
-
 @pytest.mark.parametrize("machine", ["aurora", pytest.param("local", marks=pytest.mark.exhaustive)])
 def test_two_nodes_of_ranks_give_the_same_bits(machine):
     """24, most of whose blocks are smaller than a tile, and on two nodes with what is passed on over their NICs."""
     world = Data(24, heads=24, image=31, channels=16, batch=1, machine=machine, dtype=torch.bfloat16, kind="jumps")
     same_bits(world, RUN[:3], exchange="split", order="v_first")
-
-
-def displaced(world: Data, how: dict) -> None:
-    """What comes late is exact: as displacement without a codec."""
-    same_bits(world, RUN, arrival="displaced", **how)
-
-
-@pytest.mark.parametrize("how", ROUTES[:3], ids=lambda how: "-".join(map(str, how.values())))
-def test_what_comes_late_is_exact(how):
-    displaced(Data(4, heads=8, dtype=torch.bfloat16, kind="odd"), how)
-    displaced(Data(4, heads=8, dtype=torch.bfloat16), how)

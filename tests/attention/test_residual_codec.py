@@ -1,21 +1,23 @@
-"""The residual codec gives, bit for bit, what one process with whole tensors gives; and what it sends is as short as
-its codes."""
+"""The residual codec and displaced exchange give, bit for bit, what one process with whole tensors gives, whatever
+arrives when; and what is sent is as short as its codes."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from attention_worlds import RUN, TROUBLED, Call, Ranks, World
 from byte_formulas import Formulas
 from covering import covering
-from residual_worlds import RUN, TROUBLED, Call, Ranks, World, check
+from residual_reference import check
 from worlds import topology_of
 
 from cocodiff.attention.stateful import continuation
-from cocodiff.attention.strategy import LayerKey, LazyQKV
+from cocodiff.attention.strategy import LayerKey
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.comm.trace import Trace
 from cocodiff.config.config import Config
@@ -36,20 +38,23 @@ def table(tmp_path: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("codec", "predictor", "exchange", "order", "dtype"),
+    ("codec", "arrival", "predictor", "exchange", "order", "dtype"),
     covering(
-        ("int2", "int4", "int8"),
+        ("none", "int2", "int4", "int8"),
+        ("now", "displaced", "adaptive"),
         ("last", "taylor"),
         ("flat", "tapa", "split", "auto"),
         ("joint", "v_first"),
         (torch.float32, torch.bfloat16),
+        fits=lambda codec, arrival, *_: (codec, arrival) != ("none", "now"),
     ),
 )
-def test_equals_one_process(codec, predictor, exchange, order, dtype, table):
-    settings = {"codec": codec, "predictor": predictor, "exchange": exchange, "order": order}
+def test_equals_one_process(codec, arrival, predictor, exchange, order, dtype, table):
+    settings = {"codec": codec, "arrival": arrival, "predictor": predictor, "exchange": exchange, "order": order}
     world = World(3, dtype=dtype)
-    reference = check(world, TROUBLED, exchange_table=table if exchange == "auto" else None, **settings)
-    assert reference.whole_calls == [0, 5, 9, 11, 13, 15]
+    reference = check(world, TROUBLED, tau=0.2, exchange_table=table if exchange == "auto" else None, **settings)
+    assert any(reference.displaced) == (arrival != "now")
+    assert codec == "none" or reference.whole_calls == [0, 5, 9, 11, 13, 15]
 
 
 @pytest.mark.parametrize("codec", ["int2", "int4"])
@@ -71,46 +76,70 @@ def test_the_last_steps_have_twice_the_bits(codec, fine_steps):
         check(World(2), run, codec=codec, predictor=predictor, fine_steps=fine_steps)
 
 
+def test_the_last_steps_wait():
+    run = [replace(call, steps=len(RUN)) for call in RUN]
+    reference = check(World(2), run, codec="none", arrival="displaced", fine_steps=3)
+    assert reference.displaced == ["", *["qkvo"] * 3, *[""] * 3]
+
+
+@pytest.mark.parametrize("arrival", ["now", "adaptive"])
 @pytest.mark.parametrize(
-    ("world", "exchange"),
+    ("world", "settings"),
     [
-        (World(2, channels=8), "flat"),
-        (World(5, heads=6, image=24, dtype=torch.bfloat16), "tapa"),
-        (World(12, heads=13, image=31, machine="aurora"), "split"),
-        (World(24, heads=25, image=24, machine="aurora", channels=8), "tapa"),
+        (World(2, channels=8), {"codec": "int2", "exchange": "flat"}),
+        (World(5, heads=6, image=24, dtype=torch.bfloat16), {"codec": "int4"}),
+        (World(5, heads=6, image=24, dtype=torch.bfloat16), {"codec": "none", "order": "joint"}),
+        (World(12, heads=13, image=31, machine="aurora", channels=8), {"codec": "int4", "exchange": "split"}),
+        (World(12, heads=13, image=63, machine="aurora", channels=8), {"codec": "none", "exchange": "split"}),
     ],
 )
-def test_equals_one_process_on_any_number_of_ranks(world, exchange):
-    settings = {"codec": "int4", "predictor": "taylor", "exchange": exchange, "order": "v_first"}
-    assert check(world, RUN[:5], **settings).whole_calls == [0]
+def test_equals_one_process_on_any_number_of_ranks(world, settings, arrival):
+    settings = {"order": "v_first", "predictor": "last", "tau": 0.045, **settings}
+    if arrival == "now" and settings["codec"] == "none":
+        return  # see test_exact_attention.py
+    reference = check(world, RUN[:6], arrival=arrival, **settings)
+    assert reference.whole_calls == [0] and ("qkv" in reference.displaced) == (arrival == "adaptive")
+
+
+def test_equals_one_process_on_two_nodes():
+    world = World(24, heads=25, image=31, machine="aurora", channels=8)
+    assert "qkv" in check(world, RUN[:6], codec="int4", arrival="adaptive", tau=0.045, predictor="last").displaced
+
+
+def test_no_timing_changes_a_bit():
+    """With random delays of every message, lane and rank, also where only some tensors of a call are waited for."""
+    settings = {"codec": "int2", "arrival": "adaptive", "tau": 0.08, "exchange": "tapa", "order": "v_first"}
+    reference = check(World(4), TROUBLED, delayed=True, **settings)
+    assert {"", "qkv", "qkvo"} <= set(reference.displaced)
 
 
 @pytest.mark.parametrize(
-    ("world", "how"),
+    ("world", "how", "arrival"),
     [
-        (World(5), {"exchange": "split", "chunks": 3}),
-        (World(6, heads=7), {"exchange": "tapa", "chunks": 2, "ring": 2}),
-        (World(6), {"exchange": "flat", "ring": 2}),
-        (World(6, heads=3), {"exchange": "split", "ring": 2, "placement": "usp"}),
+        (World(5), {"exchange": "split", "chunks": 3}, "now"),
+        (World(6, heads=7), {"exchange": "tapa", "chunks": 2, "ring": 2}, "now"),
+        (World(6), {"exchange": "flat", "ring": 2}, "now"),
+        (World(6, heads=3), {"exchange": "split", "ring": 2, "placement": "usp"}, "now"),
+        (World(12, heads=12, machine="aurora", channels=8), {"exchange": "split", "chunks": 2}, "adaptive"),
+        (World(12, heads=7, machine="aurora", channels=8), {"exchange": "tapa", "chunks": 2, "ring": 2}, "adaptive"),
+        (World(4), {"exchange": "flat", "ring": 2}, "adaptive"),
     ],
 )
-def test_in_chunks_and_with_a_ring_it_is_attention_to_the_reconstructions(world, how):
-    """Of all ranks, also where several groups of them code: what they decide by is everybody's."""
-    settings = {"order": "v_first", **how}
-    check(world, TROUBLED[:7], Ranks(world, **settings), codec="int4", predictor="taylor", **settings)
-
-
-def test_images_do_not_depend_on_the_number_of_ranks():
-    """Where ranks have consecutive tokens, so that attention sums in the same order."""
-    calls = [replace(call, text=0) for call in RUN]
-    images = []
-    for size in (2, 3, 6):
-        world = World(size, heads=6, image=24)
-        of_ranks = Ranks(world, codec="int2", predictor="taylor", exchange="split").attend(
-            [(call, world.tensors(call)) for call in calls]
-        )
-        images.append([torch.cat(parts, 1) for parts in zip(*(outputs for outputs, *_ in of_ranks), strict=True)])
-    assert all(torch.equal(one, other) for image in images[1:] for one, other in zip(image, images[0], strict=True))
+def test_in_chunks_and_with_a_ring_it_is_attention_to_the_reconstructions(world, how, arrival):
+    """Of all ranks, also where several groups of them code: what they decide by is everybody's. A call that does not
+    wait for all goes unchunked, for there is nothing to hide it behind: its bits are those of a table by which no call
+    goes in chunks."""
+    ring = {"ring": how.get("ring", 1)}
+    unchunked = Ranks(world, chunks="auto" if "chunks" in how else 1, **ring)
+    settings = {
+        "codec": "int4",
+        "predictor": "taylor" if arrival == "now" else "last",
+        "order": "v_first",
+        "tau": 0.045,
+    }
+    calls = TROUBLED[:7] if arrival == "now" else RUN[:5]
+    reference = check(world, calls, Ranks(world, order="v_first", **how), unchunked, arrival=arrival, **settings, **how)
+    assert (set(reference.displaced) >= {"", "qkv"}) == (arrival == "adaptive")
 
 
 @pytest.mark.parametrize(
@@ -126,7 +155,7 @@ def test_bytes_are_those_of_the_codes(world, exchange):
     topology = topology_of(world.machine, world.size)
     settings = {"codec": "int2", "predictor": "last", "exchange": exchange, "nic_balance": False}
 
-    of_ranks = Ranks(world, **settings).attend([(call, world.tensors(call)) for call in RUN[:3]])
+    of_ranks = Ranks(world, **settings).call(RUN[:3])
     formulas = Formulas(topology, world.layout(RUN[0]))
     first, coded = (world.batch * coded_width(world.channels, bits) for bits in (8, 2))
     for rank, (_, (one, two, three), _) in enumerate(of_ranks):
@@ -151,7 +180,7 @@ def test_states_are_given_back():
     world = World(3)
 
     for predictor, reconstructions in (("last", 1), ("taylor", 2)):
-        of_ranks = Ranks(world, codec="int4", predictor=predictor).attend([(RUN[0], world.tensors(RUN[0]))])
+        of_ranks = Ranks(world, codec="int4", predictor=predictor).call(RUN[:1])
         one_tensor = world.batch * (world.image + 7) * world.heads * world.channels * 4
         assert sum(codec.bytes_held() for *_, codec in of_ranks) == 2 * 4 * reconstructions * one_tensor
         for end in (lambda one: one.end(), lambda one: one.forget(LayerKey("layer"))):
@@ -181,25 +210,15 @@ def test_the_continuation_goes_by_the_noise_levels(sigmas, factor):
 
 def test_layers_decide_each_for_itself():
     """Two layers in turn, of which one has a residual without a scale; the other is coded on."""
-    world, trouble = World(2), Call(2, spoilt=math.inf)
-
-    def work(transport: Any) -> list[int]:
-        mesh = Mesh.build(topology_of("local", 2))
-        trace, coded = Trace(transport.rank), []
-        strategy = build_strategy(Config(codec="int8"), mesh, transport, trace, Kernels("torch"))
-        rows = world.layout(RUN[0]).row_slices[transport.rank]
-        for call in [*RUN[:2], trouble, *RUN[3:5]]:
-            strategy.codec.begin_step(call.moment)
-            for layer, of in (("a", RUN[call.step]), ("b", call)):
-                before = sum(trace.bytes().values())
-                q, k, v = (lambda x=x[:, rows]: x for x in world.tensors(of))
-                strategy.attend(LazyQKV(q, k, v, world.segments(call), world.heads), LayerKey(layer))
-                coded.append(sum(trace.bytes().values()) - before)
-        return coded
-
-    for sent in run_ranks(2, work):
-        whole = max(sent)
-        assert [count == whole for count in sent] == [True, True, *[False] * 4, False, True, False, False]
+    calls = list[Call]()
+    for call in RUN[:5]:
+        spoilt = math.inf if call.step == 2 else 0.0
+        calls += replace(call, layer=LayerKey("a")), replace(call, layer=LayerKey("b"), spoilt=spoilt)
+    for _, sent, _ in Ranks(World(2), codec="int8").call(calls):
+        total = [0, *(sum(one["attention"].values()) for one in sent)]
+        of_calls = [after - before for before, after in pairwise(total)]
+        whole = max(of_calls)
+        assert [count == whole for count in of_calls] == [True, True, *[False] * 4, False, True, False, False]
 
 
 @pytest.mark.parametrize("settings", [{"codec": "int4"}, {"codec": "lossless"}, {"arrival": "displaced"}])

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from seams import kernels_of_parts
 from torch.nn.functional import scaled_dot_product_attention
 
 from cocodiff.attention import local, sums
@@ -58,13 +59,13 @@ def test_rows_without_keys_weigh_nothing():
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_the_plain_kernel_says_the_same(masked):
+def test_the_plain_kernel_says_what_the_cpus_does(masked):
     q, k, v = torch.randn(3, 2, 3, 5, 8).unbind()
-    bias = torch.zeros(2, 1, 1, 5).masked_fill(torch.rand(2, 1, 1, 5) < 0.3, -math.inf) if masked else None
-    out, lse = _plain(q, k, v, bias)
-    expected, expected_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias)
-    torch.testing.assert_close(out, expected)
-    torch.testing.assert_close(lse, expected_lse)
+    mask = torch.rand(2, 1, 1, 5) < 0.7 if masked else None
+    bias = torch.zeros(2, 1, 1, 5).masked_fill(~mask, -math.inf) if masked else None
+    expected = partial_attention(*(x.transpose(1, 2) for x in (q, k, v)), mask)
+    for found, x in zip(_plain(q, k, v, bias), expected, strict=True):
+        torch.testing.assert_close(found.transpose(1, 2), x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -129,7 +130,7 @@ def no_mask(q, k, v, bias):
 )
 def test_a_devices_kernel_is_the_first_that_gives_right_sums(monkeypatch, kernels, masked, taken, dtype):
     """With stand-ins for what versions of torch have on XPU."""
-    monkeypatch.delitem(local._KERNELS, "cpu")
+    monkeypatch.delitem(kernels_of_parts(), "cpu")
     monkeypatch.setitem(sums.TRIED, "cpu", {kernel.__name__: kernel for kernel in kernels})
     kernel_of.cache_clear()
     try:
@@ -145,15 +146,18 @@ def test_a_devices_kernel_is_the_first_that_gives_right_sums(monkeypatch, kernel
         kernel_of.cache_clear()
 
 
-@pytest.mark.parametrize("biased", [False, True])
-def test_the_older_kernel_of_xpu_gives_none_without_gradients(monkeypatch, biased):
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_older_kernel_of_xpu_gives_none_without_gradients(monkeypatch, masked):
     """An undefined tensor, which Python sees as None: it used to end every ring, Torus and streaming call there."""
     out = torch.ones(2, 3, 9, 64)
-    operator = lambda *_: (out, None, None, None)  # noqa: E731
-    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_fused_attention_overrideable", operator)
-    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention", operator)
-    for name, kernel in sums.TRIED["xpu"].items():
-        assert name and sums._fault(kernel, "cpu", torch.bfloat16, biased)
+    for name in ("_scaled_dot_product_fused_attention_overrideable", "_scaled_dot_product_flash_attention"):
+        monkeypatch.setattr(torch.ops.aten, name, lambda *_: (out, None, None, None))
+    monkeypatch.setitem(sums.TRIED, "cpu", sums.TRIED["xpu"])
+    kernel_of.cache_clear()
+    try:
+        assert kernel_of("cpu", torch.bfloat16, masked).told.startswith("in chunks")
+    finally:
+        kernel_of.cache_clear()
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -1,250 +1,89 @@
-"""Torus attention: exact in every composition, with the same bytes and one copy of keys and values."""
+"""Torus: when a call goes in chunks, how much of it is in memory, and which chunks there are. What it computes is in
+`test_exact_attention.py`."""
 
 from __future__ import annotations
 
 import threading
 import weakref
 from collections import Counter
-from contextlib import nullcontext
-from dataclasses import dataclass
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from covering import examples
-from hypothesis import example, given, settings
+from attention_worlds import RUN, Ranks, World
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from merging import merging_error
-from torch import Tensor
+from seams import receives_of
 from worlds import topologies, topology_of
 
 from cocodiff.attention.local import LocalAttention
-from cocodiff.attention.strategy import LayerKey, LazyQKV
-from cocodiff.attention.ulysses import Ulysses, joint, v_first
-from cocodiff.comm.loopback import LoopbackGroup, run_ranks
-from cocodiff.comm.trace import Trace
-from cocodiff.config.machine import Topology
 from cocodiff.config.registry import EXCHANGES, load
-from cocodiff.exchange.exchange import Exchange
+from cocodiff.engine import assemble
 from cocodiff.exchange.messages import InFlight
-from cocodiff.models.adapter import TEXT, image_and_text
-from cocodiff.topology.layout import slices
-from cocodiff.topology.routes.chunks import Chunking, ExchangeTable, Stages, chunk_ranks, consecutive
+from cocodiff.topology.routes.chunks import Stages, chunk_ranks, consecutive
 from cocodiff.topology.routes.plans import nic_detours, reverse, split_plan
 
-TABLE = ExchangeTable(((0.0005, "tapa"), (float("inf"), "split")))
+
+class Counting(LocalAttention):
+    """Notes how often it attends to a part of the keys. look: called before that."""
+
+    def __init__(self, look: Any = lambda *_: None) -> None:
+        self.parts, self._look = 0, look
+
+    def part(self, *qkv_mask: Any) -> Any:
+        self.parts += 1
+        self._look(*qkv_mask)
+        return super().part(*qkv_mask)
 
 
-@dataclass(frozen=True)
-class Case:
-    topology: Topology
-    image: int
-    text: int
-    heads: int
-    batch: int = 1
-    dtype: torch.dtype = torch.float32
-    masked: bool = False
-    text_first: bool = True
-
-    def tensors(self) -> list[Tensor]:
-        """q, k and v [B, S, H, D] in the model's order."""
-        random = torch.Generator().manual_seed(self.image + 100 * self.heads)
-        shape = (3, self.batch, self.image + self.text, self.heads, 8)
-        return list((2 * torch.randn(shape, generator=random)).to(self.dtype))
-
-    def mask_BT(self) -> Tensor | None:
-        """Some text tokens; none at all in the last batch row."""
-        if not self.masked:
-            return None
-        mask_BT = torch.arange(self.text).expand(self.batch, -1) % 3 != 1
-        return torch.cat([mask_BT[:-1], torch.zeros_like(mask_BT[-1:])])
-
-    def qkv(self, x_BSHD: list[Tensor]) -> LazyQKV:
-        q, k, v = (lambda x=x: x for x in x_BSHD)
-        mask_BT = self.mask_BT()
-        masks = {} if mask_BT is None else {TEXT: mask_BT}
-        return LazyQKV(q, k, v, image_and_text(self.image, self.text, self.text_first), self.heads, masks)
-
-    def own(self, rank: int, whole_BSHD: Tensor) -> Tensor:
-        """A rank's rows of a tensor in the model's order."""
-        image, text = (slices(one.shares(self.topology))[rank] for one in image_and_text(self.image, self.text))
-        first = self.text if self.text_first else 0
-        pair = (
-            whole_BSHD[:, text.start + self.image - first : text.stop + self.image - first]
-            if not self.text_first
-            else whole_BSHD[:, text],
-            whole_BSHD[:, image.start + first : image.stop + first],
-        )
-        return torch.cat(pair if self.text_first else pair[::-1], 1)
-
-    def mask_B11S(self) -> Tensor | None:
-        """The keys that are attended to."""
-        text_BT = self.mask_BT()
-        if text_BT is None:
-            return None
-        image = text_BT.new_ones(self.batch, self.image)
-        pair = [text_BT, image] if self.text_first else [image, text_BT]
-        return torch.cat(pair, 1)[:, None, None]
-
-    def truth(self) -> Tensor:
-        q, k, v = (x.double().transpose(1, 2) for x in self.tensors())
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, self.mask_B11S()).transpose(1, 2)
+def parts_of(world: World, **settings: Any) -> tuple[list[int], list[torch.Tensor]]:
+    """How many parts of attention each rank merges in a call, and its outputs."""
+    local = [Counting() for _ in range(world.size)]
+    found = Ranks(world, local=local.__getitem__, **settings).call([RUN[0]])
+    return [one.parts for one in local], [one.outputs[0] for one in found]
 
 
-def attend(case: Case, exchange: str, order=joint, chunks: int | None = 1, nic_balance=True) -> list:
-    """Every rank's output and bytes. chunks None: an exchange that knows nothing of chunks."""
-
-    def work(transport):
-        trace, table = Trace(transport.rank), TABLE if exchange == "auto" else None
-        chunking = None if chunks is None else Chunking(chunks)
-        ours = Exchange(exchange, case.topology, transport, trace, table, nic_balance, chunking=chunking)
-        strategy = Ulysses(case.topology, ours, trace, order)
-        outputs = []
-        for _ in range(2):  # a second call finds the lanes as the first left them
-            own = [case.own(transport.rank, x) for x in case.tensors()]
-            outputs.append(strategy.attend(case.qkv(own), LayerKey("layer")))
-        assert torch.equal(*outputs)
-        return outputs[0], trace.bytes(), ours.staged
-
-    return run_ranks(case.topology.size, work, timeout_s=60.0)
+def test_two_ranks_are_a_card_and_have_one_chunk_however_many_are_wanted():
+    (once, outputs), (often, others) = (parts_of(World(2), exchange="split", chunks=chunks) for chunks in (1, 4))
+    assert once == often == [0, 0] and all(map(torch.equal, outputs, others))
 
 
-def check(case: Case, exchange: str, order, chunks: int) -> None:
-    """As exact as attention in one piece but for the rounding of what merges its parts, and with the same bytes."""
-    whole, plain = case.truth(), attend(case, exchange, order)
-    # of all ranks: a single one's few numbers may come out exact by chance
-    error = max((theirs - case.own(rank, whole)).abs().max() for rank, (theirs, _, _) in enumerate(plain))
-    rounding = 2 * torch.finfo(case.dtype).eps * whole.abs().max()
-    allowed = 2 * error + rounding + merging_error(case.tensors(), chunks, case.mask_B11S())
-    for rank, ((ours, sent, _), (_, once, _)) in enumerate(
-        zip(attend(case, exchange, order, chunks), plain, strict=True)
-    ):
-        assert ours.dtype == case.dtype
-        assert (ours - case.own(rank, whole)).abs().max() <= allowed
-        if exchange != "auto":  # which goes by the size of what travels together, and chunks travel one by one
-            assert sent == once
+@pytest.mark.parametrize(("times", "parts"), [(1.0, 4), (1.01, 0)])
+def test_from_so_many_megabytes_on_calls_go_in_chunks(times, parts, monkeypatch):
+    """Two chunks of q by two of keys. Below, a call goes whole."""
+    world = World(4, heads=4, image=25)
+    mb = 3 * (world.image + RUN[0].text) * world.batch * 4 * world.channels * 4 / 4 / 1e6
+    monkeypatch.setattr(assemble, "load_chunk_table", lambda *_: (2, times * mb))
+    found, outputs = parts_of(world, exchange="split", chunks="auto")
+    assert found == [parts] * 4
+    torch.testing.assert_close(outputs, parts_of(world, exchange="split")[1], rtol=0, atol=1e-5)
 
 
-@given(
-    topology=topologies(largest=24),
-    extra=st.integers(0, 13),
-    text=st.integers(0, 19),
-    heads=st.integers(0, 5),
-    batch=st.integers(1, 2),
-    dtype=st.sampled_from((torch.float32, torch.bfloat16)),
-    masked=st.booleans(),
-    text_first=st.booleans(),
-    exchange=st.sampled_from(("flat", "tapa", "split", "auto")),
-    order=st.sampled_from((joint, v_first)),
-    chunks=st.integers(2, 7),
-)
-@example(  # two keys of nearly one weight in two chunks, each chunk's logarithm of the sum 13 to 14
-    topology=topology_of("aurora", 12),
-    extra=12,
-    text=1,
-    heads=4,
-    batch=1,
-    dtype=torch.float32,
-    masked=False,
-    text_first=False,
-    exchange="flat",
-    order=joint,
-    chunks=2,
-)
-@examples(8, exhaustive=60)
-def test_equals_one_process_anywhere(
-    topology, extra, text, heads, batch, dtype, masked, text_first, exchange, order, chunks
-):
-    if topology.size == 1:
-        return  # nothing to exchange
-    masked = masked and text > 0
-    case = Case(topology, topology.size + extra, text, topology.size + heads, batch, dtype, masked, text_first)
-    check(case, exchange, order, chunks)
-
-
-@pytest.mark.parametrize(("exchange", "chunks"), [("tapa", 5), ("split", 2)])
-def test_two_nodes_in_bf16(chunks, exchange):
-    check(Case(topology_of("aurora", 24), 41, 7, 26, 2, torch.bfloat16, masked=True), exchange, v_first, chunks)
-
-
-@pytest.mark.parametrize("exchange", ["tapa", "split"])
-def test_where_receives_cannot_be_posted_ahead(exchange, monkeypatch):
-    """Device backends match the sends and receives of one call."""
-    monkeypatch.setattr(LoopbackGroup, "receives_ahead", False)
-    check(Case(topology_of("local", 7, 4), 23, 4, 9), exchange, joint, 3)
-
-
-@pytest.mark.parametrize(("exchange", "ranks", "chunks"), [("tapa", 4, 1), ("split", 4, 1), ("split", 2, 4)])
-def test_one_chunk_is_the_exchange_without_stages(exchange, ranks, chunks):
-    """Two ranks are one card, which is a single chunk however many are wanted."""
-    case = Case(topology_of("local", ranks), 13, 3, 6)
-    one_chunk, plain = (attend(case, exchange, v_first, wanted) for wanted in (chunks, None))
-    for (ours, our_bytes, staged), (theirs, their_bytes, _) in zip(one_chunk, plain, strict=True):
-        assert staged is None and torch.equal(ours, theirs) and our_bytes == their_bytes
-
-
-def test_from_so_many_megabytes_on():
-    """Below, a call goes whole: the same bits as without chunks in the same sequence."""
-    case = Case(topology_of("local", 4), 16, 0, 4)
-    mb = 3 * 16 * 4 * 8 * 4 / 4 / 1e6
-    seen = []
-
-    def work(transport, from_mb):
-        calls = []
-
-        class Counting(LocalAttention):
-            def part(self, *qkv_mask):
-                calls.append(0)
-                return super().part(*qkv_mask)
-
-        ours = Exchange("split", case.topology, transport, Trace(), chunking=Chunking(2, from_mb))
-        own = [case.own(transport.rank, x) for x in case.tensors()]
-        Ulysses(case.topology, ours, Trace(), local=Counting()).attend(case.qkv(own), LayerKey("layer"))
-        seen.append((from_mb, len(calls)))
-
-    for from_mb in (mb, 1.01 * mb):
-        run_ranks(4, lambda transport, from_mb=from_mb: work(transport, from_mb))
-    assert sorted(set(seen)) == [(mb, 4), (1.01 * mb, 0)]  # two chunks of q by two of keys
-
-
-@pytest.mark.parametrize(("nodes", "chunks"), [(1, 3), (2, 4)])
-def test_keys_and_values_are_in_memory_once(nodes, chunks):
+@pytest.mark.parametrize(("machine", "size", "chunks"), [("local", 8, 3), ("aurora", 24, 4)])
+def test_keys_and_values_are_in_memory_once(machine, size, chunks):
     """Every part of them is a slice of one tensor, and what they arrived in is gone when the last is there."""
-    case = Case(topology_of("local", 8, 8 // nodes), 40, 8, 16)
-    whole = 48 * 2 * 8 * 4  # bytes of one tensor's two heads
+    world = World(size, 2 * size, 3 * size, 8, machine=machine)
+    storages: list[set[tuple[int, int]]] = [set(), set()]
+    buffers, alive, post = list[weakref.ref[Any]](), list[int](), InFlight.post_receives
 
-    def work(transport):
-        storages, alive = {"k": set(), "v": set()}, []
+    def receive(flight: InFlight, plan: Any, groups: Any) -> None:
+        post(flight, plan, groups)
+        rank, receives = receives_of(flight)
+        if rank == 0 and threading.current_thread().name == "lane-plane":
+            buffers.extend(weakref.ref(one.buffer) for one in receives if one.message[0].heads == 0)
 
-        class Watching(LocalAttention):
-            def part(self, q, k, v, mask=None):
-                for name, x in (("k", k), ("v", v)):
-                    storages[name].add((x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()))
-                alive.append(sum(buffer() is not None for buffer in buffers))
-                return super().part(q, k, v, mask)
+    def look(_q: Any, k: torch.Tensor, v: torch.Tensor, *_: Any) -> None:
+        for found, x in zip(storages, (k, v), strict=True):
+            found.add((x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()))
+        alive.append(sum(buffer() is not None for buffer in buffers))
 
-        buffers: list[weakref.ref] = []
-        ours = Exchange("split", case.topology, transport, Trace(), chunking=Chunking(chunks))
-        post = InFlight.post_receives
-        own = [case.own(transport.rank, x) for x in case.tensors()]
-
-        def receive(flight, plan, groups):
-            post(flight, plan, groups)
-            arriving = [x for of_phase in flight._phases for x in of_phase.values()]
-            if threading.current_thread() in lanes:
-                buffers.extend(weakref.ref(x.buffer) for x in arriving if x.message[0].heads == transport.rank)
-
-        lanes = [ours.staged._lanes[0].worker._thread]
-        with mock.patch.object(InFlight, "post_receives", receive) if transport.rank == 0 else nullcontext():
-            Ulysses(case.topology, ours, Trace(), local=Watching()).attend(case.qkv(own), LayerKey("layer"))
-        assert all({size for _, size in found} == {whole} and len(found) == 1 for found in storages.values())
-        if transport.rank == 0:
-            assert buffers and alive[-1] == 0
-
-    run_ranks(8, work)
-
-
-# Plans ----------------------------------------------------------------------------------------------------------------
+    with mock.patch.object(InFlight, "post_receives", receive):
+        local = [Counting(look if rank == 0 else lambda *_: None) for rank in range(size)]
+        Ranks(world, local=local.__getitem__, exchange="split", chunks=chunks).call([RUN[0]])
+    tokens = world.image + RUN[0].text
+    assert [{nbytes for _, nbytes in found} for found in storages] == [{tokens * 2 * 2 * 8 * 4}] * 2
+    assert [len(found) for found in storages] == [1, 1] and buffers and alive[-1] == 0
 
 
 @given(topology=topologies(largest=24), chunks=st.integers(1, 9), name=st.sampled_from(sorted(EXCHANGES)))

@@ -11,143 +11,95 @@ from typing import Any
 
 import pytest
 import torch
-from covering import covering, examples
+from attention_worlds import Call, OfRank, Ranks, World
+from covering import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from seams import sums_on_the_device
+from torch.nn.functional import scaled_dot_product_attention
 from v_major_reference import Reference
-from worlds import topology_of
 
-from cocodiff.attention.strategy import LayerKey, LazyQKV
-from cocodiff.attention.ulysses import Ulysses, joint, v_first
-from cocodiff.attention.v_major.codec import VMajor
-from cocodiff.attention.v_major.selection import Cards, Schedule, Selection, stable_tokens
+from cocodiff.attention.strategy import LayerKey
+from cocodiff.attention.v_major.selection import Cards, Drift, DriftNotes, Schedule, Selection, stable_tokens
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.comm.trace import Trace
-from cocodiff.config.config import Config
 from cocodiff.config.machine import Machine, Topology
-from cocodiff.exchange.codec import StepInfo
-from cocodiff.exchange.exchange import Exchange
+from cocodiff.engine.assemble import build_strategy
+from cocodiff.exchange.codec import merge_notes
 from cocodiff.kernels import Kernels
 from cocodiff.models.adapter import image_and_text
+from cocodiff.topology.axes import Mesh
 from cocodiff.topology.layout import Layout, Segment, Segments
-from cocodiff.topology.routes.chunks import Chunking
 
-D = 4
-ALL = slice(None)
-SCHEDULES = {
-    "linear": Schedule("linear"),
-    "fixed": Schedule("fixed", ratio=0.6, sync_interval=4),
-    "reverse": Schedule("reverse", warmup=3, sync_interval=0),
-    "cosine": Schedule("cosine", sync_interval=7),
-    "list": Schedule("list", ratios=(0.0, 0.2, 0.9, 0.4)),
-    "threshold": Schedule("threshold", threshold=0.12, sync_interval=0),
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "linear": {"schedule": "linear"},
+    "fixed": {"schedule": "fixed", "ratio": 0.6, "sync_interval": 4},
+    "reverse": {"schedule": "reverse", "warmup": 3, "sync_interval": 0},
+    "cosine": {"schedule": "cosine", "sync_interval": 7},
+    "list": {"schedule": "list", "ratios": (0.0, 0.2, 0.9, 0.4)},
+    "threshold": {"schedule": "threshold", "threshold": 0.12, "sync_interval": 0},
+    "nothing stays": {"schedule": "fixed", "ratio": 0.0},
+    "always full": {"schedule": "linear", "sync_interval": 1},
 }
 
 
 @dataclass(frozen=True)
-class Case:
-    """Attention calls of one layer over all steps."""
+class Drifting(World):
+    """Tensors that drift from a start, each token at a pace of its own. frames: of 7 tokens of text and 23 of an image,
+    two frames of unlike size, divided each for itself, between other ones."""
 
-    size: int
-    image: int
-    text: int
-    heads: int
-    batch: int = 1
-    steps: int = 20
-    machine: str = "local"
+    heads: int = 9
+    text: int = 7
+    channels: int = 4
     text_first: bool = True
-    channels: int = D
+    frames: bool = False
 
-    @property
-    def segments(self) -> Segments:
+    def segments(self, call: Call) -> Segments:
+        if self.frames:
+            image, text = image_and_text(15, 5)
+            return text, image, replace(image, name="frame", tokens=8), Segment("end", 2)
         return image_and_text(self.image, self.text, self.text_first)
-
-    def layout(self) -> Layout:
-        return Layout.build(topology_of(self.machine, self.size), self.segments, self.heads)
 
     @cached_property
     def motion(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of q, k and v [3, B, S, H, D]: a start that drifts, each token at a pace of its own."""
+        """Of q, k and v [3, B, S, H, D]: where they start, where to and how fast they drift."""
         generator = torch.Generator().manual_seed(7)
         shape = (3, self.batch, self.image + self.text, self.heads, self.channels)
         start, drift = torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
         return start, drift, torch.rand((1, *shape[1:3], 1, 1), generator=generator) ** 3
 
-    def tensors(self, step: int, rows: slice = ALL) -> list[torch.Tensor]:
-        """q, k and v [B, L, H, D] of some rows in rank order."""
-        start, drift, pace = (x[:, :, rows] for x in self.motion)
-        return list(start + 0.3 * math.sin(0.4 * step) * pace * drift)
+    def tensors(self, call: Call) -> list[torch.Tensor]:
+        start, drift, pace = self.motion
+        return list(start + 0.3 * math.sin(0.4 * call.step) * pace * drift)
 
 
-class FramesCase(Case):
-    """Of 7 tokens of text and 23 of an image: two frames of unlike size, divided each for itself, between other
-    ones."""
-
-    @property
-    def segments(self) -> Segments:
-        image, text = image_and_text(15, 5)
-        return text, image, replace(image, name="frame", tokens=8), Segment("end", 2)
+def run_of(steps: int, run: int = 0) -> list[Call]:
+    return [Call(step, run, steps=steps) for step in range(steps)]
 
 
-def distributed(case: Case, make: Any, repeats: int = 1, chunks: int = 1) -> list[Any]:
-    """Every rank's outputs [B, L, H, D] of all steps, its strategy and its trace. make: (parts of a strategy) -> it."""
-    layout, topology = case.layout(), topology_of(case.machine, case.size)
-    assert len(case.motion) == 3  # drawn once, before ranks ask for it together
-
-    def work(transport: Any) -> Any:
-        trace = Trace(transport.rank)
-        exchange_name, build = make
-        exchange = Exchange(exchange_name, topology, transport, trace, chunking=Chunking(chunks))
-        strategy = build(topology, exchange, trace, transport)
-        outputs = []
-        for run in range(repeats):
-            for step in range(case.steps):
-                strategy.codec.begin_step(StepInfo(run, step, case.steps))
-                q, k, v = (lambda x=x: x for x in case.tensors(step, layout.row_slices[transport.rank]))
-                qkv = LazyQKV(q, k, v, case.segments, case.heads)
-                outputs.append(strategy.attend(qkv, LayerKey("layer")).clone())
-        return outputs, strategy, trace
-
-    return run_ranks(case.size, work)
+def selecting(world: World, schedule: str | dict[str, Any], **settings: Any) -> Ranks:
+    named = SCHEDULES[schedule] if isinstance(schedule, str) else schedule
+    return Ranks(world, selection="v_major", **named, **{"order": "v_first", **settings})
 
 
-def v_major(schedule: Schedule, scoring: str, reference: str, order: Any = v_first, exchange: str = "tapa") -> Any:
-    def build(topology: Any, ex: Any, trace: Any, transport: Any) -> Ulysses:
-        codec = VMajor(Config(scoring=scoring, reference=reference), ex, transport)
-        codec.schedule = schedule
-        return Ulysses(topology, ex, trace, order, codec)
-
-    return exchange, build
+def same_bits(some: list[OfRank], others: list[OfRank]) -> bool:
+    pairs = [zip(one.outputs, other.outputs, strict=True) for one, other in zip(some, others, strict=True)]
+    return all(torch.equal(a, b) for pair in pairs for a, b in pair)
 
 
-def full(order: Any = v_first, exchange: str = "tapa") -> Any:
-    return exchange, lambda topology, ex, trace, transport: Ulysses(topology, ex, trace, order)
+def check(world: Drifting, steps: int, schedule: str, **settings: Any) -> None:
+    calls, ranks = run_of(steps), selecting(world, schedule, **settings)
+    of_ranks, config = ranks.call(calls), ranks.config
+    layout = world.layout(calls[0])
+    expected = Reference(world.topology, layout, Schedule.of(config), config.scoring, config.reference)
+    for call in calls:
+        whole_BSHD = torch.cat(list(expected.attend(*world.tensors(call), call.step, steps)), 2)
+        for rank, one in enumerate(of_ranks):
+            own = whole_BSHD[:, layout.row_slices[rank]]
+            assert torch.equal(one.outputs[call.step], own), f"step {call.step}, rank {rank}"
 
 
-def check(case: Case, schedule: Schedule, scoring: str, reference: str, order: Any, exchange: str) -> None:
-    layout, topology = case.layout(), topology_of(case.machine, case.size)
-    expected = Reference(topology, layout, schedule, scoring, reference)
-    of_ranks = distributed(case, v_major(schedule, scoring, reference, order, exchange))
-    for step in range(case.steps):
-        of_heads = expected.attend(*case.tensors(step), step, case.steps)
-        whole_BSHD = torch.cat(list(of_heads), 2)
-        for rank, (outputs, _, _) in enumerate(of_ranks):
-            assert torch.equal(outputs[step], whole_BSHD[:, layout.row_slices[rank]]), f"step {step}, rank {rank}"
-
-
-@pytest.mark.parametrize(
-    ("schedule", "scoring", "reference", "order"),
-    covering(SCHEDULES, ("source", "card"), ("prev", "sent"), (joint, v_first)),
-)
-def test_equals_one_process(schedule, scoring, reference, order):
-    check(Case(5, 23, 7, 9, batch=2), SCHEDULES[schedule], scoring, reference, order, "tapa")
-
-
-@pytest.mark.parametrize(("scoring", "exchange"), [("source", "split"), ("card", "tapa")])
-def test_equals_one_process_with_other_segments(scoring, exchange):
-    check(FramesCase(5, 23, 7, 9, batch=2), SCHEDULES["fixed"], scoring, "sent", v_first, exchange)
-
-
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @given(
     size=st.sampled_from((2, 3, 4, 6, 12)),
     image=st.integers(12, 40),
@@ -155,112 +107,119 @@ def test_equals_one_process_with_other_segments(scoring, exchange):
     heads=st.integers(12, 15),
     batch=st.integers(1, 2),
     text_first=st.booleans(),
-    schedule=st.sampled_from(sorted(SCHEDULES)),
+    frames=st.booleans(),
     scoring=st.sampled_from(("source", "card")),
     reference=st.sampled_from(("prev", "sent")),
-    order=st.sampled_from((joint, v_first)),
+    order=st.sampled_from(("joint", "v_first")),
     exchange=st.sampled_from(("flat", "tapa", "split")),
     steps=st.sampled_from((6, 20)),
 )
-@examples(12, exhaustive=60)
-def test_equals_one_process_anywhere(
-    size, image, text, heads, batch, schedule, text_first, scoring, reference, order, exchange, steps
+@examples(3, exhaustive=20)
+def test_equals_one_process(
+    schedule, size, image, text, heads, batch, text_first, frames, steps, scoring, exchange, **settings
 ):
     machine = "aurora" if size == 12 else "local"
-    case = Case(size, image, text, heads, batch, steps, machine, text_first)
-    exchange = "tapa" if scoring == "card" else exchange
-    check(case, SCHEDULES[schedule], scoring, reference, order, exchange)
+    frames = frames and size < 8  # the smaller one has 8 tokens
+    image, text = (23, 7) if frames else (image, text)
+    world = Drifting(size, heads, image, 4, batch, machine, text=text, text_first=text_first, frames=frames)
+    check(world, steps, schedule, scoring=scoring, exchange="tapa" if scoring == "card" else exchange, **settings)
 
 
-@pytest.mark.parametrize("size", [2, 3, 6, 12])
-@pytest.mark.parametrize("schedule", [Schedule("linear", sync_interval=1), Schedule("fixed", ratio=0.0)])
+@pytest.mark.parametrize(("size", "chunks"), [(2, 1), (3, 1), (12, 1), (6, 3)])
+@pytest.mark.parametrize("schedule", ["always full", "nothing stays"])
 @pytest.mark.parametrize(("scoring", "reference"), [("source", "sent"), ("card", "prev")])
-def test_with_nothing_stable_it_is_the_full_exchange(size, schedule, scoring, reference):
-    case = Case(size, 29, 5, 13, steps=6)
-    for (ours, _, _), (plain, _, _) in zip(
-        distributed(case, v_major(schedule, scoring, reference)), distributed(case, full()), strict=True
-    ):
-        assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+def test_with_nothing_stable_it_is_the_full_exchange(size, chunks, schedule, scoring, reference):
+    world, calls = Drifting(size, 13, 29, text=5), run_of(6)
+    ours = selecting(world, schedule, scoring=scoring, reference=reference, chunks=chunks).call(calls)
+    assert same_bits(ours, Ranks(world, order="v_first", chunks=chunks).call(calls))
 
 
 @pytest.mark.parametrize(
     ("size", "machine", "chunks", "exchange", "order", "scoring"),
     [
-        (5, "local", 3, "split", joint, "source"),
-        (5, "local", 2, "flat", v_first, "source"),
-        (6, "local", 3, "tapa", v_first, "card"),
-        (6, "local", 2, "tapa", joint, "card"),
-        (12, "aurora", 3, "split", v_first, "source"),
+        (5, "local", 3, "split", "joint", "source"),
+        (5, "local", 2, "flat", "v_first", "source"),
+        (6, "local", 3, "tapa", "v_first", "card"),
+        (6, "local", 2, "tapa", "joint", "card"),
+        (12, "aurora", 3, "split", "v_first", "source"),
     ],
 )
 def test_in_chunks_it_is_the_same_up_to_rounding(size, machine, chunks, exchange, order, scoring):
     """Chunks decide when, not what: the same tokens travel, the same bytes; attention sums in another order."""
-    case = Case(size, 29, 5, max(size, 9), batch=2, steps=7, machine=machine)
-    make = v_major(SCHEDULES["threshold" if scoring == "source" else "cosine"], scoring, "sent", order, exchange)
-    for (ours, strategy, trace), (whole, plain, once) in zip(
-        distributed(case, make, chunks=chunks), distributed(case, make), strict=True
+    world, calls = Drifting(size, max(size, 9), 29, machine=machine, text=5), run_of(7)
+    schedule = "threshold" if scoring == "source" else "cosine"
+    settings = {"scoring": scoring, "exchange": exchange, "order": order}
+    for ours, whole in zip(
+        selecting(world, schedule, chunks=chunks, **settings).call(calls),
+        selecting(world, schedule, **settings).call(calls),
+        strict=True,
     ):
-        assert trace.bytes() == once.bytes() and strategy.codec.bytes_held() == plain.codec.bytes_held()
-        for a, b in zip(ours, whole, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        assert ours.sent == whole.sent and ours.codec.bytes_held() == whole.codec.bytes_held()
+        torch.testing.assert_close(ours.outputs, whole.outputs, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("scoring", "exchange"), [("source", "split"), ("card", "tapa")])
-def test_in_chunks_with_nothing_stable_it_is_the_full_exchange(scoring, exchange):
-    case, always = Case(6, 29, 5, 13, steps=4), Schedule("linear", sync_interval=1)
-    lossless = distributed(case, v_major(always, scoring, "sent", v_first, exchange), chunks=3)
-    for (ours, _, _), (plain, _, _) in zip(lossless, distributed(case, full(v_first, exchange), chunks=3), strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+@pytest.mark.parametrize(
+    ("scoring", "reference", "exchange"),
+    [("source", "sent", "split"), ("source", "prev", "flat"), ("card", "prev", "tapa")],
+)
+@pytest.mark.parametrize(("size", "ring", "placement"), [(6, 2, "topology"), (6, 3, "usp"), (12, 3, "topology")])
+def test_with_a_ring_it_equals_one_process(size, ring, placement, scoring, reference, exchange):
+    """Every group selects among its own tokens; their rings carry whole keys and values, stale ones too."""
+    world, calls = Drifting(size, image=31), run_of(6)
+    settings = {"scoring": scoring, "reference": reference, "exchange": exchange}
+    ranks = selecting(world, "fixed", ring=ring, placement=placement, **settings)
+    mesh, of_ranks = ranks.mesh, ranks.call(calls)
+    layouts = mesh.layouts(world.segments(calls[0]), world.heads)
+    where = [range(31 + world.text)[world.rows(calls[0], rank)] for rank in range(size)]
+    rows = [[row for rank in group for row in where[rank]] for group in mesh.groups]
+    expected = [
+        Reference(part, layout, Schedule.of(ranks.config), scoring, reference)
+        for part, layout in zip(mesh.parts, layouts, strict=True)
+    ]
+    for call in calls:
+        for group, one in enumerate(expected):
+            one.attend(*(x[:, rows[group]] for x in world.tensors(call)), call.step, 6)
+        q, k, v = (torch.cat([one.caches[n] for one in expected], 1).transpose(1, 2) for n in range(3))
+        out, at = scaled_dot_product_attention(q, k, v).transpose(1, 2), 0
+        for rank in (rank for group in mesh.groups for rank in group):
+            own = out[:, at : at + len(where[rank])]
+            torch.testing.assert_close(of_ranks[rank].outputs[call.step], own, rtol=1e-5, atol=1e-6)
+            at += len(where[rank])
+    assert any(one.active_counts[-1] < world.batch * (31 + world.text) for one in expected)
 
 
 def test_a_second_image_sees_nothing_of_the_first():
-    case = Case(4, 29, 5, 13, steps=8)
-    for outputs, strategy, _ in distributed(case, v_major(SCHEDULES["fixed"], "source", "sent"), repeats=2):
+    for outputs, _, codec in selecting(Drifting(4, 13, 29), "fixed").call([*run_of(8), *run_of(8, run=1)]):
         assert all(torch.equal(a, b) for a, b in zip(outputs[:8], outputs[8:], strict=True))
-        assert strategy.codec.bytes_held() > 0
-        strategy.codec.end()
-        assert strategy.codec.bytes_held() == 0
+        assert codec.bytes_held() > 0
+        codec.end()
+        assert codec.bytes_held() == 0
 
 
 @pytest.mark.parametrize(("scoring", "reference"), [("source", "sent"), ("card", "prev")])
 def test_what_travels_is_what_was_selected(scoring, reference):
     """Plane bytes of q, k and v, summed over ranks, follow r(t) exactly; the output's and the selection's come on top.
-
-    The text is divided evenly and image tokens divide by the ranks, so that every card has as many tokens."""
-    schedule, batch = Schedule("fixed", ratio=0.75, sync_interval=10), 2
-    case = Case(12, 48, 12, 12, batch=batch, machine="aurora")
-    of_ranks = distributed(case, v_major(schedule, scoring, reference))
-    sent = sum(trace.bytes()["plane"] for _, _, trace in of_ranks)
-    cards, tokens_of_card, text_of_card, heads_of_plane = 6, 8, 2, 6
-    row = 4 * D * heads_of_plane * (cards - 1) / cards  # bytes of a token that leave its card in a plane
-    planes_of_a_card = 2
-    active = [tokens_of_card - math.floor(tokens_of_card * r) for r in realised(schedule, case.steps)]
-    qkv = sum(3 * cards * planes_of_a_card * batch * (text_of_card + n) * row for n in active)
-    out = case.steps * cards * planes_of_a_card * batch * (text_of_card + tokens_of_card) * row
-    chosen = selection_bytes(scoring, schedule, case)
-    assert sent == qkv + out + chosen
-
-
-def realised(schedule: Schedule, steps: int) -> list[float]:
-    return [0.0 if schedule.is_full(t, steps) else schedule.stable_fraction(t, steps) for t in range(steps)]
-
-
-def selection_bytes(scoring: str, schedule: Schedule, case: Case) -> int:
-    """Scores (4 bytes a token, from every rank) or masks (1 byte a token, from every card) to the plane's others."""
-    steps = sum(not schedule.is_full(t, case.steps) for t in range(case.steps))
-    a_token = 4 if scoring == "source" else 1
-    return steps * case.batch * case.image * a_token * 5
+    Six cards have 8 image tokens and 2 of the text each, and a plane 6 heads. Of 20 steps, of which the first two, the
+    12th and every tenth after it are full, the others leave 2 tokens of a card."""
+    world = Drifting(12, 12, 48, text=12, machine="aurora")
+    schedule = {"schedule": "fixed", "ratio": 0.75, "sync_interval": 10}
+    of_ranks = selecting(world, schedule, scoring=scoring, reference=reference).call(run_of(20))
+    cards, planes, B, row = 6, 2, world.batch, 4 * 4 * 6 * 5 / 6  # row: bytes of a token that leave its card in a plane
+    active = [8 if step in (0, 1, 12) else 2 for step in range(20)]
+    qkv = sum(3 * cards * planes * B * (2 + n) * row for n in active)
+    out = 20 * cards * planes * B * (2 + 8) * row
+    chosen = 17 * B * world.image * (4 if scoring == "source" else 1) * 5  # scores by rank, or masks by card
+    assert sum(one.sent[-1]["attention"]["plane"] for one in of_ranks) == qkv + out + chosen
 
 
 @pytest.mark.parametrize(("image", "text"), [(1536, 29), pytest.param(4096, 77, marks=pytest.mark.exhaustive)])
 def test_a_fixed_three_quarters_sends_a_third(image, text):
     """Of q, k and v over 20 steps, two of them warm, a sync every ten, with all overheads."""
-    schedule = Schedule("fixed", ratio=0.75, warmup=2, sync_interval=10)
-    case = Case(12, image, text, 12, machine="aurora", channels=32)
-    lossy = distributed(case, v_major(schedule, "source", "sent"))
-    exact = distributed(replace(case, steps=1), full())
-    spent, one_step = (sum(t.bytes()["plane"] for _, _, t in ranks) for ranks in (lossy, exact))
-    whole = one_step * case.steps
+    schedule = {"schedule": "fixed", "ratio": 0.75, "warmup": 2, "sync_interval": 10}
+    world = Drifting(12, 12, image, 32, 1, "aurora", text=text)
+    lossy, exact = selecting(world, schedule).call(run_of(20)), Ranks(world).call(run_of(1))
+    spent, one_step = (sum(one.sent[-1]["attention"]["plane"] for one in found) for found in (lossy, exact))
+    whole = one_step * 20
     out = whole / 4
     assert (spent - out) / (whole - out) <= 0.38
 
@@ -306,23 +265,46 @@ def test_on_cards_of_one_tile_a_fraction_tells_what_travels_without_the_device(f
 @pytest.mark.full
 def test_a_thousand_steps_take_the_memory_of_the_first_ones():
     """Also what is noted of each: memory of this process, of two ranks after a quarter of the steps and at the end."""
-    case, steps, pages = Case(2, 24, 8, 4), 1000, []
-    layout, topology = case.layout(), topology_of(case.machine, case.size)
-    exchange_name, build = v_major(SCHEDULES["cosine"], "card", "prev")
-    tensors = case.tensors(0)
+    world, pages, layers = Drifting(2, 4, 24, text=8), [], [LayerKey(f"layer {n}") for n in range(8)]
+    config, tensors = selecting(world, "cosine", scoring="card", reference="prev").config, world.tensors(Call(0))
 
     def work(transport: Any) -> None:
         trace = Trace(transport.rank)
-        strategy = build(topology, Exchange(exchange_name, topology, transport, trace), trace, transport)
-        own = [x[:, layout.row_slices[transport.rank]] for x in tensors]
-        for step in range(steps):
-            strategy.codec.begin_step(StepInfo(0, step, steps))
-            q, k, v = (lambda x=x: x for x in own)
-            for layer in range(8):
-                strategy.attend(LazyQKV(q, k, v, case.segments, case.heads), LayerKey(f"layer {layer}"))
+        strategy = build_strategy(config, Mesh.build(world.topology), transport, trace, Kernels("torch"))
+        for call in run_of(1000):
+            strategy.codec.begin_step(call.moment)
+            for layer in layers:
+                strategy.attend(world.qkv(call, tensors, transport.rank), layer)
             trace.clear()
-            if transport.rank == 0 and step % 250 == 249:
+            if transport.rank == 0 and call.step % 250 == 249:
                 pages.append(int(Path("/proc/self/statm").read_text().split()[1]))
 
-    run_ranks(case.size, work)
+    run_ranks(2, work)
     assert (pages[3] - pages[0]) * os.sysconf("SC_PAGE_SIZE") < 4e6
+
+
+# What is noted of a run -----------------------------------------------------------------------------------------------
+
+
+def test_notes_are_sums_over_calls_and_runs_that_take_no_more_memory_than_one_run():
+    notes = DriftNotes()
+    for run in range(3):
+        notes.ensure_step(0)
+        for layer_key in range(4):
+            change_BN, norm_BN = torch.full((2, 5), 0.5), torch.full((2, 5), float(1 + layer_key))
+            notes.scored(1, change_BN, norm_BN)
+            notes.chosen(1, torch.tensor([[True, False, True, True, False]] * 2))
+        if run < 2:
+            notes.sync_to_host()
+            assert not sums_on_the_device(notes)
+    assert notes.by_step() == {0: Drift(), 1: Drift(12 * 5.0, 3 * 10 * (1 + 2 + 3 + 4), 120, 48)}
+    assert notes.by_step() == notes.by_step()
+    notes.clear()
+    assert notes.by_step() == {}
+
+
+def test_the_profile_of_ranks_weighs_them_by_what_they_compared():
+    of_ranks = [{0: Drift(), 1: Drift(1.0, 4.0, 10, 5)}, {1: Drift(2.0, 8.0, 30, 5)}]
+    first, second = merge_notes(of_ranks)
+    assert first == {"step": 0, "change": None, "stable_fraction": 0.0}
+    assert second == {"step": 1, "change": pytest.approx(3 / 12), "stable_fraction": 10 / 40}

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from exactness import Case, Expected
+from seams import group_of_part
 from warm import forked
 from wrong_messages import Faulty, spoil
 
@@ -80,7 +81,7 @@ def test_a_part_names_ranks_of_the_whole_run() -> None:
         if transport.rank % 2 == 0:
             return ""
         if transport.rank == 3:
-            spoil(group._group, "flipped", 0, 1)
+            spoil(group_of_part(group), "flipped", 0, 1)
         with pytest.raises(PeerLost) as caught:
             for _ in range(200):
                 part.control.submit(lambda: all_gather(group)).wait()
@@ -177,8 +178,7 @@ def test_doctor_checks_its_own_messages() -> None:
     def work(transport: Any) -> list[str]:
         group: Any = transport.group([0, 1])
         if transport.rank == 0:
-            group = Faulty(group, "flipped", 1, 1)
-            group._left = 3  # a plain message, one with a checksum, which is the third
+            group = Faulty(group, "flipped", 1, 1, unchecked=1)
         return [word for trial in all_to_alls(transport, group) for word in trial.wrong]
 
     ((said,), _) = run_ranks(2, work, timeout_s=30.0)

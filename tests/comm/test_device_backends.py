@@ -1,4 +1,5 @@
-"""What torch_dist asks of device backends, with stand-ins for them: order of a batch, sizes, communicators, ccl."""
+"""Backends for devices: which one carries what, and settings that keep messages from being hidden. Simulated devices,
+whose library ends no batch that theirs would not, test what is asked of them (`simulated_device/ranks.py`)."""
 
 from __future__ import annotations
 
@@ -10,44 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from seams import tell_of_blocking
 
-from cocodiff.comm import connect, torch_dist
+from cocodiff.comm import torch_dist
 from cocodiff.comm.connect import overlap_killers
-from cocodiff.comm.health import Health
-from cocodiff.comm.torch_dist import CCL_BINDINGS, TorchDistGroup, TorchDistTransport, check_backend, device_backend
+from cocodiff.comm.torch_dist import CCL_BINDINGS, check_backend, device_backend
 from cocodiff.config.errors import UserError
 
 CPU, XPU, CUDA = torch.device("cpu"), torch.device("xpu", 0), torch.device("cuda", 0)
-
-
-def test_a_batch_lists_sends_first_and_nothing_empty(monkeypatch):
-    batches: list[list[tuple[str, int, int]]] = []
-    monkeypatch.setattr(dist, "P2POp", lambda op, tensor, group, group_peer: (op.__name__, len(tensor), group_peer))
-    monkeypatch.setattr(dist, "batch_isend_irecv", lambda operations: batches.append(operations) or [])
-    group = TorchDistGroup("group", (0, 1, 2), 1, XPU)
-    assert not group.receives_ahead
-    sends, recvs = [torch.ones(4), torch.ones(4), torch.ones(0)], [torch.ones(3), torch.ones(4), torch.ones(5)]
-    group.all_to_all(sends, recvs).wait()
-    # What has no message the other way has a byte there.
-    assert batches == [[("isend", 4, 0), ("isend", 1, 2), ("irecv", 3, 0), ("irecv", 5, 2)]]
-    group.send_recv([(torch.ones(0), 0)], [(torch.ones(0), 0)]).wait()
-    assert len(batches) == 1  # nothing to send: no batch at all
-
-
-def test_a_groups_first_call_on_a_device_is_a_collective_of_all_members(monkeypatch):
-    calls: list[str] = []
-    work = SimpleNamespace(wait=lambda: calls.append("wait"))
-    monkeypatch.setattr(dist, "new_group", lambda ranks, **_: calls.append("new") or "group")
-    monkeypatch.setattr(dist, "all_reduce", lambda one, group, async_op: calls.append(f"all_reduce {group}") or work)
-    transport = TorchDistTransport.__new__(TorchDistTransport)
-    transport.rank, transport.device, transport.library, transport._groups = 0, torch.device("meta"), "xccl", []
-    transport.health = Health()
-    monkeypatch.setattr(transport, "blocking", lambda job, among: job())
-    transport.group([0, 1])
-    assert calls == ["new", "all_reduce group", "wait"]
-    transport.device = CPU
-    transport.group([0, 1])
-    assert calls[3:] == ["new"]
 
 
 def test_the_backend_of_a_device(monkeypatch):
@@ -121,7 +92,7 @@ def test_rank_0_says_so_in_one_line_at_the_start(monkeypatch, caplog):
     for rank in (1, 0):
         with caplog.at_level(logging.WARNING):
             of_rank = SimpleNamespace(library="xccl", rank=rank, device=XPU, drawback="")
-            connect._tell_of_blocking(of_rank)  # type: ignore[arg-type]
+            tell_of_blocking(of_rank)
     assert [record.getMessage() for record in caplog.records] == [
         "messages will not be hidden: CCL_OP_SYNC=1 makes every oneCCL call wait for its end (unset CCL_OP_SYNC)"
     ]

@@ -8,17 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
+from seams import cut, peers_of
 from watches import Watches, awaited, awaited_error
 
-from cocodiff.comm.health import HELLO_BYTES, Health, Line, Watch
+from cocodiff.comm.health import HELLO_BYTES, Health, Line
 from cocodiff.config.errors import PeerLost, UserError
-
-
-def cut(watch: Watch) -> None:
-    """What the death of its process does: all its connections close, before it can say of one that it has."""
-    with watch._changed:
-        for line in watch._lines.values():
-            line.socket.shutdown(socket.SHUT_RDWR)
 
 
 def open_sockets() -> int:
@@ -69,25 +63,18 @@ def test_clean_close_raises_nothing_and_leaves_no_thread_and_no_connection(watch
     assert open_sockets() <= sockets
 
 
-def test_blame_finds_the_death_behind_a_transport_error(watches: Watches) -> None:
-    ranks = watches.open(range(3), 3)
+def test_blame_finds_the_death_behind_a_transport_error_and_leaves_other_errors_alone(watches: Watches) -> None:
+    ranks, error = watches.open(range(3), 3), RuntimeError("connection reset by peer")
+    assert ranks[0].blame(error) is error and Health().blame(error) is error
     ranks[1].fail("out of memory")
-    blamed = ranks[2].blame(RuntimeError("connection reset by peer"))
-    assert str(blamed) == "rank 1 failed: out of memory"
-
-
-def test_blame_leaves_other_errors_alone(watches: Watches) -> None:
-    ranks = watches.open(range(2), 2)
-    error = RuntimeError("of its own")
-    assert ranks[0].blame(error) is error
-    assert Health().blame(error) is error
+    assert str(ranks[2].blame(error)) == "rank 1 failed: out of memory"
 
 
 def test_a_failure_during_rank_0s_goodbye_still_reaches_the_others(watches: Watches) -> None:
     ranks = watches.open(range(3), 3)
     with ThreadPoolExecutor(1) as pool:
         goodbye = pool.submit(ranks[0].close)
-        awaited(lambda: 0 in ranks[1]._peers.left)
+        awaited(lambda: 0 in peers_of(ranks[1]).left)
         assert not goodbye.done()
         ranks[1].fail("late")
         assert str(awaited_error(ranks[2])) == "rank 1 failed: late"

@@ -2,94 +2,40 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
-import pytest
 import torch
 
-from cocodiff.comm import host
-from cocodiff.comm.host import HostPending, Staged
-
-CPU, XPU = torch.device("cpu"), torch.device("xpu", 0)
+from cocodiff.comm.host import HostTransport, host_memory
+from cocodiff.comm.loopback import run_ranks
 
 
-class JobResult:
-    """A transfer that needs no waiting."""
+def test_messages_leave_when_they_are_on_the_host_and_every_wait_orders_its_stream(simulated: Any) -> None:
+    """Of two ranks on one device, whose operations all start late: also the stream of who waits second."""
+    with simulated.devices(1, strict=True, delayed=1.0) as found:
+        module = torch.get_device_module(found[0])
 
-    def wait(self) -> None:
-        return
+        def work(carrier: Any) -> list[list[float]]:
+            transport, other, doubled = HostTransport(carrier, found[0]), 1 - carrier.rank, []
+            group, streams = transport.group([0, 1]), [module.Stream(found[0]) for _ in range(3)]
+            with module.stream(streams[0]):
+                sends = [torch.full((size,), float(size + carrier.rank), device=found[0]) + 1 for size in (3, 0, 5)]
+                came = [torch.zeros_like(x) for x in sends]
+                pending = group.send_recv([(x, other) for x in sends], [(x, other) for x in came])
+            for stream in streams[1:]:
+                with module.stream(stream):
+                    pending.wait()
+                    doubled.append(torch.cat(came) * 2)
+            del sends, came, pending
+            module.synchronize(found[0])
+            transport.close()
+            return [x.cpu().tolist() for x in doubled]
 
-
-class Streams:
-    """A device's module: streams note what they wait for, and copies and other work that is queued on them."""
-
-    def __init__(self) -> None:
-        self.log: list[tuple[str, str, str]] = []
-        self._of = threading.local()
-        outer = self
-
-        class Event:
-            def record(self, stream: str) -> None:
-                self.at = stream
-
-            def synchronize(self) -> None:
-                outer.log.append(("host", "waits for", self.at))
-
-        self.Event = Event
-
-    def current_stream(self, _: Any = None) -> Any:
-        name, log = getattr(self._of, "name", "posting"), self.log
-
-        class Stream(str):
-            def wait_event(self, event: Any) -> None:
-                log.append((name, "waits for", event.at))
-
-        return Stream(name)
-
-    def use(self, name: str) -> None:
-        self._of.name = name
+        for rank, ours in enumerate(run_ranks(2, work)):
+            assert ours == [[2.0 * (4 + 1 - rank)] * 3 + [2.0 * (6 + 1 - rank)] * 5] * 2
+    assert found.reports == []
 
 
-def test_streams_are_ordered_by_events_and_the_host_waits_for_its_copies_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    streams, received = Streams(), torch.zeros(4)
-    monkeypatch.setattr(torch, "get_device_module", lambda *_: streams)
-
-    def use(x: torch.Tensor) -> torch.Tensor:
-        streams.log.append((streams.current_stream(), "uses", "it"))
-        return x
-
-    monkeypatch.setattr(host, "used_on_current_stream", use)
-    staged = Staged([(received, 1)], CPU)
-    staged.on_host[0][0].copy_(torch.arange(4.0).view(torch.uint8))
-    pending = HostPending(XPU, None, (staged, [JobResult()]))
-    assert received.tolist() == [0, 0, 0, 0]
-    streams.use("waiting")
-    pending.wait()
-    assert received.tolist() == [0, 1, 2, 3]
-    assert streams.log == [("waiting", "waits for", "posting"), ("waiting", "uses", "it")]
-    streams.use("another")
-    pending.wait()  # behind the copy that the first one has made
-    assert streams.log[2:] == [("another", "waits for", "waiting"), ("another", "uses", "it")]
-
-
-def test_what_is_sent_leaves_when_its_copies_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    streams = Streams()
-    monkeypatch.setattr(torch, "get_device_module", lambda *_: streams)
-
-    class Carrier:
-        ranks, index = (0, 1), 0
-
-        def send_recv(self, sends: list[Any], recvs: list[Any]) -> JobResult:
-            streams.log.append(("host", "sends", f"{sum(len(x) for x, _ in sends)} bytes"))
-            return JobResult()
-
-    monkeypatch.setattr(host, "host_memory", lambda size, _: torch.empty(size, dtype=torch.uint8))
-    group = host.HostGroup(Carrier(), XPU)  # type: ignore[arg-type]
-    group.send_recv([(torch.ones(3), 1), (torch.ones(0), 1), (torch.ones(5).half(), 1)], [])
-    assert streams.log == [("host", "waits for", "posting"), ("host", "sends", "22 bytes")]
-
-
-def test_memory_is_the_hosts_whatever_the_callers_default_device():
+def test_memory_is_the_hosts_whatever_the_callers_default_device() -> None:
     with torch.device("meta"):
-        assert host.host_memory(10, CPU).device.type == "cpu"
+        assert host_memory(10, torch.device("cpu")).device.type == "cpu"

@@ -58,14 +58,6 @@ def lane():
     lane.close()
 
 
-def test_an_error_is_raised_to_the_one_who_waits_for_that_job(lane):
-    failing = lane.submit(lambda: 1 / 0)
-    following = lane.submit(lambda: 7)
-    assert following.wait() == 7
-    with pytest.raises(ZeroDivisionError):
-        failing.wait()
-
-
 def test_a_job_runs_in_its_submitters_mode(lane):
     def modes():
         return torch.is_inference_mode_enabled(), torch.is_grad_enabled()

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from cocodiff.cli.doctor.facts import Card, Nic
-from cocodiff.comm.loopback import run_ranks
 from cocodiff.comm.objects import LENGTH, as_bytes, as_value
 from cocodiff.planner.costs import CallKind
 
@@ -85,12 +84,3 @@ def test_a_strangers_message_is_refused_and_runs_nothing(content: bytes, tmp_pat
     with pytest.raises(ValueError, match="no value of ours"):
         as_value(torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0).byte())
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("size", [1, 2, 5, 8])
-def test_every_rank_gets_the_first_ones_value(size: int) -> None:
-    def work(transport: Any) -> Any:
-        assert transport.gather_object(transport.rank) == (None if transport.rank else list(range(size)))
-        return transport.broadcast_object(["from", transport.rank])
-
-    assert run_ranks(size, work) == [["from", 0]] * size

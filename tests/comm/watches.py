@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from seams import peers_of
 
 from cocodiff.comm.health import Watch
 from cocodiff.comm.peers import Limits
@@ -67,7 +68,7 @@ def awaited(found: Callable[[], object], within_s: float = 60.0) -> None:
 
 def awaited_error(watch: Watch) -> BaseException:
     """The error that a rank's next check raises, once it has come."""
-    awaited(lambda: watch._peers.lost)
+    awaited(lambda: peers_of(watch).lost)
     with pytest.raises((PeerLost, UserError)) as error:
         watch.check()
     return error.value

@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 
 import torch
+from seams import put_behind_checksums
 from torch import Tensor
 
 from cocodiff.comm.checked import CheckedGroup
@@ -21,8 +22,9 @@ SENDER, RECEIVER = 1, 2
 class Faulty(Group):
     """A group whose n-th message to a peer comes with one bit flipped, or not at all, nor does its checksum."""
 
-    def __init__(self, group: Group, fault: str, peer: int, number: int) -> None:
-        self._group, self._fault, self._peer, self._left = group, fault, peer, 2 * number
+    def __init__(self, group: Group, fault: str, peer: int, number: int, unchecked: int = 0) -> None:
+        """unchecked: messages that come before, without checksums."""
+        self._group, self._fault, self._peer, self._left = group, fault, peer, 2 * number + unchecked
         self.ranks, self.index, self.receives_ahead = group.ranks, group.index, group.receives_ahead
 
     def send_recv(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> Pending:
@@ -43,7 +45,7 @@ class Faulty(Group):
 
 def spoil(group: CheckedGroup, fault: str, peer: int, number: int) -> None:
     """Has a message of a checked group go wrong on its way, behind the checksums' back."""
-    group._group = Faulty(group._group, fault, peer, number)
+    put_behind_checksums(group, lambda plain: Faulty(plain, fault, peer, number))
 
 
 def work(fault: str, transport: Transport) -> None:

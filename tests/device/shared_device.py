@@ -7,16 +7,17 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, TypeVar
 
 import pytest
 import torch
 from exactness import Case
+from late import Late
 from torch import Tensor
 
 from cocodiff.comm.host import HostTransport
-from cocodiff.comm.loopback import LoopbackTransport, run_ranks
-from cocodiff.comm.transport import Group, Pending
+from cocodiff.comm.loopback import run_ranks
 from cocodiff.engine.engine import parallelize
 
 T = TypeVar("T")
@@ -40,56 +41,23 @@ def chosen(values: Iterable[Any], *some: Any) -> list[Any]:
     return [pytest.param(value, marks=() if value in some else left_out) for value in values]
 
 
-class Late(Group):
-    """A group of the CPU's whose messages leave and arrive late, by a random time, and that keeps the stream of whoever
-    waits busy meanwhile."""
-
-    def __init__(self, group: Group, device: torch.device, delays: random.Random) -> None:
-        self._group, self._device, self._delays = group, device, delays
-        self.ranks, self.index, self.receives_ahead = group.ranks, group.index, group.receives_ahead
-
-    def send_recv(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> Pending:
-        self.delay()
-        return LatePending(self, self._group.send_recv(sends, recvs))
-
-    def barrier(self) -> None:
-        self._group.barrier()
-
-    def delay(self) -> None:
-        time.sleep(self._delays.choice((0.0, 0.0, 0.002)))
-        if self._device.type != "cpu" and self._delays.random() < 0.3:
-            rows = BUSY.get(self._device.type, 1024)
-            x = torch.ones(rows, rows, device=self._device)
-            for _ in range(10):
-                x = x @ x * 1e-3
-
-
-class LatePending:
-    def __init__(self, group: Late, pending: Pending) -> None:
-        self._group, self._pending = group, pending
-
-    def wait(self) -> None:
-        self._pending.wait()
-        self._group.delay()
-
-
-class LateTransport(LoopbackTransport):
-    """One rank of a LoopbackWorld with late messages."""
-
-    shared: torch.device
-    delays = random.Random(0)
-
-    def _new_group(self, ranks: tuple[int, ...]) -> Any:
-        return Late(super()._new_group(ranks), self.shared, self.delays)
+def pause_on(device: torch.device, delays: random.Random) -> None:
+    """Messages leave and arrive late, by a random time, and the stream of whoever waits is kept busy meanwhile."""
+    time.sleep(delays.choice((0.0, 0.0, 0.002)))
+    if device.type != "cpu" and delays.random() < 0.3:
+        rows = BUSY.get(device.type, 1024)
+        x = torch.ones(rows, rows, device=device)
+        for _ in range(10):
+            x = x @ x * 1e-3
 
 
 def on_device(size: int, device: torch.device, work: Callable[[HostTransport], T], late: bool = False) -> list[T]:
     """`work` of every rank, all on one device."""
 
-    def with_copies(carrier: LoopbackTransport) -> T:
-        if late:
-            carrier.__class__ = type("Late", (LateTransport,), {"shared": device})
-        transport = HostTransport(carrier, device)
+    pause = partial(pause_on, device, random.Random(0))
+
+    def with_copies(carrier: Any) -> T:
+        transport = HostTransport(Late(carrier, pause) if late else carrier, device)
         try:
             return work(transport)
         finally:

@@ -16,20 +16,11 @@ from cocodiff_sycl.build import cache_folder, host_library, kernel_source, runti
 from cocodiff_sycl.find import find_runtime
 from cocodiff_sycl.library import Library
 from cocodiff_sycl.ops import SyclOps
-from cocodiff_sycl.streams import Cut, most_bytes
-from kernel_helpers import random_BLHD
-from worlds import back, forward, topology_of
+from seams import build, opened_libraries
 
-from cocodiff.comm.loopback import LoopbackTransport, run_ranks
-from cocodiff.comm.trace import Trace
 from cocodiff.config.errors import UserError
-from cocodiff.exchange.exchange import Exchange
-from cocodiff.kernels import Kernels, Rows, TorchOps, dispatch
+from cocodiff.kernels import Kernels, TorchOps, dispatch
 from cocodiff.kernels.dispatch import CHOICES, NEVER, OPS
-from cocodiff.kernels.lossless import Known, least_room
-from cocodiff.kernels.residual import Onward, Prediction, Reconstructions, coded_width
-from cocodiff.models.adapter import image_and_text
-from cocodiff.topology.layout import Layout
 
 WITHOUT_COMPILER = """
 import torch
@@ -57,51 +48,8 @@ def test_where_nothing_can_be_built_torch_runs_and_one_line_says_why(tmp_path):
     assert done.stdout.startswith("no SYCL kernels on cpu: no ") and len(done.stdout.splitlines()) == 1
 
 
-def test_an_exchange_with_sycl_says_so_and_gives_the_same_bits(sycl: SyclOps):
-    topology = topology_of("local", 4)
-    layout = Layout.build(topology, image_and_text(21, 3), 9)
-    whole_BSHD = random_BLHD(0, (2, 24, 9, 6), torch.bfloat16)
-
-    def work(transport: LoopbackTransport) -> None:
-        trace = Trace(transport.rank)
-        ours = Exchange("tapa", topology, transport, trace, kernels=Kernels("sycl", trace.note_kernel))
-        rows, heads = layout.row_slices[transport.rank], layout.head_slices[transport.rank]
-        (x_BSGD,) = forward(ours, [whole_BSHD[:, rows]], layout).wait()
-        assert torch.equal(x_BSGD, whole_BSHD[:, :, heads])
-        assert torch.equal(back(ours, x_BSGD, layout), whole_BSHD[:, rows])
-        assert {path for _, path in trace.kernels()} == {"sycl"}
-        assert {op for op, _ in trace.kernels()} == {"pack", "unpack"}
-
-    run_ranks(topology.size, work, timeout_s=60.0)
-
-
-def test_every_operation_is_in_the_table_and_goes_where_it_is_sent(sycl: SyclOps):
-    ran: list[tuple[str, str]] = []
-    x_BLHD, index_K = torch.ones(1, 2, 3, 4), torch.tensor([1])
-    half_BLHD, cut = torch.ones(1, 2, 3, 16, dtype=torch.bfloat16), Cut(1, (2,))
-    for path in ("sycl", "torch"):
-        kernels = Kernels(path, lambda op, path: ran.append((op, path)))
-        kernels.pack([[x_BLHD]], [torch.empty(24)])
-        kernels.unpack([x_BLHD], [torch.empty_like(x_BLHD)])
-        kernels.gather_pack([[Rows(x_BLHD[0], index_K)]], [torch.empty(12)])
-        kernels.scatter_rows([x_BLHD[0, :1]], index_K, [torch.empty(2, 3, 4)])
-        kernels.l1_score(x_BLHD, x_BLHD.clone())
-        kernels.select(torch.ones(1, 3), 2)
-        kernels.qk_norm_rope(x_BLHD, None, 1e-6, (), "none")
-        kernels.merge_partials(x_BLHD.clone(), torch.zeros(1, 2, 3), x_BLHD, torch.zeros(1, 2, 3))
-        code_BLHW, notes_N = torch.zeros(1, 2, 3, coded_width(4, 4), dtype=torch.uint8), torch.zeros(4).long()
-        kernels.encode_residual(x_BLHD, Reconstructions(x_BLHD.clone()), Prediction(), 4, code_BLHW, notes_N)
-        kernels.note_change(x_BLHD, x_BLHD.clone(), notes_N)
-        kernels.decode_residual(code_BLHW, Reconstructions(x_BLHD.clone()), None, 4)
-        kernels.continue_linearly(x_BLHD, x_BLHD.clone(), Onward(0.5, torch.empty_like(x_BLHD)))
-        known, (lengths_N, needed_1) = Known(half_BLHD.clone(), half_BLHD), torch.zeros(2, 1).long()
-        streams = torch.zeros(most_bytes(6, 16), dtype=torch.uint8)
-        kernels.encode_lossless(half_BLHD, known, cut, streams, lengths_N, needed_1)
-        streamed_BLHW = streams[: 6 * least_room(16)].view(1, 2, 3, -1)
-        found = kernels.stream_lengths(streamed_BLHW, cut, half_BLHD, lengths_N)
-        kernels.decode_lossless(streamed_BLHW, streams[:0], lengths_N, found, known, cut)
-    assert ran == [(op, path) for path in ("sycl", "torch") for op in OPS]
-    assert all(hasattr(TorchOps, op) and hasattr(SyclOps, op) for device in CHOICES for op in CHOICES[device])
+def test_every_operation_has_both_forms():
+    assert all(hasattr(TorchOps, op) and hasattr(SyclOps, op) for of_ops in [OPS, *CHOICES.values()] for op in of_ops)
 
 
 def test_paths_follow_the_table(monkeypatch):
@@ -164,7 +112,7 @@ def test_ranks_that_start_together_compile_once(sycl_on_cpu: SyclOps, monkeypatc
     ranks = [copy.copy(sycl_on_cpu.library) for _ in range(12)]
     for rank in ranks:
         rank.folder = tmp_path
-    threads = [threading.Thread(target=rank._build, args=(None, "a device")) for rank in ranks]
+    threads = [threading.Thread(target=build, args=(rank, "a device")) for rank in ranks]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -213,12 +161,12 @@ def test_kernels_are_not_taken_from_a_folder_that_others_may_write(which, sycl_o
     for name in ("COCODIFF_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(which, str(tmp_path))
-    dispatch._open.cache_clear()
+    opened_libraries().cache_clear()
     monkeypatch.setattr("cocodiff_sycl.ops.open_cpu", lambda: SyclOps(Library(None), sycl_on_cpu.device, lambda: None))
     try:
         with pytest.raises(UserError, match=rf"no SYCL kernels on cpu: .*{tmp_path} has mode 0777: .*COCODIFF_CACHE"):
             dispatch.sycl_ops(sycl_on_cpu.device, required=True)
         assert dispatch.sycl_ops(sycl_on_cpu.device) is None
     finally:
-        dispatch._open.cache_clear()
+        opened_libraries().cache_clear()
     assert len(caplog.messages) == 1 and "torch's operations are" in caplog.messages[0]

@@ -5,22 +5,21 @@ a GPU makes of a binary is not tested: where they are taken, the CPU device's ow
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 import re
 import struct
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from cocodiff_sycl import native
 from cocodiff_sycl.build import kernel_source, native_file
 from cocodiff_sycl.find import Unavailable, find_runtime
-from cocodiff_sycl.library import GPU_LANES, Library
+from cocodiff_sycl.library import GPU_LANES
 from cocodiff_sycl.native import OCLOC, Usage, build_native, compile_native, find_ocloc
 from cocodiff_sycl.ops import SyclOps
 from cost_report import Row, hot_loop
+from seams import as_gpu, module_of, native_module
 
 from cocodiff.cli.main import main
 
@@ -113,37 +112,30 @@ def test_without_a_compiler_one_line_says_how_to_get_it(tmp_path, monkeypatch):
         find_ocloc()
 
 
-def as_gpu(library: Library, folder: Path, architecture: str) -> Library:
-    """The CPU device as a GPU of that name, with another cache, and nothing of its own compiled yet."""
-    found = copy.copy(library)
-    found.folder, found._kernels, found.architecture = folder, {}, architecture
-    return found
-
-
 def test_a_device_takes_its_binaries(sycl_on_cpu: SyclOps, tmp_path):
-    library, given = as_gpu(sycl_on_cpu.library, tmp_path, "pvc"), []
-    path = native_file(tmp_path, "pvc", library.lanes)
+    ours, given = sycl_on_cpu.library, []
+    path = native_file(tmp_path, "pvc", ours.lanes)
     path.write_bytes(b"ocloc 1.0\nbinaries")
-    ours = sycl_on_cpu.library
 
     def native(_device: object, binaries: bytes, size: int) -> object:
         given.append((binaries, size))
-        return ours._module.value
+        return module_of(ours).value
 
-    library._c = SimpleNamespace(cocodiff_native=native, cocodiff_kernel=ours._c.cocodiff_kernel)
-    module = library._native()
-    assert module is not None and module.value == ours._module.value and given == [(b"binaries", 8)]
-    assert as_gpu(ours, tmp_path, "acm-g10")._native() is None, "binaries for another device"
+    module = native_module(as_gpu(ours, tmp_path, "pvc", native))
+    assert module is not None and module.value == module_of(ours).value and given == [(b"binaries", 8)]
+    assert native_module(as_gpu(ours, tmp_path, "acm-g10")) is None, "binaries for another device"
 
 
 def test_what_does_not_fit_is_left_alone_with_one_line(sycl_on_cpu: SyclOps, tmp_path, caplog):
     library = as_gpu(sycl_on_cpu.library, tmp_path, "pvc")
     path = native_file(tmp_path, "pvc", library.lanes)
-    assert library._native() is None and not caplog.messages, "no file, no line"
+    assert native_module(library) is None and not caplog.messages, "no file, no line"
     path.write_bytes(b"ocloc 1.0\n" + struct.pack("=q", 6) + b"binary")
     with caplog.at_level(logging.WARNING, "cocodiff.kernels"):
-        assert library._native() is None
+        assert native_module(library) is None
     (line,) = caplog.messages
     assert "not one of Level Zero" in line and "kernels are compiled" in line and str(path) in line
     caplog.clear()
-    assert sycl_on_cpu.library._native() is None and not caplog.messages, "a CPU compiles its own, and says nothing"
+    assert native_module(sycl_on_cpu.library) is None and not caplog.messages, (
+        "a CPU compiles its own, and says nothing"
+    )

@@ -30,20 +30,21 @@ def test_models_with_the_kernel_are_as_exact_as_without(family, dtype):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_q_and_k_goes_through_the_kernel_on_several_ranks(family):
-    """One rank alone keeps the modules: it has one process's bits."""
+def test_messages_and_every_q_and_k_go_through_the_kernels_on_several_ranks(family):
+    """And the trace says so. One rank alone keeps the modules: it has one process's bits."""
     make, inputs_of = FAMILIES[family]
     models = [make(HEADS[family]) for _ in range(2)]
     norms = [m for name, m in models[0].named_modules() if name.split(".")[-1] in NORMS and isinstance(m, PLAIN)]
 
-    def work(transport: Any) -> int:
+    def work(transport: Any) -> dict[tuple[str, str], int]:
         with torch.no_grad(), parallelize(models[transport.rank], transport=transport, kernels="sycl") as engine:
             models[transport.rank](**inputs_of(1, 6, 7, 5))
-            return engine.trace.kernels().get(("qk_norm_rope", "sycl"), 0)
+            return engine.trace.kernels()
 
-    assert run_ranks(1, work) == [0]
-    assert run_ranks(2, work) == [len(norms)] * 2
-    assert norms
+    assert run_ranks(1, work) == [{}]
+    for ran in run_ranks(2, work):
+        assert ran.keys() == {(op, "sycl") for op in ("pack", "unpack", "qk_norm_rope")}
+        assert ran["qk_norm_rope", "sycl"] == len(norms) > 0
 
 
 NORMS, PLAIN = ("norm_q", "norm_k", "norm_added_q", "norm_added_k"), (RMSNorm, nn.RMSNorm)

@@ -39,14 +39,11 @@ def test_a_new_folder_is_this_users_alone_whatever_the_umask(tmp_path):
     assert private_folder(folder) == folder
 
 
-def test_what_others_may_read_is_in_order(cache):
+def test_what_others_may_read_is_in_order_and_a_sticky_folder_above(cache):
     for path in (cache.parent, cache, *cache.rglob("*")):
         path.chmod(0o755)
     (cache.parent / "link").symlink_to(cache)
     assert private_folder(cache.parent / "link") == cache
-
-
-def test_a_sticky_folder_above_is_in_order(cache):
     cache.parent.chmod(0o1777)
     assert private_folder(cache) == cache
 

@@ -38,6 +38,7 @@ from typing import Any
 
 import pytest
 import torch
+from seams import register_device
 from torch import Tensor
 from torch.utils import cpp_extension
 
@@ -213,6 +214,6 @@ def host_view(x: Tensor) -> Tensor:
 
 _extension = _build()
 torch.utils.rename_privateuse1_backend(NAME)
-torch._register_device_module(NAME, _DeviceModule())
+register_device(NAME, _DeviceModule())
 torch.utils.generate_methods_for_privateuse1_backend()
 atexit.register(_extension.stop)

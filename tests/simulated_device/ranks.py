@@ -22,11 +22,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import pytest
 import torch
+from seams import meet
 from torch import Tensor
 
 from cocodiff.comm import loopback, torch_dist
 from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld
-from cocodiff.comm.torch_dist import TorchDistGroup, TorchDistTransport
+from cocodiff.comm.torch_dist import TorchDistGroup
 from cocodiff.config.errors import PeerLost
 from simulated_device import host_view, launch
 
@@ -158,6 +159,7 @@ class _Library:
     @staticmethod
     def batch_isend_irecv(messages: list[_Message]) -> list[_Work]:
         sends, recvs = ([(m.tensor, m.group_peer) for m in messages if m.way == way] for way in ("send", "receive"))
+        assert [m.way for m in messages] == ["send"] * len(sends) + ["receive"] * len(recvs), "sends come first"
         return [messages[0].group.batch(sends, recvs)]
 
     @staticmethod
@@ -184,7 +186,7 @@ class SimulatedTransport(LoopbackTransport):
         self._contexts[members] += 1
         context, index = ("device", members, self._contexts[members]), members.index(self.rank)
         library = _ProcessGroup(self._world, context, members, index, self.device, self.process)
-        TorchDistTransport._meet(self, library, members)  # type: ignore[arg-type]
+        meet(self, library, members)
         return TorchDistGroup(library, members, self.rank, self.device)
 
 

@@ -1,0 +1,142 @@
+"""Rings: what is here and under way at a time, which kind is taken and at what price; with codecs. What they compute is
+in `test_exact_attention.py`."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from attention_worlds import RUN, Ranks, World
+from worlds import topology_of
+
+from cocodiff.attention.local import LocalAttention
+from cocodiff.comm.loopback import LoopbackGroup
+from cocodiff.config.config import Config
+from cocodiff.config.errors import UserError
+from cocodiff.config.machine import Machine, Topology
+from cocodiff.engine.assemble import AttentionWork
+from cocodiff.models.adapter import image_and_text
+from cocodiff.planner.placement import LAG, MESSAGE_S, StreamMoves, TokenMoves, by_degree, choose, price
+from cocodiff.topology.axes import Mesh
+
+pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
+
+
+@pytest.mark.parametrize(("machine", "size"), [("local", 2), ("local", 3), ("local", 5), ("local", 6), ("aurora", 24)])
+def test_at_most_two_foreign_blocks_are_here(machine, size):
+    ranks = Ranks(World(size, heads=3, image=31, machine=machine), ring=size)
+    ranks.call([RUN[0]])
+    a_block = 2 * 2 * max(ranks.world.layout(RUN[0]).rows) * 3 * 40 * 4
+    for rank in range(size):
+        assert 0 < ranks.messages.most_bytes[rank] <= a_block * (1 if size == 2 else 2)
+
+
+def test_a_block_travels_while_the_one_before_is_attended_to(monkeypatch):
+    """Nothing attends before everybody's first message has come: that must not hold anybody up."""
+    came, post = [threading.Event() for _ in range(3)], LoopbackGroup.send_recv
+
+    def send_recv(group: LoopbackGroup, sends: Any, recvs: Any) -> Any:
+        pending = post(group, sends, recvs)
+        pending.wait()
+        came[group.index].set()
+        return pending
+
+    class Waiting(LocalAttention):
+        def part(self, *qkv_mask: Any) -> Any:
+            assert all(event.wait(20.0) for event in came)
+            return super().part(*qkv_mask)
+
+    monkeypatch.setattr(LoopbackGroup, "send_recv", send_recv)
+    Ranks(World(3), ring=3, local=lambda rank: Waiting()).call([RUN[0]])
+
+
+@pytest.mark.parametrize("kind", ["token", "streaming"])
+@pytest.mark.parametrize(
+    "lossy",
+    [
+        {"selection": "v_major", "schedule": "fixed", "warmup": 1},
+        {"codec": "int8", "exchange": "split"},
+        {"arrival": "displaced", "exchange": "flat"},
+    ],
+)
+def test_with_what_the_ulysses_part_sends_in_tensors_places(lossy, kind):
+    """As a ring of keys, up to rounding: both pass on whole what the Ulysses part has brought."""
+    calls, of_kinds = [replace(call, steps=4) for call in RUN[:3]], []
+    for one in ("keys", kind):
+        of_kinds.append(Ranks(World(6, heads=4, channels=8), ring=3, ring_kind=one, **lossy).call(calls))
+    for keys, others in zip(*of_kinds, strict=True):
+        allowed = 1e-2 if "codec" in lossy else 1e-5
+        torch.testing.assert_close(others.outputs, keys.outputs, rtol=0, atol=allowed)
+
+
+def test_within_a_node_both_directions_of_a_link_carry_something():
+    """Six ranks with a link to each other: queries take the one to the next rank, parts one to each other rank, and as
+    many bytes as a ring takes over one link."""
+    topology = Topology.build(Machine("m", tiles=1, planes=(0,), cards=6), 6)
+    work = AttentionWork(6, 8, image_and_text(36, 0), 2)
+    keys, tokens = (price(Mesh.build(topology, 6, kind=kind), work) for kind in ("keys", "token"))
+    sums = 6 * 5 * 4 * 2 * 6 * 6
+    assert tokens.bytes["plane"] == keys.bytes["plane"] + sums
+    assert isinstance(tokens.ring.moves, TokenMoves) and len(tokens.ring.moves.queries_s) == 6
+
+
+def test_token_moves_by_hand():
+    """Queries of 1 s hide attention of 0.5 s; parts of 2 s may be LAG steps late, and the last are waited for."""
+    moves = TokenMoves((1.0, 1.0, 1.0, 0.0), (0.0, 2.0, 2.0, 2.0), ())
+    assert LAG == 2 and moves.seconds(0.5) == 3.5 + 2.0
+    assert TokenMoves((0.0,), (0.0,), (5.0,)).seconds(0.5) == 5.5  # a rank on each of two nodes: a ring of keys
+    assert moves.seconds(10.0) == 42.0
+
+
+def test_streaming_moves_by_hand():
+    """Three pieces of 1 s: the first gather and the last reduction and crossing are waited for."""
+    assert StreamMoves(2, 3, 0.25, 0.5, 0.125).seconds(0.5) == 0.25 + 3 * 1.0 + 0.5 + 0.125
+    assert StreamMoves(2, 3, 0.25, 0.5, 1.0).seconds(0.5) == 0.25 + 3 * 2.0 + 0.5 + 1.0
+    assert StreamMoves(1, 2, 3.0, 2.0, 0.0).seconds(0.5) == 3.0 + 3.0 + 2.0 + 2.0
+
+
+def test_prices_on_a_node_of_aurora():
+    """In a plane a token ring halves what the fullest link carries, and streaming's queries take the links to all other
+    ranks at once; over a card's two tiles a token ring gains nothing."""
+    topology, work = topology_of("aurora", 12), AttentionWork(24)
+
+    def seconds(kind: str, ring: int, placement: str) -> float:
+        return price(Mesh.build(topology, ring, placement, kind=kind), work).seconds
+
+    assert seconds("streaming", 6, "usp") < seconds("token", 6, "usp") < seconds("keys", 6, "usp") - MESSAGE_S
+    assert seconds("token", 2, "topology") >= seconds("keys", 2, "topology") - MESSAGE_S
+
+
+def test_auto_takes_streaming_where_it_is_predicted_to_be_clearly_faster():
+    """In rings of a plane or a node. On a card's two tiles, where no rates are known, and in chunks keys go round."""
+    work = AttentionWork(24)
+    assert choose(topology_of("aurora", 24), work, 24, kind="auto").kind == "streaming"
+    assert choose(topology_of("aurora", 48), work, kind="auto").kind == "keys"
+    assert choose(topology_of("aurora", 12), work, 12, kind="auto").kind == "streaming"
+    assert choose(topology_of("aurora", 12), work, 2, "topology", kind="auto").kind == "keys"
+    assert choose(topology_of("local", 12), work, 12, kind="auto").kind == "keys"
+    assert Config(ring=12, ring_kind="auto", chunks=2).ring_kind == "keys"
+
+
+@pytest.mark.parametrize("kind", ["token", "streaming"])
+def test_a_kind_is_taken_where_it_is_asked_for(kind):
+    topology, work = topology_of("aurora", 12), AttentionWork(24)
+    asked = choose(topology, work, kind=kind)
+    assert asked.ring > 1 and asked.kind == kind
+    assert all(one.mesh.ring > 1 for (one, *_) in by_degree(topology, work, kind=kind))
+    assert choose(topology, work).ring == choose(topology, work, ring=1, kind=kind).ring == 1
+    assert choose(topology_of("local", 1), work, kind=kind).ring == 1
+
+
+@pytest.mark.parametrize("kind", ["token", "streaming"])
+def test_spellings_of_a_kind(kind):
+    assert Config(ring=kind) == Config(ring_kind=kind) and Config().ring_kind == "keys"
+    assert Config(ring=4, ring_kind=kind).ring == 4
+    for chunks in (2, "auto"):
+        with pytest.raises(UserError, match=f"ring_kind {kind} .* chunks {chunks}"):
+            Config(ring=2, ring_kind=kind, chunks=chunks)
+    with pytest.raises(UserError, match="ring_kind"):
+        Config(ring_kind="values")
