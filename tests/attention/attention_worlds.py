@@ -191,7 +191,7 @@ class Messages:
             for tensor, _ in recvs:
                 storage = tensor.untyped_storage()
                 memory[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
-            alive = sum(size for reference, size in memory.values() if not reference.expired())
+            alive = sum(size for reference, size in [*memory.values()] if not reference.expired())  # lanes post as well
             self.most_bytes[rank] = max(self.most_bytes[rank], alive)
             return Watched(post(group, sends, recvs), self.posted, rank)
 

@@ -4,14 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
+from cocodiff.comm import host
 from cocodiff.comm.host import HostTransport, host_memory
 from cocodiff.comm.loopback import run_ranks
+from cocodiff.kernels.device import used_on_current_stream
 
 
-def test_messages_leave_when_they_are_on_the_host_and_every_wait_orders_its_stream(simulated: Any) -> None:
-    """Of two ranks on one device, whose operations all start late: also the stream of who waits second."""
+def test_messages_leave_when_they_are_on_the_host_and_every_wait_orders_its_stream(
+    simulated: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two ranks on one device, whose operations all start late: also the stream of who waits second, which tells the
+    memory that it uses, as the first one does."""
+    told = list[tuple[torch.Stream, int]]()
+
+    def tell(used: Any) -> Any:
+        stream = module.current_stream(found[0])
+        told.extend((stream, x.data_ptr()) for x in (used if isinstance(used, list) else [used]))
+        return used_on_current_stream(used)
+
+    monkeypatch.setattr(host, "used_on_current_stream", tell)
     with simulated.devices(1, strict=True, delayed=1.0) as found:
         module = torch.get_device_module(found[0])
 
@@ -26,6 +40,7 @@ def test_messages_leave_when_they_are_on_the_host_and_every_wait_orders_its_stre
                 with module.stream(stream):
                     pending.wait()
                     doubled.append(torch.cat(came) * 2)
+                    assert all((stream, x.data_ptr()) in told for x in came if x.numel())
             del sends, came, pending
             module.synchronize(found[0])
             transport.close()
