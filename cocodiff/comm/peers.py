@@ -335,7 +335,7 @@ def _in_a_circle(progress: Mapping[int, Progress]) -> tuple[int, str] | None:
     inside = dict(progress)
     while True:
         fewest = {
-            among: min(inside[rank].calls.get(among, 0) for rank in among or inside if rank in inside)
+            among: min((inside[rank].calls.get(among, 0) for rank in among or inside if rank in inside), default=0)
             for among in {one.among for one in inside.values()}
         }
         kept = {rank: one for rank, one in inside.items() if fewest[one.among] < one.calls.get(one.among, 0)}

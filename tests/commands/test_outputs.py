@@ -19,7 +19,7 @@ from campaign.strikes import ADDS, REMOVES, watch_operations
 from covering import thorough
 
 from cocodiff.config.errors import OwnRankError, UserError
-from cocodiff.jobs.folder import LOCK, MANIFEST, Manifest, OutputFolder
+from cocodiff.jobs.folder import LOCK, MANIFEST, Manifest, OutputFolder, shown
 from cocodiff.jobs.journal import PARTIAL, Entry, Journals, Reader
 from cocodiff.jobs.record import MARK, beside_the_record, write_settings
 
@@ -215,9 +215,8 @@ def judge_end(struck: Struck, existed: bool) -> None:
         assert left == f"the results are finished, in {out}", told
         return
     assert kind in kinds.get(struck.fault, ["UserError", "OwnRankError"]) and "\n" not in message, told
-    assert any(str(one) in message for one in (out, struck.out)) or kind in ("KeyboardInterrupt", "PermissionError"), (
-        told
-    )
+    named = {str(out), str(struck.out), shown(str(struck.out))}
+    assert any(one in message for one in named) or kind in ("KeyboardInterrupt", "PermissionError"), told
 
 
 def judge(struck: Struck, old: dict[str, str], users: dict[str, str]) -> None:

@@ -18,7 +18,7 @@ from commands.killed_runs import results
 from warm_ranks import warm_mpiexec
 
 from cocodiff.cli.main import main
-from cocodiff.jobs.folder import LOCK, Manifest
+from cocodiff.jobs.folder import LOCK, Manifest, shown
 from cocodiff.jobs.journal import Entry, Journals
 
 pytestmark = pytest.mark.processes
@@ -107,7 +107,7 @@ def test_a_job_that_is_finished_has_nothing_left_to_do_and_other_results_are_ref
         job.restore_input()
     if job.kind.words[0] != "sweep":
         done = job.run()
-        assert done.code == 2 and f"{job.out} exists already" in done.said
+        assert done.code == 2 and f"{shown(str(job.out))} exists already" in done.said
     assert contents(job.out) == before
     (job.out / "report.html").unlink()
     done = job.run("--resume")
@@ -206,7 +206,7 @@ def test_under_mpi_the_whole_job_hears_that_the_folder_is_taken(scan: Path, tmp_
         words = ["inpaint", "--input", str(scan), "--steps", "1", "--quiet", "--out", str(out)]
         done = warm_mpiexec(2, COCODIFF, *words)
     (line,) = [line for line in done.stderr.splitlines() if "cocodiff: " in line]
-    assert done.returncode == 2 and f"--out {out}: another run (another process) writes there" in line
+    assert done.returncode == 2 and f"--out {shown(str(out))}: another run (another process) writes there" in line
 
 
 def test_a_run_repeated_from_its_record_goes_beside_and_files_of_the_users_stay(
