@@ -107,7 +107,7 @@ class Copy:
         if code in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED):
             raise SystemExit(f"pytest says {lines[-1:]}: are the tests others than those of the record? try --record")
         failed = [line.split(" ", 1)[1].partition(" - ")[0] for line in lines if line.startswith(("FAILED ", "ERROR "))]
-        return failed or ["pytest itself"] * (code != pytest.ExitCode.OK)
+        return failed or [f"pytest itself: {lines[-1:]}"] * (code != pytest.ExitCode.OK)
 
 
 def _link(source: str, target: str) -> None:
