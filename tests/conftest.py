@@ -96,8 +96,8 @@ def pytest_configure(config: pytest.Config) -> None:
             if signal.getsignal(number) == signal.SIG_IGN:
                 signal.signal(number, lambda *_: None)
     settings.register_profile("exhaustive")
-    if config.getoption("--all"):
-        settings.load_profile("exhaustive")
+    settings.register_profile("same", derandomize=True)  # a tier that was green stays so until something changes
+    settings.load_profile("exhaustive" if config.getoption("--all") else "same")
     worker = os.environ.get("PYTEST_XDIST_WORKER")
     if worker is not None and hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
