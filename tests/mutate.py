@@ -36,6 +36,8 @@ from mutants import Fault, drawn, faults_of
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / ".pytest_cache" / "mutate"
 PRODUCT = ("cocodiff", "eval", "sycl_kernels")
+# Where the process that hears of all tests notes their seconds; read now, for tests may replace the environment.
+SECONDS = None if "PYTEST_XDIST_WORKER" in os.environ else Path(os.environ.get("COCODIFF_MUTATE", os.devnull))
 SETTINGS = """[run]
 source = {sources}
 data_file = {folder}/lines
@@ -131,8 +133,8 @@ def end_processes(folder: str) -> None:
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Note a test's seconds, in the process that hears of all tests."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        with Path(os.environ["COCODIFF_MUTATE"], "seconds").open("a") as file:
+    if SECONDS is not None:
+        with SECONDS.open("a") as file:
             file.write(json.dumps([report.nodeid, report.duration]) + "\n")
 
 
@@ -151,7 +153,11 @@ def record(workers: int, *more: str) -> None:
         tree, settings = Copy(Path(folder)), RECORD / "settings"
         sources = ", ".join(str(tree.root / name) for name in PRODUCT)
         settings.write_text(SETTINGS.format(sources=sources, folder=RECORD))
-        variables = {"COVERAGE_PROCESS_START": str(settings), "COCODIFF_MUTATE": str(RECORD), "PYTHONPATH": "tests"}
+        variables = {
+            "COVERAGE_PROCESS_START": str(settings),
+            "COCODIFF_MUTATE": str(RECORD / "seconds"),
+            "PYTHONPATH": "tests",
+        }
         words = ["-p", "mutate", "-n", str(workers), "--dist", "worksteal", "-m", "not alone", *more]
         failed = tree.failed(words, 7200, **variables)
         print(f"recorded; these failed, which may be for the coverage: {failed}" if failed else "recorded", flush=True)
