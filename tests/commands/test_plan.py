@@ -80,7 +80,7 @@ JOB = "--size 512 --steps 10 --preset tapa"
         f"--model toy-cfg.yaml {JOB}",
         f"--model toy-cfg.yaml {JOB} --guidance_parallel 1",
         f"--model toy-cfg.yaml {JOB} --guidance_parallel 1 --negative_tokens 0",
-        f"--model toy-cfg.yaml {JOB} --images 6 --batch 2",
+        f"--model toy-cfg.yaml {JOB} --images 5 --batch 2",
         f"--model toy-cfg.yaml {JOB} --images 6 --compare",
     ],
 )

@@ -110,6 +110,11 @@ def test_only_names_of_shapes_are_benched_as_shapes():
     assert module_of(["step"]) == module_of(["step", "--model", "some/folder"]) == "step"
 
 
+def test_ranks_of_a_machine_without_a_size_are_divided_among_the_nodes() -> None:
+    topology = emulation.topology_of({"machine": "local", "nodes": 2, "ranks": 4, "scale": 1.0})
+    assert (topology.nodes, topology.size) == (2, 4)
+
+
 def test_one_card_has_one_phase(tmp_path):
     words = ["--ranks", "2", "--sizes_mb", "0.01", "--repeats", "1", "--quiet", "--variants", "tapa"]
     done = forked("bench", "alltoall", *words, "--out", tmp_path / "out", folder=tmp_path)

@@ -163,6 +163,8 @@ def test_a_run_goes_on_only_with_the_type_and_the_voxel_size_it_began_with(tmp_p
     ):
         difference = first_difference(there, described(tmp_path, data, **options))
         assert difference is not None and all(map(str.startswith, difference[1:], told)), difference
+    assert first_difference({"a": 1, "only there": 2}, {"a": 1}) == ("only there", "2", "None")
+    assert first_difference({"a": 1}, {"a": 1, "only now": 2}) == ("only now", "None", "2")
 
 
 def test_slices_in_a_folder_that_has_a_stores_name(tmp_path: Path) -> None:
