@@ -87,6 +87,9 @@ def test_a_stopped_training_goes_on_to_the_same_bits(
         assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     assert train(scan, tmp_path / "parts", "--resume") == 0
     assert "nothing is left to do" in capsys.readouterr().out
+    results = tmp_path / "parts"
+    assert train(scan, results, "--overwrite", "--mask", results / "training.json") == 2
+    assert "training.json is among the results" in capsys.readouterr().err and (results / WEIGHTS).exists()
 
 
 @pytest.mark.processes
