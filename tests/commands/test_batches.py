@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from dataclasses import replace
@@ -29,7 +30,7 @@ from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.journal import Journals
 from cocodiff.jobs.options import parse, with_settings
 from cocodiff.jobs.replicas import JobRecord, Queue, Replica
-from cocodiff.jobs.terminal import limit_threads, threads
+from cocodiff.jobs.terminal import JobBar, limit_threads, threads
 
 SLICE = Path(__file__).parents[2] / "cocodiff" / "demo_model" / "samples" / "synthetic_organ_1.tif"
 
@@ -168,3 +169,16 @@ def test_whatever_results_depend_on_is_compared_when_a_run_goes_on(name: str, tm
         return describe(replace(prepared, values=values, inputs=partial(describe_inputs, (), values)))
 
     assert described(values | {name: 3}) != described(values) == described(dict(values))
+
+
+@pytest.mark.parametrize(("steps", "percent"), [(0, "25%"), (5, "50%"), (10, "75%"), (11, "75%")])
+def test_the_bar_of_a_job_counts_a_batch_as_far_as_it_has_come(
+    steps: int, percent: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One of four slices is done, and this rank is at work on two."""
+    with JobBar(4, "slices", lambda: 1, True) as bar:
+        bar.begin(2, 4)
+        bar.advance(4)
+        bar.begin(2, 10)
+        bar.advance(steps)
+    assert re.findall(r"\d+%", capsys.readouterr().err)[-1] == percent
