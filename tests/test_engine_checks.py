@@ -154,7 +154,7 @@ def test_an_unknown_preset_is_refused(alone):
 @pytest.mark.parametrize(
     ("ranks", "heads", "settings", "tokens", "message"),
     [
-        (6, 8, {}, (1, 5), "6 ranks for 5 image tokens.*5 ranks"),
+        (6, 8, {}, (1, 5), "6 ranks for 5 image tokens.*at most 5 ranks or a larger image"),
         (4, 3, {"ring": 1}, (3, 3), "ring 1: 4 ranks and 3 attention heads allow ring 2, 4"),
         (4, 3, {"ring": 3}, (3, 3), r"ring 3: 4 ranks and 3 attention heads allow ring 2, 4 \(a divisor of the ranks"),
         (2, 3, {"machine": "aurora"}, (3, 3), "start 12 ranks, or use --machine local"),

@@ -146,7 +146,7 @@ def test_what_is_left_is_dealt_in_the_order_of_shards():
 
 def test_too_many_ranks_are_refused_with_values():
     topology = topology_of("local", 6)
-    with pytest.raises(UserError, match=r"6 ranks for 5 image tokens.*5 ranks"):
+    with pytest.raises(UserError, match=r"6 ranks for 5 image tokens.*at most 5 ranks or a larger image"):
         image_segment(5).shares(topology)
     with pytest.raises(UserError, match=r"6 ranks for 4 attention heads.*at most 4 ranks"):
         Layout.build(topology, image_and_text(100, 10), 4)

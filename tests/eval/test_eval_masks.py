@@ -105,7 +105,7 @@ MISTAKES = {
         np.stack([_levels() * 0, _levels() * 0 + 1, _levels() * 0]),
         "every slice with masked voxels is wholly masked, nothing",
     ),
-    "grey levels": (_levels(), r"two values .* at least 5 \(0, 17, 90, 200, \.\.\.\)"),
+    "grey levels": (_levels(), r"two values .* at least 5 \(0, 17, 90, 200, \.\.\.\): threshold it"),
 }
 
 
