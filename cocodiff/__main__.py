@@ -1,5 +1,3 @@
-import sys
+from cocodiff.cli.main import program
 
-from cocodiff.cli.main import main
-
-sys.exit(main())
+program()

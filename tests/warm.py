@@ -17,6 +17,8 @@ from pathlib import Path
 
 from launching import TESTS, end_group
 
+from cocodiff.jobs.children import ignore_stops
+
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["warm_imports"])
 COCODIFF = "cocodiff.cli.main"
@@ -117,4 +119,6 @@ def _run(
     note_test()
     os.chdir(folder)
     sys.argv = [module, *words]
-    sys.exit(import_module(module).main())
+    code = import_module(module).main()
+    ignore_stops()  # as `cocodiff.cli.main.program` does
+    sys.exit(code)

@@ -7,11 +7,13 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import NoReturn
 
 from cocodiff import __version__
 from cocodiff.comm.launch import Launch, detect
 from cocodiff.comm.presence import Presence
 from cocodiff.config.errors import OwnRankError, UserError, check_choice
+from cocodiff.jobs.children import ignore_stops
 from cocodiff.jobs.terminal import open_streams, stop_writing
 
 MODULES = {  # of subcommands that are no module of this package by their own name
@@ -34,6 +36,14 @@ COMMANDS = {
     "verify": "whether a model gives on several ranks what it gives in one process",
     "emulate": "run a command on an emulated machine, with links of unequal speed (Linux, root)",
 }
+
+
+def program() -> NoReturn:
+    """Run `main` and end the process. Signals that come later find all done and are ignored: while Python ends, they
+    would print a traceback, or kill a process whose work is done."""
+    code = main()
+    ignore_stops()
+    sys.exit(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -50,6 +50,11 @@ def stop_requests() -> Iterator[StopRequest]:
             signal.signal(number, handler)
 
 
+def ignore_stops() -> None:
+    for number in STOPS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def fork(job: Callable[[], int], on_terminate: Any) -> int:
     """A process that runs a job and ends with its exit code, 1 where it raises. It dies with its parent, and of STOPS
     heeds SIGTERM alone, which the parent sends: Ctrl-C and a hangup reach the whole terminal group."""
@@ -60,8 +65,7 @@ def fork(job: Callable[[], int], on_terminate: Any) -> int:
     code = 1
     try:
         die_with_parent(parent)
-        for number in STOPS:
-            signal.signal(number, signal.SIG_IGN)
+        ignore_stops()
         signal.signal(signal.SIGTERM, on_terminate)
         code = job()
         sys.stdout.flush()

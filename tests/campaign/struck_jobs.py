@@ -473,11 +473,11 @@ class Job:
             expected = code
             self.wrong += judge_line(fault if who == "one" else f"{fault} {who}", rank or 0, ranks, code, said)
         if code and not killed:
-            self.judge_folder(said)
+            self.judge_folder(out, said)
         if len(self.wrong) > before or not right or code != expected:
             self.wrong.append(f"{strike} of {rank}: ended with {code}: {out} {said}")
 
-    def judge_folder(self, said: str) -> None:
+    def judge_folder(self, out: str, said: str) -> None:
         """Note what is wrong with what a run that ended badly, and could clean up, has left."""
         kept, manifest = self.journals.kept(), Manifest.read(self.partial)
         self.wrong += [f"left {path.name}" for path in self.temporary.iterdir()]
@@ -486,14 +486,14 @@ class Job:
         tells = "noticed and stopped, " in said or "interrupted; " in said
         told = f"{kept} are kept: go on with --resume" if kept is not None else ""
         if manifest is not None:  # some may have moved up already; the next start puts the others beside them
-            told = f"the results are finished, in {self.partial}"
+            told = f"the results are finished, in {self.out if manifest == Manifest.read(self.out) else self.partial}"
         elif kept is None and self.partial.exists():
             self.wrong.append("left a hidden folder, and nothing is kept there")
         elif kept is None and not self.out.exists() and tells:
             told = NOTHING_LEFT
         elif Manifest.read(self.out) is not None and "--overwrite" not in self.kind.words:
-            # A signal may come when all is done and the last line has named the report.
-            told = "" if f"report: {self.out}" in said else f"the results are finished, in {self.out}"
+            # A signal may come when the last line of the output has told where they are.
+            told = "" if f"report: {self.out}" in out else f"the results are finished, in {self.out}"
         if told not in said:
             self.wrong.append(f"did not say that {told}")
         if manifest is None and (self.out / "metrics.json").exists():

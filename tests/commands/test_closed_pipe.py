@@ -18,6 +18,7 @@ import tifffile
 from cocodiff.cli.main import main, run_command
 from cocodiff.comm.launch import Launch
 from cocodiff.config.errors import OwnRankError, UserError
+from cocodiff.jobs.children import STOPS
 from cocodiff.jobs.terminal import progress_bar, reading_bar, say
 
 
@@ -137,3 +138,12 @@ def test_a_command_ends_with_the_code_of_its_error_and_one_rank_tells_it(ending,
 def test_a_mistake_of_one_rank_alone_ends_with_1(monkeypatch, capsys):
     monkeypatch.setattr("cocodiff.cli.plan.start", Mock(side_effect=OwnRankError("no tile")))
     assert run_command(["plan"], Launch()) == 1 and capsys.readouterr().err == "cocodiff: no tile\n"
+
+
+@pytest.mark.parametrize("number", STOPS)
+def test_a_signal_while_python_ends_changes_nothing(number: int) -> None:
+    late = f"import atexit, os, runpy; atexit.register(lambda: os.kill(os.getpid(), {int(number)}))"
+    run = "runpy.run_module('cocodiff', run_name='__main__', alter_sys=True)"
+    words = [sys.executable, "-c", f"{late}; {run}", "--version"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
