@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from cocodiff_eval.harness.session import same_bits
-from diffusers.hooks import FirstBlockCacheConfig, MagCacheConfig
+from diffusers.hooks import FirstBlockCacheConfig, MagCacheConfig, _helpers
 from on_ranks import Call, Ran, on_ranks, outputs_of, refused
 from planned_models import PLANNED, cast
 from test_engine_checks import painted
@@ -21,6 +22,7 @@ from cocodiff.comm.transport import Part
 from cocodiff.config.config import Config
 from cocodiff.config.errors import PeerLost
 from cocodiff.engine.engine import parallelize
+from cocodiff.engine.step_cache import place_of_image
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 
@@ -334,3 +336,18 @@ def test_models_of_which_too_little_is_known_are_refused():
     refused(several, case.model(), *moving(case.call(), MOVES), **CACHED)
     alone = r"SD3Transformer2DModel has 1 block\(s\).*choose step_cache none"
     refused(alone, FAMILIES["sd3"][0](6, layers=1), size=1, **CACHED)
+
+
+def test_ranks_in_threads_ask_diffusers_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its registry is filled at the first question, and says of itself at once that it is."""
+    registry, fill = _helpers.TransformerBlockRegistry, vars(_helpers)["_register_transformer_blocks_metadata"]
+
+    def slowly() -> None:
+        time.sleep(0.3)
+        fill()
+
+    monkeypatch.setattr(_helpers, "_register_transformer_blocks_metadata", slowly)
+    monkeypatch.setattr(registry, "_is_registered", False)
+    monkeypatch.setattr(registry, "_registry", {})
+    block = FAMILIES["sd3"][0](6).transformer_blocks[0]
+    assert run_ranks(2, lambda transport: place_of_image(block)) == [1, 1]

@@ -11,6 +11,7 @@ the other branch of guidance, take no part.
 from __future__ import annotations
 
 import math
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -28,6 +29,8 @@ from cocodiff.exchange.codec import StepInfo, StepNotes
 from cocodiff.models.adapter import Forward, form_of
 from cocodiff.models.checks import called_often, replace_forward, signature_of
 
+# diffusers fills its registry at the first question, and answers a second thread from what is there by then.
+REGISTRY = threading.Lock()
 # The lists of a model's blocks, in the order in which it calls them: those in which diffusers' own caches look.
 BLOCK_LISTS = (
     "blocks",
@@ -213,7 +216,8 @@ def place_of_image(block: nn.Module) -> int | None:
     from diffusers.hooks._helpers import TransformerBlockRegistry
 
     try:
-        place: int = TransformerBlockRegistry.get(type(block)).return_hidden_states_index
+        with REGISTRY:
+            place: int = TransformerBlockRegistry.get(type(block)).return_hidden_states_index
     except ValueError:
         return None
     return place

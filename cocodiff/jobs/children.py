@@ -9,6 +9,7 @@ import resource
 import shutil
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -94,8 +95,20 @@ def dependent_words(call: str, folder: str = "") -> list[str]:
 def run_dependent(call: Callable[[], int], parent: int, folder: str) -> int:
     """Return the exit code of a call, which is interrupted when `parent`, the process that started this one, ends."""
 
+    def clean() -> None:
+        if os.getppid() != parent and folder:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def give_up() -> None:
+        clean()
+        os._exit(1)
+
     def interrupt(*_: Any) -> None:
-        signal.alarm(int(STOP_S))  # kills this process: a library may have swallowed the interrupt
+        # A library may have swallowed the interrupt, or hold Python's lock for good.
+        patience = threading.Timer(STOP_S, give_up)
+        patience.daemon = True
+        patience.start()
+        signal.alarm(int(2 * STOP_S))
         raise KeyboardInterrupt
 
     try:
@@ -104,8 +117,7 @@ def run_dependent(call: Callable[[], int], parent: int, folder: str) -> int:
         return call()
     finally:
         signal.alarm(0)
-        if os.getppid() != parent and folder:
-            shutil.rmtree(folder, ignore_errors=True)
+        clean()
 
 
 def signal_all(children: Iterable[int], number: signal.Signals) -> None:

@@ -24,7 +24,7 @@ from seams import error_of_restore, save_as_restore, words_of_restore
 import cocodiff
 from cocodiff import PeerLost, UserError
 from cocodiff.jobs import arrays
-from cocodiff.jobs.children import dependent_words
+from cocodiff.jobs.children import STOP_S, dependent_words
 
 pytestmark = pytest.mark.processes
 
@@ -304,7 +304,7 @@ def test_nothing_outlives_the_caller(number: signal.Signals, during: str, ranks:
         assert len(started) >= 2 and [*tmp_path.glob("cocodiff-*")]
         caller.send_signal(number)
         assert caller.wait(10) == -number
-        psutil.wait_procs(started, 12)
+        psutil.wait_procs(started, 3 * STOP_S)
         assert [one for one in started if one.is_running()] == [] and [*tmp_path.glob("cocodiff-*")] == []
     finally:
         end_group(caller.pid)

@@ -12,13 +12,14 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
+import psutil
 import pytest
 import tifffile
 
 from cocodiff.cli.main import main, run_command
 from cocodiff.comm.launch import Launch
 from cocodiff.config.errors import OwnRankError, UserError
-from cocodiff.jobs.children import STOPS
+from cocodiff.jobs.children import STOP_S, STOPS
 from cocodiff.jobs.terminal import progress_bar, reading_bar, say
 
 
@@ -147,3 +148,29 @@ def test_a_signal_while_python_ends_changes_nothing(number: int) -> None:
     words = [sys.executable, "-c", f"{late}; {run}", "--version"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.full
+def test_a_program_that_does_not_heed_its_parents_end_is_ended(tmp_path: Path) -> None:
+    """Its folder goes too."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (tmp_path / "deaf.py").write_text(
+        "import time\n"
+        "def run():\n"
+        "    print('begun', flush=True)\n"
+        "    while True:\n"
+        "        try: time.sleep(1000)\n"
+        "        except KeyboardInterrupt: pass\n"
+    )
+    words = "dependent_words('__import__(\"deaf\").run()', sys.argv[1])"
+    names = "import subprocess, sys; from cocodiff.jobs.children import dependent_words"
+    run = [sys.executable, "-c", f"{names}; subprocess.Popen({words}); sys.stdin.read()", str(folder)]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(run, stdin=pipe, stdout=pipe, text=True, start_new_session=True, env=environment) as parent:
+        assert parent.stdout is not None and parent.stdout.readline() == "begun\n"
+        (program,) = psutil.Process(parent.pid).children()
+        parent.kill()
+        gone, _ = psutil.wait_procs([program], 3 * STOP_S)
+    assert gone and not folder.exists()
