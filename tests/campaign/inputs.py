@@ -50,7 +50,7 @@ from file_kinds import read_plainly
 from inputs_checks import bits, check_result, file_of, in_meters, opened, other_sides, voxels_of
 from inputs_commands import SETTINGS, Command, make_inpaint, make_settings
 from inputs_files import DTYPES, SHAPE, UNKNOWN, USUAL, Draw, Given, Result, damage, make_voxels
-from inputs_images import imagej, mrc, nodata, ome, tiff, usual
+from inputs_images import imagej, mrc, ome, tiff, usual
 from inputs_stores import hdf5, store, values, zarr_values
 from warm import forked
 
@@ -67,7 +67,7 @@ ZARR_MARKS = (".zarray", ".zattrs", ".zgroup", ".cocodiff-files.json")
 TYPES: dict[Maker, tuple[str, ...]] = dict.fromkeys((usual, tiff, hdf5, store), DTYPES)
 TYPES |= {imagej: ("u1", "u2", "f4"), ome: tuple(sorted({*DTYPES} - {"u8", "i8", "f2"}))}
 MAKERS = (usual, hdf5, mrc, store, values, usual, imagej, tiff, zarr_values, usual, ome, hdf5, usual, values, mrc)
-MAKERS += (usual, store, nodata, usual, tiff, zarr_values, imagej, usual, hdf5)
+MAKERS += (usual, store, ome, usual, tiff, zarr_values, imagej, usual, hdf5)
 # As many as have no common divisor with the makers: each pair comes up.
 TWISTS = ("none", "dtype", "shape", "values", "mask", "metadata", "cut", "flip", "gone", "name", "options", "storage")
 TWISTS += ("damaged mask",)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
-import tifffile
 import zarr
 from cocodiff_eval.data.formats import open_volume
 from cocodiff_eval.data.volume import LENGTHS
@@ -127,9 +124,8 @@ def check_said(given: Given, result: Result) -> str:
         wrong.append(other_sides(known, not old.unit, new, first))
     wrong = [f"{one} in the {where}" for one, where in zip(wrong, ("input", "result"), strict=False) if one]
     if result.own and old.kind != "png":
-        if result.format != "mrc" and found.dtype.itemsize > 1 and given.refusals != ".":
-            orders = [order_of(path, result) for path in (result.path, file_of(given.path))]
-            wrong.append("byte order {}, of {}".format(*orders) if orders[0] != orders[1] else "")
+        orders = [about.byteorder for about in (old, new)]
+        wrong.append("byte order {}, of {}".format(*orders) if len({*orders}) > 1 < found.dtype.itemsize else "")
         changed = {name for name in old.attributes if new.attributes.get(name) != old.attributes[name]} - OTHERS
         wrong.append(f"attributes lost or changed: {sorted(changed)}" if changed else "")
         of_slice = old.kind == "sequence" and result.start[0] > 0  # which has its own
@@ -147,24 +143,6 @@ def opened(result: Result, path: Path | None = None) -> Any:
     """Open a result, or another file like it, as cocodiff does, at the place of its voxels."""
     details, path = result.stack.metadata.details, path or result.path
     return open_volume(f"{path}:{details['object']}" if result.own and "object" in details else str(path))
-
-
-def order_of(path: Path, result: Result) -> str:
-    """Return the byte order of a file's voxels as the format's own library tells it; "" for Zarr 3."""
-    if path.suffix.lower() == ".zarr":
-        arrays = [one for one in path.rglob(".zarray") if "labels" not in one.parts]
-        return json.loads(arrays[0].read_text())["dtype"][0] if arrays else ""
-    if result.format == "npy":
-        order = np.load(path, mmap_mode="r").dtype.byteorder
-    elif result.format == "h5":
-        with h5py.File(path) as file:
-            node = file[result.stack.metadata.details["object"]]
-            order = (node if isinstance(node, h5py.Dataset) else next(iter(node.values()))).dtype.byteorder
-    else:
-        files = [one for one in path.iterdir() if one.name[0] != "."] if path.is_dir() else [path]
-        with tifffile.TiffFile(min(files)) as tiff:
-            order = tiff.byteorder
-    return ">" if order == ">" else "<"
 
 
 def other_sides(meters: Any, plain: bool, about: Any, first: int) -> str:

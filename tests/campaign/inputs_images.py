@@ -9,7 +9,7 @@ import numpy as np
 import tifffile
 from cocodiff_eval.data.mrc import IMOD_STAMP as STAMP
 from file_kinds import KINDS, write_mrc, write_ome
-from inputs_files import JUNK, LENGTHS, TEXTS, UNKNOWN, Draw, Given, Plain, Result, declare, in_meters
+from inputs_files import JUNK, LENGTHS, TEXTS, UNKNOWN, Draw, Given, Plain, in_meters
 
 
 def usual(draw: Draw) -> Given:
@@ -67,9 +67,8 @@ def tiff(draw: Draw) -> Given:
 
 def imagej(draw: Draw) -> Given:
     """Write ImageJ's TIFF, with a unit for each axis or one for all."""
-    flat = draw.voxels.ndim == 2
+    flat, x, y = draw.voxels.ndim == 2, 8 / 3, 5 / 7
     sides, units = draw.sides(), draw.units([one for one in LENGTHS if one not in ("pixel", "x" * 300, "Å")])
-    x, y = 8 / 3, 5 / 7
     about: Plain = {"unit": units[2].replace("µ", "\\u00B5"), "axes": "ZYX"[-draw.voxels.ndim :], "loop": True}
     about |= {f"{axis}unit": one.replace("µm", "um") for axis, one in zip("zy", units, strict=False) if one != units[2]}
     if draw.maybe(0.8) or flat:
@@ -77,11 +76,7 @@ def imagej(draw: Draw) -> Given:
     else:
         sides[0], units[0] = y, units[1]
     about |= {"Info": draw.pick(*TEXTS), "Properties": {"a": draw.pick(*TEXTS)}}
-    about["Labels"] = [f"{number} {draw.pick(*TEXTS)}" for number in range(1 if flat else len(draw.voxels))]
-    roi = b"Iout" + bytes(60)
-    more = {"ROI": roi, "Overlays": [roi, roi], "LUTs": [np.zeros((3, 256), "u1")], "Ranges": (0.0, 1.0)}
-    about |= {name: more[name] for name in more if draw.maybe(0.4)}
-    given = Given(draw.path(".tif"), draw.voxels, in_meters([sides[0], y, x], units), checks=[check_labels])
+    given = Given(draw.path(".tif"), draw.voxels, in_meters([sides[0], y, x], units))
     resolution: Any = ((3, 8), (7, 5))
     if draw.odd:
         given.meters, resolution = UNKNOWN, draw.pick((0, 0), (1, 1))
@@ -93,16 +88,6 @@ def imagej(draw: Draw) -> Given:
     options = {"resolution": resolution, "metadata": about, "byteorder": draw.pick(*"<>")}
     tifffile.imwrite(given.path, draw.voxels, imagej=True, **options)
     return given
-
-
-def check_labels(result: Result) -> str:
-    """Return what is wrong with the labels of slices, of which a region has its own."""
-    before = result.stack.metadata.attributes.get("Labels")
-    if result.format != "tiff" or not isinstance(before, list):
-        return ""
-    with tifffile.TiffFile(result.path) as file:
-        after = (file.imagej_metadata or {}).get("Labels")
-    return "" if after in (None, before[result.region[0]]) else f"labels {after!s:.60}, of {before!s:.60}"
 
 
 def ome(draw: Draw) -> Given:
@@ -128,16 +113,6 @@ def ome(draw: Draw) -> Given:
         )
     tifffile.tiffcomment(given.path, xml.encode())
     return given
-
-
-def nodata(draw: Draw) -> Given:
-    """Write a GeoTIFF's tag for voxels without data."""
-    declared = declare(draw, ("_FillValue",), widest=4)
-    fill = declared.attributes["_FillValue"]
-    tags = [(42113, 2, 0, (f"{fill:.9g}" if fill.dtype.kind == "f" else str(fill)).encode(), False)]
-    path = draw.path(".tif")
-    tifffile.imwrite(path, declared.stored, extratags=tags, photometric="minisblack", metadata=None)
-    return declared.given(path)
 
 
 def mrc(draw: Draw) -> Given:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import subprocess
@@ -21,7 +20,7 @@ from cocodiff_eval.data.formats import open_volume
 from cocodiff_eval.data.masks import make_mask
 from cocodiff_eval.data.slices import open_stack, open_truth
 from cocodiff_eval.data.volume import NewVolume, Part, Region
-from file_kinds import PROVENANCE, assert_bits, reopened, restored, voxels, write_frames, write_hdf5
+from file_kinds import assert_bits, reopened, restored, voxels, write_frames, write_hdf5
 
 from cocodiff.config.errors import UserError
 
@@ -383,12 +382,7 @@ def test_what_says_nothing_of_axes_is_no_ground_to_refuse(tmp_path: Path) -> Non
     assert_bits(path, voxels((5, 20, 33)))
 
 
-def test_objects_and_attributes_are_kept(tmp_path: Path) -> None:
-    with h5py.File(restored(open_volume(write_hdf5(tmp_path, voxels())), "same", tmp_path).path) as file:
-        group = file["exchange"]
-        assert file.attrs["sample"] == "a tooth" and group.attrs["beamline"] == "2-BM"
-        assert group["theta"][:].tolist() == list(range(5)) and group["data"].attrs["units"] == "1/cm"
-        assert json.loads(group["data"].attrs["cocodiff"]) == PROVENANCE
+def test_attributes_of_frames_are_kept(tmp_path: Path) -> None:
     frames = open_volume(write_frames(tmp_path, voxels()))
     with h5py.File(restored(frames, "same", tmp_path).path) as file:
         group = file["20260102_tooth"]
