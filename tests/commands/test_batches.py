@@ -112,7 +112,7 @@ def test_no_replica_goes_on_before_all_batches_are_done(tmp_path: Path) -> None:
                 time.sleep(0.1 * transport.rank)
                 done.append(number)
                 queue.add(number, [number])
-            assert sorted(done) == [0, 1, 2]
+            assert sorted(done) == [0, 1, 2] and all(map(queue.is_done, range(3)))
             return queue.rows(range(3))
 
     assert run_ranks(2, work) == [[0, 1, 2]] * 2

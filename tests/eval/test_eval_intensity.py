@@ -67,7 +67,12 @@ def test_the_range_is_over_the_stack_and_outside_the_mask(tmp_path: Path) -> Non
     volume = np.full((3, 20, 20), 5, np.int16)
     volume[0, 0, 0], volume[2, 19, 19] = -7, 90
     volume[1, 8:12, 8:12] = 30000
-    assert intensity_range(*save(tmp_path, volume)) == IntensityRange(-7.0, 90.0)
+    both = save(tmp_path, volume)
+    assert intensity_range(*both) == IntensityRange(-7.0, 90.0)
+    for ends in ((90.0, 95.0), (-9.0, -7.0)):  # one voxel lies in it, at an end
+        assert intensity_range(*both, given=ends) == IntensityRange(*ends, (-7.0, 90.0), 899)
+    volume[:2] = np.linspace([0, 500], [1000, 510], 400).T.reshape(2, 20, 20)
+    assert intensity_range(*save(tmp_path, volume[:2])) == IntensityRange(0.0, 1000.0)
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "int16", "float32", "float64"])

@@ -94,7 +94,8 @@ def test_a_part_goes_from_any_format_to_any(tmp_path: Path, kind: str, word: str
         assert sides == pytest.approx([side * LENGTHS[unit][1] for side in size], rel=1e-6)
     if word not in ("mrc", "npy"):
         texts = texts_in(path)
-        assert "cocodiff+" in texts and re.search(r'"start": \[\s*2,\s+1,\s+4\s*\]', texts)
+        ends = r'"start": \[\s*2,\s+1,\s+4\s*\],\s+"stop": \[\s*5,\s+19,\s+30\s*\]'
+        assert "cocodiff+" in texts and re.search(ends, texts)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
