@@ -88,6 +88,14 @@ def test_a_constant_slice_comes_back(tmp_path: Path, dtype: str, inpainter: Smoo
     np.testing.assert_array_equal(restored_YX, image_YX)
 
 
+@pytest.mark.parametrize("dtype", ["int64", "uint64"])
+def test_the_largest_integers_do_not_become_the_least(dtype: str) -> None:
+    """No float64 equals them: the next one is larger."""
+    most, both_YX = np.iinfo(dtype).max, np.ones((1, 2), bool)
+    scale = IntensityRange(0.0, float(most))
+    assert compose_native(np.zeros((1, 2), dtype), np.array([[1.0, 2.0]]), both_YX, scale).tolist() == [[most, most]]
+
+
 def test_not_finite_outside_the_mask(tmp_path: Path) -> None:
     volume = np.zeros((3, 20, 20), np.float32)
     volume[1, 9, 9] = np.nan

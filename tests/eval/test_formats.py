@@ -113,6 +113,8 @@ def test_a_part_is_all_that_is_read_of_an_input_its_truth_and_its_mask(tmp_path:
     for number, mask in enumerate(masks):
         made = make_mask(KINDS[kind].file(tmp_path / str(number), mask), stack)
         assert all(np.array_equal(made.read(n), hole[CUT][n] != 0) for n in range(3))
+    made = make_mask(KINDS[kind].file(tmp_path / "slices", hole[2:5]), open_stack(path, part=Part("2:5")))
+    assert all(np.array_equal(made.read(n), hole[2 + n] != 0) for n in range(3))
 
 
 @pytest.mark.parametrize("word", WRITTEN)
