@@ -71,6 +71,8 @@ def test_the_range_is_over_the_stack_and_outside_the_mask(tmp_path: Path) -> Non
     assert intensity_range(*both) == IntensityRange(-7.0, 90.0)
     for ends in ((90.0, 95.0), (-9.0, -7.0)):  # one voxel lies in it, at an end
         assert intensity_range(*both, given=ends) == IntensityRange(*ends, (-7.0, 90.0), 899)
+    whole = replace(both[1], full=frozenset({1}))  # slice 1 is masked wholly
+    assert intensity_range(both[0], whole, given=(90.0, 95.0)).beyond == 599
     volume[:2] = np.linspace([0, 500], [1000, 510], 400).T.reshape(2, 20, 20)
     assert intensity_range(*save(tmp_path, volume[:2])) == IntensityRange(0.0, 1000.0)
 

@@ -174,6 +174,10 @@ def test_a_run_goes_on_only_with_the_type_and_the_voxel_size_it_began_with(tmp_p
     ):
         difference = first_difference(there, described(tmp_path, data, **options))
         assert difference is not None and all(map(str.startswith, difference[1:], told)), difference
+    sides = {f"PhysicalSize{axis}": 2.0 for axis in "XYZ"}
+    units = [{f"{name}Unit": unit for name in sides} for unit in ("nm", "mm")]
+    both = [described(tmp_path, volume, ome=True, metadata=sides | unit) for unit in units]
+    assert first_difference(*both) == ("inputs", "unit nanometer", "unit millimeter")
     last = SimpleNamespace(name="block", shape=volume.shape, read=lambda index: volume[index] > 9 + 20000 * index)
     for more, told in (({"mask": last}, "hidden"), ({"truth": last}, "truth"), ({"truth": mask}, "truth")):
         difference = first_difference(there, described(tmp_path, volume, **size, **more))
