@@ -7,9 +7,9 @@ A seed and a number make a file. One of even number is opened as `cocodiff inpai
 given other values, and results are written in every format, of the whole and of a region. One of odd number is an input
 of `inpaint` itself, with a mask and options; of eight of these one is a settings file of inpaint, generate or sweep.
 
-A result is right where h5py, xarray, tifffile, Zarr's library and a reader of MRC headers find in it: the input's
-voxels outside the mask, and under it the new ones, by every name that leads to them; the type, the voxel's sides, the
-attributes, place, orientation and byte order, or a line that names what is lost. Else it must end with one line that
+A result is right where h5py, xarray, tifffile, mrcfile and Zarr's library find in it: the input's
+voxels outside the mask, and under it the new ones; the type, the voxel's sides, the attributes and byte order, or a
+line that names what is lost. Else it must end with one line that
 names the file, and nothing written. Of most cases it is known which of both is right.
 
 Prints each case that went wrong with the command that repeats it, and a table; --refusals FILE takes the lines of all
