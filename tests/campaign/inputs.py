@@ -7,9 +7,9 @@ A seed and a number make a file. One of even number is opened as `cocodiff inpai
 given other values, and results are written in every format, of the whole and of a region. One of odd number is an input
 of `inpaint` itself, with a mask and options; of eight of these one is a settings file of inpaint, generate or sweep.
 
-A result is right where h5py, xarray, tifffile, Zarr's library and a reader of MRC headers find in it: the input's
-voxels outside the mask, and under it the new ones, by every name that leads to them; the type, the voxel's sides, the
-attributes, place, orientation and byte order, or a line that names what is lost. Else it must end with one line that
+A result is right where h5py, xarray, tifffile, mrcfile and Zarr's library find in it: the input's
+voxels outside the mask, and under it the new ones; the type, the voxel's sides, the attributes and byte order, or a
+line that names what is lost. Else it must end with one line that
 names the file, and nothing written. Of most cases it is known which of both is right.
 
 Prints each case that went wrong with the command that repeats it, and a table; --refusals FILE takes the lines of all
@@ -41,15 +41,17 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "eval"))
 
 import numpy as np
 from cocodiff_eval.data.formats import FORMATS, open_volume, result_format, write_volume
 from cocodiff_eval.data.volume import Part
-from inputs_checks import bits, check_result, file_of, in_meters, opened, other_sides, read_file, voxels_of
+from file_kinds import read_plainly
+from inputs_checks import bits, check_result, file_of, in_meters, opened, other_sides, voxels_of
 from inputs_commands import SETTINGS, Command, make_inpaint, make_settings
 from inputs_files import DTYPES, SHAPE, UNKNOWN, USUAL, Draw, Given, Result, damage, make_voxels
-from inputs_images import imagej, mrc, nodata, npy, ome, placed, png, samples, sequence, tiff
-from inputs_stores import elsewhere, frames, hdf5, store, values, zarr_values
+from inputs_images import imagej, mrc, ome, tiff, usual
+from inputs_stores import hdf5, store, values, zarr_values
 from warm import forked
 
 from cocodiff.config.errors import UserError
@@ -62,11 +64,10 @@ BOX = (slice(1, 3), slice(8, 14), slice(9, 17))  # the mask of results in every 
 REGION = {"slices": "1:4", "roi": "3:21,5:26"}
 ZARR_MARKS = (".zarray", ".zattrs", ".zgroup", ".cocodiff-files.json")
 # Makers that take voxels of any shape and of these types, any name, and what is odd; the others have something odd.
-TYPES: dict[Maker, tuple[str, ...]] = dict.fromkeys((tiff, sequence, npy, hdf5, frames, store), DTYPES)
-TYPES |= {imagej: ("u1", "u2", "f4"), png: ("u1", "u2"), ome: tuple(sorted({*DTYPES} - {"u8", "i8", "f2"}))}
-MAKERS = (tiff, hdf5, mrc, store, values, sequence, placed, imagej, zarr_values, ome, elsewhere, png, frames, samples)
-MAKERS += (hdf5, values, npy, mrc, placed, store, nodata, hdf5, tiff, elsewhere, placed, imagej, sequence, samples, mrc)
-MAKERS += (elsewhere, elsewhere)
+TYPES: dict[Maker, tuple[str, ...]] = dict.fromkeys((usual, tiff, hdf5, store), DTYPES)
+TYPES |= {imagej: ("u1", "u2", "f4"), ome: tuple(sorted({*DTYPES} - {"u8", "i8", "f2"}))}
+MAKERS = (usual, hdf5, mrc, store, values, usual, imagej, tiff, zarr_values, usual, ome, hdf5, usual, values, mrc)
+MAKERS += (usual, store, ome, usual, tiff, zarr_values, imagej, usual, hdf5)
 # As many as have no common divisor with the makers: each pair comes up.
 TWISTS = ("none", "dtype", "shape", "values", "mask", "metadata", "cut", "flip", "gone", "name", "options", "storage")
 TWISTS += ("damaged mask",)
@@ -96,9 +97,7 @@ def make_given(chance: random.Random, maker: Maker, twist: str, folder: Path, tu
     dtype = chance.choice([*types] if twist == "dtype" else [one for one in USUAL if one in types])
     if twist == "dtype" and maker in (hdf5, tiff) and chance.random() < 0.2:
         dtype, wrong = chance.choice(["?", "c8", "c16"]), True
-    shape: tuple[int, ...] = SHAPE[1:] if maker is png else SHAPE
-    if maker in TYPES and maker not in (sequence, frames) and chance.random() < 0.25:
-        shape = SHAPE[1:]
+    shape: tuple[int, ...] = SHAPE[1:] if maker in TYPES and chance.random() < 0.25 else SHAPE
     if twist == "shape" and maker in TYPES:
         side, lead = chance.randint(16, 24), shape[:-2]
         shapes = [(*lead, *sides) for sides in ((15, side), (side, 1), (16, 500), (16, 16), (501, 17), (1, 1))]
@@ -339,7 +338,7 @@ def check_command(given: Given, command: Command, images: Path) -> str:
         return f"in the folder of results: {[one.name for one in results]}, hidden {hidden}"
     if given.voxels is None:
         with contextlib.suppress(Exception):  # damaged, and restored: as its library reads it, or else as we do
-            voxels = np.asarray(read_file(given.path))
+            voxels = read_plainly(file_of(given.path), stack)
             given.voxels = voxels if voxels.size == np.prod(stack.whole or stack.shape) else None
     mask = mask_of(command, stack)
     own = command.format == "same" or word == stack.metadata.kind.replace("hdf5", "h5")

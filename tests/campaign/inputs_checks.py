@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
-import tifffile
 import zarr
 from cocodiff_eval.data.formats import open_volume
 from cocodiff_eval.data.volume import LENGTHS
+from file_kinds import read_plainly
 from inputs_files import UNKNOWN, WORDS, Given, Result, same
-from inputs_images import read_mrc
-from inputs_stores import read_dataset
-from PIL import Image
 
 MOST_EQUAL = 0.3  # of restored voxels that may have come out as they were
-# Attributes that name cocodiff, the region or other objects.
-OTHERS = {"Info", "Labels", "cocodiff", "ome", "xorigin", "yorigin", "zorigin", "DIMENSION_LIST", "REFERENCE_LIST"}
+# Attributes that name cocodiff, the region, a frame or other objects.
+OTHERS = {
+    "Info",
+    "Labels",
+    "date",
+    "cocodiff",
+    "ome",
+    "xorigin",
+    "yorigin",
+    "zorigin",
+    "DIMENSION_LIST",
+    "REFERENCE_LIST",
+}
 
 
 def check_result(given: Given, result: Result) -> str:
@@ -44,7 +49,7 @@ def check_result(given: Given, result: Result) -> str:
         )
     if result.scale is not None:
         wrong.append(check_range(values[known], bool((missing & ~mask).any()), result))
-    found = read_plainly(result)
+    found = read_plainly(result.path, result.stack)
     if found.size != mask.size:
         return f"{found.shape} voxels of {result.shape}"
     found = found.reshape(result.shape)
@@ -119,12 +124,13 @@ def check_said(given: Given, result: Result) -> str:
         wrong.append(other_sides(known, not old.unit, new, first))
     wrong = [f"{one} in the {where}" for one, where in zip(wrong, ("input", "result"), strict=False) if one]
     if result.own and old.kind != "png":
-        if result.format != "mrc" and found.dtype.itemsize > 1 and given.refusals != ".":
-            orders = [order_of(path, result) for path in (result.path, file_of(given.path))]
-            wrong.append("byte order {}, of {}".format(*orders) if orders[0] != orders[1] else "")
-        changed = {name for name in old.attributes if new.attributes.get(name) != old.attributes[name]} - OTHERS
+        orders = [about.byteorder for about in (old, new)]
+        wrong.append("byte order {}, of {}".format(*orders) if len({*orders}) > 1 < found.dtype.itemsize else "")
+        kept = {name: one for name, one in old.attributes.items() if "reference>" not in str(one)}
+        changed = {name for name, one in kept.items() if new.attributes.get(name) != one} - OTHERS
         wrong.append(f"attributes lost or changed: {sorted(changed)}" if changed else "")
-        if old.description not in new.description:
+        of_slice = old.kind == "sequence" and result.start[0] > 0  # which has its own
+        if old.description not in new.description and not of_slice:
             wrong.append(f"description {new.description:.60}, of {old.description:.60}")
         photometric = [about.details.get("photometric") for about in (old, new)]
         wrong.append(f"photometric {photometric}" if photometric[0] != photometric[1] else "")
@@ -138,24 +144,6 @@ def opened(result: Result, path: Path | None = None) -> Any:
     """Open a result, or another file like it, as cocodiff does, at the place of its voxels."""
     details, path = result.stack.metadata.details, path or result.path
     return open_volume(f"{path}:{details['object']}" if result.own and "object" in details else str(path))
-
-
-def order_of(path: Path, result: Result) -> str:
-    """Return the byte order of a file's voxels as the format's own library tells it; "" for Zarr 3."""
-    if path.suffix.lower() == ".zarr":
-        arrays = [one for one in path.rglob(".zarray") if "labels" not in one.parts]
-        return json.loads(arrays[0].read_text())["dtype"][0] if arrays else ""
-    if result.format == "npy":
-        order = np.load(path, mmap_mode="r").dtype.byteorder
-    elif result.format == "h5":
-        with h5py.File(path) as file:
-            node = file[result.stack.metadata.details["object"]]
-            order = (node if isinstance(node, h5py.Dataset) else next(iter(node.values()))).dtype.byteorder
-    else:
-        files = [one for one in path.iterdir() if one.name[0] != "."] if path.is_dir() else [path]
-        with tifffile.TiffFile(min(files)) as tiff:
-            order = tiff.byteorder
-    return ">" if order == ">" else "<"
 
 
 def other_sides(meters: Any, plain: bool, about: Any, first: int) -> str:
@@ -186,30 +174,3 @@ def check_decoded(given: Given, result: Result, before: np.ndarray, known: np.nd
 def file_of(path: Path) -> Path:
     """Return the file or store of `file.h5:/dataset`."""
     return Path(str(path).partition(":/")[0])
-
-
-def read_plainly(result: Result) -> np.ndarray:
-    """Return a result's voxels as the format's own library reads them."""
-    if result.format == "h5":
-        with h5py.File(result.path) as file:
-            return read_dataset(file, result)
-    if result.format == "mrc":
-        return np.asarray(read_mrc(result.path)["voxels"])
-    if result.format == "npy":
-        return np.asarray(np.load(result.path))
-    return np.asarray(read_file(result.path))
-
-
-def read_file(path: Path) -> Any:
-    """Return the voxels of Zarr, PNG, TIFF or a folder of it by the format's own library."""
-    if path.suffix.lower() == ".zarr":
-        node = zarr.open(str(path), mode="r")
-        if isinstance(node, zarr.Group):
-            about: Any = node.attrs.asdict()
-            node = node[about.get("ome", about)["multiscales"][0]["datasets"][0]["path"]]
-        return node[...]
-    if path.is_dir():
-        names = [one for one in path.iterdir() if one.suffix.lower() in (".tif", ".tiff") and one.name[0] != "."]
-        in_order = sorted(names, key=lambda one: int((re.findall(r"\d+", one.stem) or ["-1"])[-1]))
-        return np.stack([tifffile.imread(one) for one in in_order])
-    return Image.open(path) if path.suffix.lower() == ".png" else tifffile.imread(path)

@@ -29,7 +29,7 @@ JUNK += (float("inf"), True, [], {}, [1], [[]], {"a": 1}, "x" * 3000, "1:", "\0"
 DTYPES = ("u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8")
 USUAL = ("u1", "u2", "i2", "f4")
 # Names by which a line may tell of a declared value, and of axes.
-WORDS = "_FillValue|missing|fill.?value|valid_|_Unsigned|no.?data"
+WORDS = "_FillValue|missing|fill.?value|valid_|_Unsigned"
 AXES = "axes|axis|dimension|time|channel"
 # Names of dimensions, whose first is depth, and whose first is not or whose order is another.
 ORDERS = (("z", "y", "x"), ("depth", "lat", "lon"), ("Z", "Y", "X"), ("slice", "row", "column"))
@@ -204,12 +204,11 @@ class Declared:
 KINDS = ("_FillValue", "missing_value", "several", "valid_range", "valid_max", "scale", "unsigned", "both", "middle")
 
 
-def declare(draw: Draw, kinds: tuple[str, ...] = KINDS, widest: int = 8) -> Declared:
-    """Make a file's voxels and attributes, of types of so many bytes at most. Real voxels have 20 to 120, or 1000 to
-    3000 in types of 16 bits and more."""
+def declare(draw: Draw, kinds: tuple[str, ...] = KINDS) -> Declared:
+    """Make a file's voxels and attributes. Real voxels have 20 to 120, or 1000 to 3000 in types of 16 bits and more."""
     kind = draw.pick(*kinds)
     names = ("i1", "i2") if kind == "unsigned" else ("u1", "u2", "i2", "i4", "f4", "f8", "i8")
-    dtype = np.dtype(draw.pick(*(name for name in names if int(name[1]) <= widest)))
+    dtype = np.dtype(draw.pick(*names))
     byte, number = dtype.itemsize == 1, dtype.type
     spread = np.random.default_rng(draw.chance.randrange(2**32)).integers(1, 250, SHAPE) / 250
     stored = np.rint(20 + 100 * spread if byte else 1000 + 2000 * spread).astype(dtype)

@@ -112,10 +112,24 @@ def test_no_replica_goes_on_before_all_batches_are_done(tmp_path: Path) -> None:
                 time.sleep(0.1 * transport.rank)
                 done.append(number)
                 queue.add(number, [number])
-            assert sorted(done) == [0, 1, 2]
+            assert sorted(done) == [0, 1, 2] and all(map(queue.is_done, range(3)))
             return queue.rows(range(3))
 
     assert run_ranks(2, work) == [[0, 1, 2]] * 2
+
+
+def test_a_job_that_goes_on_expects_what_is_done_and_what_is_left(tmp_path: Path) -> None:
+    output = OutputFolder(str(tmp_path / "out"), overwrite=False)
+    output.open()
+
+    def work(transport: Any) -> None:
+        record = JobRecord(output, dict, [1, 2, 4], "slices", lambda entry: True, shows_bar=False)
+        Queue(Replica(transport, "local", 1), record, 3).add(0, [])
+        queue = Queue(Replica(transport, "local", 1), record, 3)
+        queue.expect([2])
+        assert queue.bar.total == 5 and str(output.journals.kept()) == "1 of 5 slices"
+
+    run_ranks(1, work)
 
 
 def test_a_folder_that_leaders_do_not_share_is_refused(tmp_path: Path) -> None:

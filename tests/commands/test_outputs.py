@@ -392,10 +392,11 @@ def test_a_damaged_manifest_counts_as_none(tmp_path: Path) -> None:
 
 def test_inputs_are_not_replaced_by_the_results_they_lead_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    publish("out", {"images/a.png": "old"})
+    publish("out", {"images/a.png": "old", "images/b.zarr/.zgroup": "old"})
     folder = OutputFolder("out", overwrite=True)
     folder.keep_apart(["block", "scan.tif", "volume.h5:/data", str(tmp_path / "out" / "mine.tif")])
-    for path in ("out/images/a.png", "out/../out/images/a.png:/data", "out/images", "out/images/*.png"):
+    within = "out/images/b.zarr/labels/holes"
+    for path in ("out/images/a.png", "out/../out/images/a.png:/data", "out/images", "out/images/*.png", within):
         with pytest.raises(UserError, match="among the results in --out out, which --overwrite would replace"):
             folder.keep_apart([path])
 

@@ -178,6 +178,8 @@ def test_scales_are_kept_for_voxels_and_not_for_masks(tmp_path: Path, kind: str)
         found = attributes_of(tmp_path, f"{stem}_{end}", kind)
         assert {*found} & {*about} == kept, end
         assert {one: np.asarray(found[one]).tolist() for one in kept} == {one: about[one] for one in kept}
+    unscaled = KINDS[kind].file(tmp_path / "unscaled", voxels(), attributes={"scale_factor": 1.0, "add_offset": 0})
+    assert not open_stack(unscaled).metadata.remarks
     if kind == "hdf5":
         assert make_mask(f"{tmp_path / stem}_mask.h5", task.stack).masked == (True, True, True)
 

@@ -67,7 +67,14 @@ def test_the_range_is_over_the_stack_and_outside_the_mask(tmp_path: Path) -> Non
     volume = np.full((3, 20, 20), 5, np.int16)
     volume[0, 0, 0], volume[2, 19, 19] = -7, 90
     volume[1, 8:12, 8:12] = 30000
-    assert intensity_range(*save(tmp_path, volume)) == IntensityRange(-7.0, 90.0)
+    both = save(tmp_path, volume)
+    assert intensity_range(*both) == IntensityRange(-7.0, 90.0)
+    for ends in ((90.0, 95.0), (-9.0, -7.0)):  # one voxel lies in it, at an end
+        assert intensity_range(*both, given=ends) == IntensityRange(*ends, (-7.0, 90.0), 899)
+    whole = replace(both[1], full=frozenset({1}))  # slice 1 is masked wholly
+    assert intensity_range(both[0], whole, given=(90.0, 95.0)).beyond == 599
+    volume[:2] = np.linspace([0, 500], [1000, 510], 400).T.reshape(2, 20, 20)
+    assert intensity_range(*save(tmp_path, volume[:2])) == IntensityRange(0.0, 1000.0)
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "int16", "float32", "float64"])
@@ -81,6 +88,14 @@ def test_a_constant_slice_comes_back(tmp_path: Path, dtype: str, inpainter: Smoo
         prepared_YX = intensity.prepare_slice(image_YX, mask_YX, scale)
         restored_YX = compose_native(image_YX, restore_slice(prepared_YX, mask_YX, inpainter), mask_YX, scale)
     np.testing.assert_array_equal(restored_YX, image_YX)
+
+
+@pytest.mark.parametrize("dtype", ["int64", "uint64"])
+def test_the_largest_integers_do_not_become_the_least(dtype: str) -> None:
+    """No float64 equals them: the next one is larger."""
+    most, both_YX = np.iinfo(dtype).max, np.ones((1, 2), bool)
+    scale = IntensityRange(0.0, float(most))
+    assert compose_native(np.zeros((1, 2), dtype), np.array([[1.0, 2.0]]), both_YX, scale).tolist() == [[most, most]]
 
 
 def test_not_finite_outside_the_mask(tmp_path: Path) -> None:

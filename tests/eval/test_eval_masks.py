@@ -56,7 +56,8 @@ def test_generated_masks_know_their_truth(stack: Stack) -> None:
     for kind in ("block", "center"):
         mask = make_mask(kind, stack, 3)
         assert (mask.name, mask.from_file, mask.shape) == (kind, False, stack.shape)
-        assert mask.read(2).shape == stack.shape[1:] and mask.read(2).dtype == bool
+        expected = block_mask(stack.shape[1:], 3) if kind == "block" else center_mask(stack.shape[1:])
+        assert np.array_equal(mask.read(2), expected) and mask.read(2).dtype == bool
 
 
 def test_mask_files(tmp_path: Path, stack: Stack) -> None:
@@ -105,6 +106,7 @@ MISTAKES = {
         np.stack([_levels() * 0, _levels() * 0 + 1, _levels() * 0]),
         "every slice with masked voxels is wholly masked, nothing",
     ),
+    "another value in each slice": (np.stack([_levels() // 255 * n for n in (1, 2, 3)]), r"at least 3 \(0, 1, 2"),
     "grey levels": (_levels(), r"two values .* at least 5 \(0, 17, 90, 200, \.\.\.\): threshold it"),
 }
 

@@ -78,6 +78,17 @@ def test_missing_chunks_are_counted(tmp_path: Path, version: Any) -> None:
     assert not assert_bits(path, volume).metadata.remarks
 
 
+@pytest.mark.parametrize(("side", "levels"), [(256, 1), (257, 2)])
+def test_the_last_level_has_256_voxels_a_side_at_most(tmp_path: Path, side: int, levels: int) -> None:
+    given = open_volume(write_tiff(tmp_path, voxels((2, 16, side))))
+    assert len([*restored(given, "zarr", tmp_path).path.glob("[0-9]")]) == levels
+
+
+def test_dimensions_keep_their_names(tmp_path: Path) -> None:
+    path = restored(open_volume(write_zarr(tmp_path, voxels(), image=False, version=3)), "same", tmp_path).path
+    assert zarr.open_array(path, path="0", mode="r").metadata.dimension_names == ("time", "channel", "z", "y", "x")
+
+
 def test_coordinates_of_xarray_are_named(tmp_path: Path) -> None:
     path = write_zarr(tmp_path, voxels(), image=False)
     zarr.open_group(tmp_path / "scan.zarr", mode="a").create_array("x", data=np.arange(33.0))
@@ -148,10 +159,10 @@ def test_a_run_goes_on_only_with_the_type_and_the_voxel_size_it_began_with(tmp_p
     volume = voxels((2, 20, 33))
     mask = SimpleNamespace(name="block", shape=volume.shape, read=lambda index: volume[index] > 9)
 
-    def described(folder: Path, data: np.ndarray, **options: Any) -> Any:
+    def described(folder: Path, data: np.ndarray, mask: Any = mask, truth: Any = None, **options: Any) -> Any:
         folder.mkdir(exist_ok=True)
         stack = open_stack(write_tiff(folder, data, **options))
-        return as_read({"inputs": described_inputs([SimpleNamespace(stack=stack, mask=mask, truth=None)])})
+        return as_read({"inputs": described_inputs([SimpleNamespace(stack=stack, mask=mask, truth=truth)])})
 
     size = {"resolution": (100, 100), "resolutionunit": 3}
     there = described(tmp_path, volume, **size)
@@ -163,6 +174,16 @@ def test_a_run_goes_on_only_with_the_type_and_the_voxel_size_it_began_with(tmp_p
     ):
         difference = first_difference(there, described(tmp_path, data, **options))
         assert difference is not None and all(map(str.startswith, difference[1:], told)), difference
+    sides = {f"PhysicalSize{axis}": 2.0 for axis in "XYZ"}
+    units = [{f"{name}Unit": unit for name in sides} for unit in ("nm", "mm")]
+    both = [described(tmp_path, volume, ome=True, metadata=sides | unit) for unit in units]
+    assert first_difference(*both) == ("inputs", "unit nanometer", "unit millimeter")
+    last = SimpleNamespace(name="block", shape=volume.shape, read=lambda index: volume[index] > 9 + 20000 * index)
+    for more, told in (({"mask": last}, "hidden"), ({"truth": last}, "truth"), ({"truth": mask}, "truth")):
+        difference = first_difference(there, described(tmp_path, volume, **size, **more))
+        assert difference is not None and difference[1].startswith(told), difference
+    both = [described(tmp_path, volume, truth=one, **size) for one in (mask, last)]
+    assert first_difference(*both) is not None  # in the last slice
     assert first_difference({"a": 1, "only there": 2}, {"a": 1}) == ("only there", "2", "None")
     assert first_difference({"a": 1}, {"a": 1, "only now": 2}) == ("only now", "None", "2")
 

@@ -94,7 +94,8 @@ def test_a_part_goes_from_any_format_to_any(tmp_path: Path, kind: str, word: str
         assert sides == pytest.approx([side * LENGTHS[unit][1] for side in size], rel=1e-6)
     if word not in ("mrc", "npy"):
         texts = texts_in(path)
-        assert "cocodiff+" in texts and re.search(r'"start": \[\s*2,\s+1,\s+4\s*\]', texts)
+        ends = r'"start": \[\s*2,\s+1,\s+4\s*\],\s+"stop": \[\s*5,\s+19,\s+30\s*\]'
+        assert "cocodiff+" in texts and re.search(ends, texts)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -112,6 +113,8 @@ def test_a_part_is_all_that_is_read_of_an_input_its_truth_and_its_mask(tmp_path:
     for number, mask in enumerate(masks):
         made = make_mask(KINDS[kind].file(tmp_path / str(number), mask), stack)
         assert all(np.array_equal(made.read(n), hole[CUT][n] != 0) for n in range(3))
+    made = make_mask(KINDS[kind].file(tmp_path / "slices", hole[2:5]), open_stack(path, part=Part("2:5")))
+    assert all(np.array_equal(made.read(n), hole[2 + n] != 0) for n in range(3))
 
 
 @pytest.mark.parametrize("word", WRITTEN)
