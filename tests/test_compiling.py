@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from diffusers.hooks import MagCacheConfig, PyramidAttentionBroadcastConfig, TaylorSeerCacheConfig
-from on_ranks import check_alike, on_ranks, outputs_of, state_of
+from on_ranks import Call, check_alike, on_ranks, outputs_of, state_of
 from planned_models import PLANNED
 from test_engine_families import with_lora
+from test_step_cache import moving
 from tiny_models import FAMILIES, sd3_inpaint_pipeline, sd3_transformer
 from torch import Tensor, nn
 from warm import forked
@@ -72,20 +73,11 @@ def is_traced() -> bool:
     return frame is not None
 
 
-def four_steps(family: str, branches: int) -> list[dict[str, Any]]:
+def four_steps(family: str, branches: int) -> list[Call]:
     """A sample that moves little and much, in each step with the text of every branch."""
-    make = FAMILIES[family][1]
-    calls = []
-    for number, far in enumerate((0.0, 0.01, 1.0, 1.01)):
-        inputs = make(1, 4, 5, 6)
-        sample, noise = inputs["hidden_states"], torch.Generator().manual_seed(0)
-        moved = {
-            "hidden_states": sample + far * torch.randn(sample.shape, generator=noise),
-            "timestep": inputs["timestep"] * (1 - number / 1000),
-        }
-        text = inputs["encoder_hidden_states"]
-        calls += [inputs | moved | {"encoder_hidden_states": sign * text} for sign in (1, -1)[:branches]]
-    return calls
+    steps = moving(FAMILIES[family][1](1, 4, 5, 6), (0.0, 0.01, 1.0, 1.01))
+    signs = (1, -1)[:branches]
+    return [step | {"encoder_hidden_states": sign * step["encoder_hidden_states"]} for step in steps for sign in signs]
 
 
 @pytest.mark.sample(1)

@@ -31,7 +31,7 @@ from diffusers.models.attention_processor import (
 from diffusers.models.transformers.transformer_flux2 import Flux2KVAttnProcessor
 from on_ranks import check_alike, on_ranks, outputs_of, refused
 from planned_models import PLANNED
-from seams import hooks_of
+from seams import choose_backend, hooks_of
 from tiny_models import FAMILIES, flux2_transformer, flux_transformer, sd3_inputs, sd3_transformer
 from tiny_pipelines import PIPELINES, TEXT_WIDTH
 from torch import nn
@@ -55,36 +55,23 @@ def alone():
 # Models ---------------------------------------------------------------------------------------------------------------
 
 
+def changed(make: Callable[[int], nn.Module], change: Callable[[Any], object]) -> nn.Module:
+    model = make(4)
+    change(model)
+    return model
+
+
 def with_processor(make: Callable[[int], nn.Module], processor: Any, number: int = 0) -> nn.Module:
     """A model of which one layer has another attention processor."""
-    model = make(4)
-    model.set_attn_processor({**model.attn_processors, [*model.attn_processors][number]: processor})
-    return model
+
+    def change(model: Any) -> None:
+        model.set_attn_processor({**model.attn_processors, [*model.attn_processors][number]: processor})
+
+    return changed(make, change)
 
 
-def with_processor_setting(name: str, value: object) -> nn.Module:
-    model = flux_transformer(4)
-    setattr(next(iter(model.attn_processors.values())), name, value)
-    return model
-
-
-def with_fused_projections() -> nn.Module:
-    model = flux_transformer(4)
-    model.fuse_qkv_projections()
-    return model
-
-
-def with_unknown_attention() -> nn.Module:
-    model = sd3_transformer(4)
-    model.extra = nn.Linear(2, 2)
-    model.extra.processor = object()
-    return model
-
-
-def compiled_in_place() -> nn.Module:
-    model = sd3_transformer(4)
-    model.compile()
-    return model
+def first_processor(model: Any) -> Any:
+    return model.transformer_blocks[0].attn.processor
 
 
 class UnetPipeline:
@@ -115,16 +102,22 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
         "is a Flux2KVAttnProcessor, which has no parallel form",
     ),
     "fused projections": (
-        with_fused_projections,
+        lambda: changed(flux_transformer, lambda model: model.fuse_qkv_projections()),
         r"transformer_blocks\.0\.attn has fused projections: call transformer\.unfuse_qkv_projections",
     ),
     "backend": (
-        lambda: with_processor_setting("_attention_backend", "flash"),
+        lambda: changed(flux_transformer, lambda model: choose_backend(first_processor(model), "flash")),
         "uses the attention backend flash.*reset",
     ),
-    "parallel": (lambda: with_processor_setting("_parallel_config", object()), "is parallel already"),
-    "unknown attention": (with_unknown_attention, r"extra\.processor is a object, which has no parallel"),
-    "compiled": (compiled_in_place, COMPILED),
+    "parallel": (
+        lambda: changed(flux_transformer, lambda model: setattr(first_processor(model), "_parallel_config", object())),
+        "is parallel already",
+    ),
+    "unknown attention": (
+        lambda: changed(sd3_transformer, lambda model: setattr(model.proj_out, "processor", object())),
+        r"proj_out\.processor is a object, which has no parallel",
+    ),
+    "compiled": (lambda: changed(sd3_transformer, lambda model: model.compile()), COMPILED),
     "compiled from outside": (lambda: torch.compile(sd3_transformer(4)), COMPILED),
 }
 

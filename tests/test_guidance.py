@@ -22,6 +22,7 @@ from cocodiff.comm.loopback import run_ranks
 from cocodiff.comm.transport import Part
 from cocodiff.engine.engine import parallelize
 from cocodiff.engine.guidance.parts import Awaited
+from cocodiff.planner import automatic
 from cocodiff.topology.axes import Axes
 
 GUIDED = ("sd3", "flux", "klein", "qwen")
@@ -291,6 +292,24 @@ def test_an_engine_that_was_left_keeps_nothing_of_a_part_nor_of_all_ranks():
     assert [bytes_held_of_parts(ran.engine) for ran in of_ranks] == [[0, 0]] * 4
 
 
+def test_room_is_looked_for_by_the_branches_that_a_part_keeps(monkeypatch):
+    """Of three branches one part keeps two and the other one: room for the first, then for the second."""
+    needs: list[int] = []
+    monkeypatch.setattr(automatic, "free_memory", lambda *_: 2**40)
+    monkeypatch.setattr(automatic, "check_fits", lambda need, *_: needs.append(need.cache))
+
+    def run(own: Any, engine: Any) -> int:
+        looped(own, [[call] * 3 for (call,) in calls_of("qwen", 1, 1)])
+        return engine.sequence.strategy.codec.bytes_held()
+
+    of_ranks = on_ranks(2, FAMILIES["qwen"][0](6), run=run, guidance_parallel=1, codec="int4", steps=2)
+    of_branch = {ran.found // 3 for ran in of_ranks}
+    assert {*needs} == {count * held for count in (1, 2, 3) for held in of_branch}
+    needs.clear()
+    on_ranks(4, FAMILIES["qwen"][0](6), run=run, guidance_parallel=2, codec="int4", steps=2)
+    assert {*needs} == {count * held for count in (1, 2) for held in of_branch}
+
+
 @pytest.mark.parametrize("stopped_at", [0, 1, 3, 4])
 def test_an_interrupted_image_leaves_nothing_behind(stopped_at):
     """All ranks stop at the same call; then the same engine makes another image."""
@@ -331,34 +350,27 @@ def test_a_branch_that_fails_on_its_ranks_alone(family, branch):
     check_loop(4, FAMILIES[family][0](6), steps, run)
 
 
-class Message:
-    """A message whose values come when somebody waits."""
-
-    def __init__(self, buffer: torch.Tensor) -> None:
-        self.buffer, self.waits = buffer, 0
-
-    def wait(self) -> None:
-        self.waits += 1
-        self.buffer.copy_(torch.arange(self.buffer.numel()).view_as(self.buffer))
-
-
 @pytest.mark.parametrize("inference", [False, True])
 def test_values_are_waited_for_when_they_are_asked_for(inference):
     with torch.inference_mode(inference):
         buffer = torch.full((2, 6, 4), -1.0)
-        message = Message(buffer)
-        awaited = Awaited.over(buffer, cache(message.wait))
+        waits: list[int] = []
+
+        def wait() -> None:
+            waits.append(1)
+            buffer.copy_(true)
+
+        awaited, true = Awaited.over(buffer, cache(wait)), torch.arange(48.0).view(2, 6, 4)
         part = awaited[:, :3].unsqueeze(0).transpose(1, 2)
         first, second = awaited.chunk(2)
         assert awaited.shape == (2, 6, 4) and part.shape == (1, 3, 2, 4) and second.size(1) == 6 and len(awaited) == 2
         assert awaited.dtype == torch.float32 and awaited.device.type == "cpu" and awaited.is_floating_point()
-        assert message.waits == 0
-        true = torch.arange(48.0).view(2, 6, 4)
+        assert not waits
         combined = second + 2 * (first - second)
-        assert type(combined) is torch.Tensor and message.waits == 1
+        assert type(combined) is torch.Tensor and len(waits) == 1
         assert torch.equal(combined, true[1:] + 2 * (true[:1] - true[1:]))
         assert torch.equal(part, true[:, :3].unsqueeze(0).transpose(1, 2))
         awaited *= 2  # what pipelines do in place is seen by views, as with any tensor
         assert torch.equal(torch.cat([first, second]), 2 * true)
-        assert float(awaited[0, 0, 1]) == 2.0 and awaited.tolist() == (2 * true).tolist() and message.waits == 1
+        assert float(awaited[0, 0, 1]) == 2.0 and awaited.tolist() == (2 * true).tolist() and len(waits) == 1
     assert "2." in repr(awaited) and copy.deepcopy(awaited).sum() == 2 * true.sum()
