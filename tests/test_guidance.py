@@ -12,7 +12,7 @@ import torch
 from covering import all_but
 from exactness import Case, Expected, guided_outputs
 from on_ranks import Call, Ran, check_alike, on_ranks, outputs_of
-from seams import bytes_held_of_parts, end_guidance_of
+from seams import bytes_held_of_parts, end_guidance_of, step_caches_of
 from test_engine_families import with_lora
 from test_engine_pipelines import SIDE, inpainting, restored
 from tiny_models import FAMILIES, HEADS
@@ -265,16 +265,19 @@ def test_no_attention_byte_passes_between_the_parts(ranks, absent):
 
 
 def test_a_result_that_nobody_asks_for():
-    """The second branch's result is thrown away in every step; its message is, too."""
-    model, steps = FAMILIES["qwen"][0](6), calls_of("qwen", 2, 2, 2)
+    """The second branch's result is thrown away in some steps; its message is, too."""
+    model, steps = FAMILIES["qwen"][0](6), calls_of("qwen", 2, 2, 2, 2)
 
-    def run(own: Any, _: Any) -> list[torch.Tensor]:
-        of_steps = [[own(**call)[0] for call in calls] for calls in steps]
-        return [first * 2 for first, _ in of_steps]
+    def run(own: Any, _: Any = None) -> list[torch.Tensor]:
+        outputs = []
+        for number, calls in enumerate(steps):
+            results = [own(**call)[0] for call in calls]
+            outputs += [result * 2 for result in results[: 1 + number // 2]]
+        return outputs
 
     with torch.no_grad():
-        plain = looped(model, steps)[::2]
-    check_alike(on_ranks(2, model, run=run, guidance_parallel=2, steps=3), plain, 1e-5, 1e-4)
+        plain = run(model)
+    check_alike(on_ranks(2, model, run=run, guidance_parallel=2, steps=4), plain, 1e-5, 1e-4)
 
 
 @pytest.mark.filterwarnings("ignore:guidance_parallel 2. step")
@@ -292,22 +295,25 @@ def test_an_engine_that_was_left_keeps_nothing_of_a_part_nor_of_all_ranks():
     assert [bytes_held_of_parts(ran.engine) for ran in of_ranks] == [[0, 0]] * 4
 
 
-def test_room_is_looked_for_by_the_branches_that_a_part_keeps(monkeypatch):
-    """Of three branches one part keeps two and the other one: room for the first, then for the second."""
-    needs: list[int] = []
+@pytest.mark.parametrize("settings", [{"codec": "int4"}, {"step_cache": "first_block"}], ids=str)
+def test_room_is_looked_for_by_the_branches_that_a_part_keeps(settings, monkeypatch):
+    """Of three branches one part keeps two and the other one: room for the first, then for the second, beside what is
+    kept of those before."""
+    needs: list[tuple[int, int]] = []
     monkeypatch.setattr(automatic, "free_memory", lambda *_: 2**40)
-    monkeypatch.setattr(automatic, "check_fits", lambda need, *_: needs.append(need.cache))
+    monkeypatch.setattr(automatic, "check_fits", lambda need, room, _: needs.append((need.cache, room - need.weights)))
 
     def run(own: Any, engine: Any) -> int:
         looped(own, [[call] * 3 for (call,) in calls_of("qwen", 1, 1)])
-        return engine.sequence.strategy.codec.bytes_held()
+        caches = [engine.sequence.strategy.codec, *step_caches_of(engine)]
+        return sum(cache.bytes_held() for cache in caches)
 
-    of_ranks = on_ranks(2, FAMILIES["qwen"][0](6), run=run, guidance_parallel=1, codec="int4", steps=2)
+    of_ranks = on_ranks(2, FAMILIES["qwen"][0](6), run=run, guidance_parallel=1, steps=2, **settings)
     of_branch = {ran.found // 3 for ran in of_ranks}
-    assert {*needs} == {count * held for count in (1, 2, 3) for held in of_branch}
+    assert {*needs} == {(count * held, 2**40 + (count - 1) * held) for count in (1, 2, 3) for held in of_branch}
     needs.clear()
-    on_ranks(4, FAMILIES["qwen"][0](6), run=run, guidance_parallel=2, codec="int4", steps=2)
-    assert {*needs} == {count * held for count in (1, 2) for held in of_branch}
+    on_ranks(4, FAMILIES["qwen"][0](6), run=run, guidance_parallel=2, steps=2, **settings)
+    assert {need for need, _ in needs} == {count * held for count in (1, 2) for held in of_branch}
 
 
 @pytest.mark.parametrize("stopped_at", [0, 1, 3, 4])

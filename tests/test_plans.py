@@ -240,6 +240,27 @@ def test_another_attention_backend_is_refused(inside):
     refused(r"blocks\.1\.attn1 uses the attention backend flash, which ranks do not", model, run=run)
 
 
+def test_a_call_that_fails_in_attention_leaves_nothing_for_the_next():
+    """Neither the first one, which is followed, nor a later one."""
+    model, calls = PLANNED["wan"].model(), [PLANNED["wan"].call()]
+    plain = outputs_of(model, *calls)
+
+    def run(own: Any, engine: Any) -> list[torch.Tensor]:
+        found = []
+        for _ in range(2):
+            hook = own.blocks[1].attn1.to_out[0].register_forward_pre_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                outputs_of(own, *calls)
+            hook.remove()
+            ones = torch.ones(1, 1, 2, 2)
+            assert torch.equal(torch.nn.functional.scaled_dot_product_attention(ones, ones, ones), ones)
+            engine.new_run()
+            found += outputs_of(own, *calls)
+        return found
+
+    check_alike(on_ranks(2, model, run=run), plain * 2)
+
+
 AMPLIFIED = PLANNED["helios"].variant({}, is_amplify_history=True)
 
 

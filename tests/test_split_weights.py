@@ -129,13 +129,14 @@ def test_with_adapters_and_compiled_blocks_in_inference_mode_and_on_twelve_ranks
     check(model, inputs_of(1, 4, 5, 3), settings=settings, mode=mode, **among)
 
 
-def test_some_layers_are_split_and_their_parts_sent_once_a_call():
+@pytest.mark.parametrize(("among", "ranks"), [("card", 2), ("node", 4)])
+def test_some_layers_are_split_and_their_parts_sent_once_a_call(among, ranks):
     model = FAMILIES["sd3"][0](6, layers=5).requires_grad_(False)
     whole = held(model)
-    of_ranks = check(model, FAMILIES["sd3"][1](1, 4, 5, 3), 4, SETTINGS["tapa"], weights="card", split_layers=2)
+    of_ranks = check(model, FAMILIES["sd3"][1](1, 4, 5, 3), 4, SETTINGS["tapa"], weights=among, split_layers=2)
     for _, inside, sent in of_ranks:
         assert inside == [whole[0], whole[1], 0, whole[3], 0]
-        once = sum(-(-whole[number] // 2) for number in (2, 4)) * 4  # every rank its half, to its sibling
+        once = sum(whole[number] for number in (2, 4)) * (ranks - 1) * 4 // ranks  # every rank its part, to the others
         assert STEPS * once <= sent <= 1.05 * (STEPS * once + once)  # at the end the next call's first is under way
 
 
