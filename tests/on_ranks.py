@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from planned_models import cast
-from seams import hooks_of
+from seams import hooks_of, unreceived_of
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -71,7 +71,7 @@ def on_ranks(
     **settings: Any,
 ) -> list[Ran]:
     """What `run` finds of a copy of a model or a pipeline on every rank; without it the outputs of calls. begin: what
-    is done to a copy first. restored: whether the block has to leave the copy as it was."""
+    is done to a copy first. restored: whether the block has to leave the copy as it was. No message is left over."""
 
     def work(transport: Any) -> Ran:
         own = copy.deepcopy(target)
@@ -82,7 +82,9 @@ def on_ranks(
         assert not restored or state_of(own) == before
         return Ran(found, engine)
 
-    return run_ranks(size, work, timeout_s)
+    of_ranks = run_ranks(size, work, timeout_s)
+    assert not unreceived_of(of_ranks[0].engine.transport)
+    return of_ranks
 
 
 def refused(words: str, target: Any, *calls: Call, size: int = 2, **more: Any) -> str:

@@ -13,6 +13,7 @@ from covering import all_but
 from exactness import Case, Expected, guided_outputs
 from on_ranks import Call, Ran, check_alike, on_ranks, outputs_of
 from seams import bytes_held_of_parts, end_guidance_of, step_caches_of
+from test_engine_checks import BROADCAST
 from test_engine_families import with_lora
 from test_engine_pipelines import SIDE, inpainting, restored
 from tiny_models import FAMILIES, HEADS
@@ -92,6 +93,26 @@ def test_auto_splits_where_the_pipeline_guides(name):
 def test_auto_does_not_split_where_a_part_cannot_have_the_ring(ranks, ring, splits):
     pipe, arguments = guiding("qwen")
     assert (check_images(ranks, pipe, [arguments], ring=ring)[0][0] > 0) == splits
+
+
+def test_a_cache_that_keeps_the_parts_together_does_so_for_its_block_alone():
+    pipe, arguments = guiding("flux")
+
+    def run(own: Any, engine: Any) -> list[torch.Tensor]:
+        restored(own, arguments)
+        together = engine.bytes("guidance")
+        engine.__exit__(None, None, None)
+        own.transformer.disable_cache()
+        engine.__enter__()
+        image = restored(own, arguments)
+        assert sum(together.values()) == 0 < sum(engine.bytes("guidance").values())
+        return [image]
+
+    def begin(own: Any) -> None:
+        own.transformer.enable_cache(BROADCAST)
+
+    plain = restored(pipe, arguments)
+    check_alike(on_ranks(2, pipe, run=run, begin=begin, restored=False), [plain])
 
 
 @pytest.mark.parametrize("name", ["sd3", "qwen"])
@@ -280,9 +301,9 @@ def test_a_result_that_nobody_asks_for():
     check_alike(on_ranks(2, model, run=run, guidance_parallel=2, steps=4), plain, 1e-5, 1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:guidance_parallel 2. step")
-def test_an_engine_that_was_left_keeps_nothing_of_a_part_nor_of_all_ranks():
-    """A part computes the first step of an image without guidance, all ranks the others: codecs of both keep values."""
+def test_an_engine_that_was_left_keeps_nothing_of_a_part_nor_of_all_ranks(recwarn):
+    """A part computes the first step of an image without guidance, all ranks the others: codecs of both keep values.
+    One line says that guidance is missing."""
     calls = [call for (call,) in calls_of("qwen", 1, 1, 1)]
 
     def run(own: Any, engine: Any) -> list[int]:
@@ -293,6 +314,7 @@ def test_an_engine_that_was_left_keeps_nothing_of_a_part_nor_of_all_ranks():
     of_ranks = on_ranks(4, FAMILIES["qwen"][0](6), run=run, **settings)
     assert [min(ran.found) > 0 for ran in of_ranks].count(True) == 2  # the part that keeps the only branch
     assert [bytes_held_of_parts(ran.engine) for ran in of_ranks] == [[0, 0]] * 4
+    assert len([one for one in recwarn if "guidance_parallel 2: step" in str(one.message)]) == 1
 
 
 @pytest.mark.parametrize("settings", [{"codec": "int4"}, {"step_cache": "first_block"}], ids=str)

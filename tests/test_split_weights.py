@@ -143,7 +143,7 @@ def test_some_layers_are_split_and_their_parts_sent_once_a_call(among, ranks):
 def test_a_block_that_a_step_cache_leaves_out_is_not_fetched():
     """The first block has its weights at hand, and what is under way for the second one stays until it is computed."""
     model, inputs = FAMILIES["sd3"][0](6, layers=5).requires_grad_(False), FAMILIES["sd3"][1](1, 4, 5, 3)
-    settings = {"step_cache": "first_block", "weights": "card", "split_layers": 4, "exchange": "flat"}
+    settings = {"step_cache": "first_block", "weights": "node", "split_layers": 4, "exchange": "flat"}
 
     def run(own: Any, engine: Any) -> list[int]:
         sent = []
@@ -152,15 +152,22 @@ def test_a_block_that_a_step_cache_leaves_out_is_not_fetched():
             sent.append(sum(engine.bytes("weights").values()))
         return sent
 
-    for ran in on_ranks(2, model, run=run, step_cache_threshold=1e9, **settings):
+    of_ranks = on_ranks(3, model, run=run, step_cache_threshold=1e9, **settings)
+    late = sum(span.late_bytes for ran in of_ranks for span in ran.engine.trace.spans)
+    for ran in of_ranks:
         assert ran.cached() == [0, 1, 1, 1] and ran.found[0] == ran.found[-1] > 0
+        assert ran.sent("weights") == late
+
+
+class Special(nn.Parameter):
+    """A parameter that somebody has marked."""
 
 
 def test_a_block_that_fails_is_empty_again_where_the_error_is_caught():
     """Nor does it hold what comes to its buffer later: another image is made, and its weights are read as they are."""
     model, inputs = FAMILIES["sd3"][0](6, layers=4).requires_grad_(False), FAMILIES["sd3"][1](1, 4, 5, 3)
 
-    def run(own: Any, engine: Any) -> list[Tensor]:
+    def run(own: Any, engine: Any) -> Any:
         found = outputs_of(own, inputs)
         hook = own.transformer_blocks[1].ff.register_forward_pre_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -169,10 +176,12 @@ def test_a_block_that_fails_is_empty_again_where_the_error_is_caught():
         assert not any(held(own))
         engine.new_run()
         assert torch.equal(*found, *outputs_of(own, inputs))
-        return [*own.state_dict().values()]
+        assert all(map(torch.equal, own.state_dict().values(), model.state_dict().values()))
+        return own
 
+    model.transformer_blocks[2].attn.to_q.weight.__class__ = Special
     for ran in on_ranks(2, model, run=run, weights="card"):
-        assert all(map(torch.equal, ran.found, model.state_dict().values()))
+        assert [type(x) for x in ran.found.parameters()] == [type(x) for x in model.parameters()]
 
 
 @pytest.mark.parametrize("more", [{}, {"step_cache": "first_block", "step_cache_threshold": 0.05}], ids=str)

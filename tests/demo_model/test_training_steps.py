@@ -1,7 +1,6 @@
 """What a model of the embedded one's kind is trained on and by: batches, their loss, rates and the optimiser."""
 
 import copy
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -119,8 +118,7 @@ def test_an_optimiser_updates_all_and_goes_on_from_its_state() -> None:
     moved = {name: x - y for (name, x), y in zip(model.named_parameters(), begun.parameters(), strict=True)}
     sizes = [float(of.detach().pow(2).mean().sqrt()) for of in moved.values()]
     assert len(moved["transformer_blocks.0.0.weight"]) == 6 and min(sizes) > 1e-4
-    # A root mean square of a fifth of the rate in Muon, of all of it in the first step of AdamW.
-    assert sizes[0] == pytest.approx(0.5 * 5e-3 * 0.2, rel=0.35) and sizes[-1] == pytest.approx(0.5 * 2e-3, rel=0.01)
+    assert sizes[-1] == pytest.approx(0.5 * 2e-3, rel=0.01)  # the rate, in the first step of AdamW
     kept, state = copy.deepcopy(model), copy.deepcopy(optimizer.state())
     assert not step(model, optimizer, 2, factor=float("nan"))
     assert all(map(torch.equal, model.parameters(), kept.parameters()))
@@ -129,22 +127,33 @@ def test_an_optimiser_updates_all_and_goes_on_from_its_state() -> None:
     for own, by in ((model, optimizer), (kept, again)):
         assert step(own, by, 3, rate=0.25)
     assert all(map(torch.equal, model.parameters(), kept.parameters()))
-    first, twice = copy.deepcopy(begun), copy.deepcopy(begun)
-    for own, factor in ((first, 1.0), (twice, 2.0)):  # the gradients' norm is cut to 1
-        step(own, Optimizer(own, 2.0), 1, factor=factor)
-    for one, other, before in zip(first.parameters(), twice.parameters(), begun.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
-        assert not torch.equal(one, before)
-    of_twice_the_rate = (first.proj_out.bias - begun.proj_out.bias).detach().abs().mean()
+    faster = copy.deepcopy(begun)
+    step(faster, Optimizer(faster, 2.0), 1)
+    of_twice_the_rate = (faster.proj_out.bias - begun.proj_out.bias).detach().abs().mean()
     assert float(of_twice_the_rate) == pytest.approx(2 * sizes[-1], rel=0.01)
+
+
+def test_matrices_move_by_their_momentum() -> None:
+    model, velocity = Blocks(), torch.zeros(6, 4)
+    optimizer, weight = Optimizer(model, 1.0), model.transformer_blocks[0][0].weight
+    for number in range(3):
+        before, gradient = weight.detach().clone(), torch.zeros(6, 4)
+        for x in model.parameters():
+            x.grad = torch.zeros_like(x)
+        gradient[number, number] = gradient[number + 1, 0] = 0.01
+        weight.grad = gradient.clone()
+        assert optimizer.step(0.5)
+        velocity = 0.95 * velocity + 0.05 * gradient
+        update = orthogonalise((0.05 * gradient + 0.95 * velocity)[None])[0]
+        expected = before * (1 - 0.5 * 5e-3 * 0.02) - 0.5 * 5e-3 * 0.2 * 6**0.5 * update
+        torch.testing.assert_close(weight.detach(), expected, rtol=1e-4, atol=1e-6)
 
 
 def test_a_new_model_says_nothing_and_its_gates_are_nearly_closed() -> None:
     config = {"sample_size": 8, "patch_size": 1, "in_channels": 33, "out_channels": 16, "num_layers": 2}
     config |= {"attention_head_dim": 4, "num_attention_heads": 2, "joint_attention_dim": 8}
     model = new_model(config | {"caption_projection_dim": 8, "pooled_projection_dim": 8, "pos_embed_max_size": 8})
-    found = SimpleNamespace(**dict(model.transformer_blocks[0].named_children()))
-    for norm in (found.norm1, found.norm1_context):
+    for norm in (model.transformer_blocks[0].norm1, model.transformer_blocks[0].norm1_context):
         assert norm.linear.bias.view(6, 8)[:, 0].tolist() == pytest.approx([0, 0, 0.3, 0, 0, 0.3])
         assert not norm.linear.weight.any()
     call = {"hidden_states": torch.rand(1, 33, 8, 8), "timestep": torch.ones(1)}
