@@ -293,7 +293,7 @@ def test_a_result_that_nobody_asks_for():
         outputs = []
         for number, calls in enumerate(steps):
             results = [own(**call)[0] for call in calls]
-            outputs += [result * 2 for result in results[: 1 + number // 2]]
+            outputs += [result * 2 for result in results[: 1 + (number == 2)]]
         return outputs
 
     with torch.no_grad():
