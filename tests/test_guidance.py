@@ -183,6 +183,13 @@ def test_calls_that_come_or_do_not_come(family, branches):
     assert (ran.sent("unsplit") > 0) == (1 in branches[:-1])
 
 
+@pytest.mark.filterwarnings("ignore:guidance_parallel 2. step")
+def test_a_batch_that_has_no_halves_is_computed_together():
+    call = FAMILIES["sd3"][1](3, 6, 7, 5)
+    steps = [[call | {"timestep": torch.full((3,), 0.9 - 0.1 * step)}] for step in range(2)]
+    assert check_loop(2, FAMILIES["sd3"][0](6), steps).sent("guidance") == 0
+
+
 def test_a_callback_ends_guidance():
     """As diffusers' guide does it for SD3: the scale becomes 1, and the negative half of the prompts goes."""
     pipe, arguments = guiding("sd3")
