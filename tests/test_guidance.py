@@ -12,6 +12,7 @@ import torch
 from covering import all_but
 from exactness import Case, Expected, guided_outputs
 from on_ranks import Call, Ran, check_alike, on_ranks, outputs_of
+from planned_models import cast
 from seams import bytes_held_of_parts, end_guidance_of, step_caches_of
 from test_engine_checks import BROADCAST
 from test_engine_families import with_lora
@@ -290,6 +291,19 @@ def test_no_attention_byte_passes_between_the_parts(ranks, absent):
         assert sum(sent["unsplit"].values()) == 0 < sum(sent["guidance"].values())
         output_bytes = case.height * case.width * 4 * 4 + 1  # and one that says whether there is an output
         assert sum(sent["guidance"].values()) == (steps - 1) * ranks * output_bytes
+
+
+def test_each_image_of_an_engine_has_results_of_its_own_kind_and_dtype():
+    model, steps = FAMILIES["qwen"][0](6), calls_of("qwen", 2, 2)
+
+    def run(own: Any, _: Any = None) -> list[torch.Tensor]:
+        found = looped(own, steps) + [own(**call).sample + 0 for calls in steps for call in calls]
+        own.to(torch.bfloat16)
+        return found + looped(own, [[cast(call, torch.bfloat16) for call in calls] for calls in steps])
+
+    with torch.no_grad():
+        plain = run(copy.deepcopy(model))
+    check_alike(on_ranks(2, model, run=run, guidance_parallel=2, steps=2), plain, 0.05)
 
 
 def test_a_result_that_nobody_asks_for():
