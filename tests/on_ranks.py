@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from planned_models import cast
-from seams import hooks_of
+from seams import hooks_of, unreceived_of
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -65,22 +65,26 @@ def on_ranks(
     target: Any,
     *calls: Call,
     run: Callable[[Any, Engine], Any] | None = None,
+    begin: Callable[[Any], object] = lambda _: None,
     restored: bool = True,
     timeout_s: float = 60.0,
     **settings: Any,
 ) -> list[Ran]:
-    """What `run` finds of a copy of a model or a pipeline on every rank; without it the outputs of calls. restored:
-    whether the block has to leave the copy as it was."""
+    """What `run` finds of a copy of a model or a pipeline on every rank; without it the outputs of calls. begin: what
+    is done to a copy first. restored: whether the block has to leave the copy as it was. No message is left over."""
 
     def work(transport: Any) -> Ran:
         own = copy.deepcopy(target)
+        begin(own)
         before = state_of(own)
         with torch.no_grad(), parallelize(own, transport=transport, **settings) as engine:
             found = run(own, engine) if run else outputs_of(own, *calls)
         assert not restored or state_of(own) == before
         return Ran(found, engine)
 
-    return run_ranks(size, work, timeout_s)
+    of_ranks = run_ranks(size, work, timeout_s)
+    assert not unreceived_of(of_ranks[0].engine.transport)
+    return of_ranks
 
 
 def refused(words: str, target: Any, *calls: Call, size: int = 2, **more: Any) -> str:
@@ -150,15 +154,23 @@ def check_exact(
 
     of_ranks = run_ranks(size, work)
     for number, mode in enumerate(modes):
-        for at, exact in enumerate(truth or plain):
-            found, eps = of_ranks[0][number][at], torch.finfo(plain[at].dtype).eps
-            assert all(torch.equal(of[number][at], found) for of in of_ranks), f"{mode}: ranks have other bits"
-            assert found.dtype == plain[at].dtype and found.shape == plain[at].shape
-            near, times = (plain[at], 2) if in_double else (other[at], BEYOND_ROUNDING)
-            allowed = times * (near - exact).abs().max() + eps * exact.abs().max()
-            off = (found - exact).abs().max()
-            assert off <= allowed, f"{mode}, output {at}: error {off:.2e}, {allowed:.2e} allowed"
+        _check_near(mode, [of_rank[number] for of_rank in of_ranks], plain, truth or plain, other)
     if {"flat", "tapa"} <= modes.keys():  # the same sums
         flat, tapa = (of_ranks[0][[*modes].index(one)] for one in ("flat", "tapa"))
         assert all(map(torch.equal, flat, tapa))
     return plain
+
+
+def _check_near(
+    mode: str, of_ranks: Sequence[list[Tensor]], plain: list[Tensor], truth: list[Tensor], other: list[Tensor]
+) -> None:
+    """Whether ranks' outputs in a mode are as close to the truth as one process; see `check_exact`. other: those of one
+    process in the other order of keys, with which a class that rounds by itself is compared."""
+    for at, exact in enumerate(truth):
+        found, eps = of_ranks[0][at], torch.finfo(plain[at].dtype).eps
+        assert all(torch.equal(of_rank[at], found) for of_rank in of_ranks), f"{mode}: ranks have other bits"
+        assert found.dtype == plain[at].dtype and found.shape == plain[at].shape
+        near, times = (other[at], BEYOND_ROUNDING) if other else (plain[at], 2)
+        allowed = times * (near - exact).abs().max() + eps * exact.abs().max()
+        off = (found - exact).abs().max()
+        assert off <= allowed, f"{mode}, output {at}: error {off:.2e}, {allowed:.2e} allowed"

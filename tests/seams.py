@@ -17,6 +17,7 @@ import torch
 
 from cocodiff.attention import local
 from cocodiff.comm import connect
+from cocodiff.comm.loopback import LoopbackTransport
 from cocodiff.comm.torch_dist import TorchDistTransport
 from cocodiff.comm.transport import LaneOwner
 from cocodiff.engine.engine import Engine
@@ -140,6 +141,11 @@ def lanes_of(transport: LaneOwner) -> set[str]:
 def number_of(storage: torch.UntypedStorage) -> int:
     """Look at what tells memory apart that has no address, as on meta."""
     return storage._cdata
+
+
+def unreceived_of(transport: LoopbackTransport) -> int:
+    """Count the messages between the ranks of one process that were sent and that nobody has received."""
+    return sum(mailbox.qsize() for mailbox in transport._world._mailboxes.values())
 
 
 def receives_of(flight: Any) -> tuple[int, list[Any]]:

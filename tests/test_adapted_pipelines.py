@@ -84,11 +84,11 @@ def kontext() -> Made:
 SQUARE = {"height": 32, "width": 32}
 
 
-def flux_control() -> Made:
+def controlled_flux(name: str, part: str, kind: Any = None, **settings: Any) -> Made:
+    """part: which of the pipeline's is made for control images."""
     pipe = flux_pipeline(6)
-    transformer = another(type(pipe.transformer), pipe, in_channels=32)
-    pipe = made_of("FluxControlPipeline", pipe, transformer=transformer)
-    return pipe, prompts() | SQUARE | {"control_image": picture()}
+    parts = {part: another(kind or type(pipe.transformer), pipe, **settings)}
+    return made_of(name, pipe, **parts), prompts() | SQUARE | {"control_image": picture()}
 
 
 def another(kind: Any, pipe: Any, **settings: Any) -> Any:
@@ -103,13 +103,6 @@ def another(kind: Any, pipe: Any, **settings: Any) -> Any:
         if not parameter.any():
             torch.nn.init.normal_(parameter, std=0.2)
     return model.eval()
-
-
-def flux_controlnet() -> Made:
-    pipe = flux_pipeline(6)
-    controlnet = another(FluxControlNetModel, pipe)
-    pipe = made_of("FluxControlNetPipeline", pipe, controlnet=controlnet)
-    return pipe, prompts() | SQUARE | {"control_image": picture()}
 
 
 def sd3_controlnet() -> Made:
@@ -164,8 +157,8 @@ PIPELINES: dict[str, Callable[[], Made]] = {
         "QwenImageLayeredPipeline", photo(64, 96), use_additional_t_cond=True, use_layer3d_rope=True
     ),
     "FLUX.1 Kontext": kontext,
-    "FLUX.1 Control": flux_control,
-    "FLUX.1 with a ControlNet": flux_controlnet,
+    "FLUX.1 Control": lambda: controlled_flux("FluxControlPipeline", "transformer", in_channels=32),
+    "FLUX.1 with a ControlNet": lambda: controlled_flux("FluxControlNetPipeline", "controlnet", FluxControlNetModel),
     "FLUX.1 with an IP-Adapter": prompted_flux,
     "FLUX.2 klein with references": klein,
     "SD3 with a ControlNet": sd3_controlnet,

@@ -1,9 +1,11 @@
-"""Decoding and encoding in bands on all ranks: one process's images and latents, up to rounding."""
+"""Decoding and encoding on all ranks: in bands one process's images and latents, up to rounding; in tiles, bit for bit
+what the VAE's own tiling gives in one process."""
 
 from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -14,8 +16,9 @@ from covering import covering
 from diffusers.models.attention_processor import AttnProcessor
 from exactness import Expected
 from launching import TESTS, assert_succeeded
-from test_engine_pipelines import inpainting, restored
-from tiny_pipelines import image_vae_shape
+from on_ranks import check_alike, on_ranks, state_of
+from test_engine_pipelines import inpainting, restored, restoring
+from tiny_pipelines import flux2_pipeline, image_vae, image_vae_shape, qwen_pipeline
 from torch import Tensor, nn
 from warm_ranks import warm_mpiexec
 
@@ -24,7 +27,7 @@ from cocodiff.comm.transport import Part
 from cocodiff.config.errors import PeerLost, UserError
 from cocodiff.demo_model.vae import LappedTransformVAE
 from cocodiff.engine.engine import parallelize
-from cocodiff.models.decoding import ShardedVAE, share_vae
+from cocodiff.models.decoding import ShardedVAE, TiledVAE, share_tiles, share_vae
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 
@@ -70,6 +73,22 @@ def both_ways(vae: Any, z: Tensor) -> tuple[Tensor, Tensor]:
         return vae.decode(z).sample, vae.encode(image.to(z.device, dtype)).latent_dist.parameters
 
 
+def shared(size: int, vae: Any, way: str, call: Callable[[Any], Any]) -> list[Any]:
+    """What `call` finds on each rank of a VAE that ranks share in a way, and that stays as it is."""
+
+    def work(transport: Any) -> Any:
+        own = copy.deepcopy(vae)
+        before = dict(vars(own))
+        undo = [*share_vae(own, way, transport)]
+        found = call(own)
+        for take_off in undo:
+            take_off()
+        assert vars(own) == before
+        return found
+
+    return run_ranks(size, work)
+
+
 @pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("kind", "size", "dtype"), covering(tuple(KINDS), (1, 2, 3, 4), (torch.float32, torch.bfloat16))
@@ -80,18 +99,8 @@ def test_bands_of_all_ranks_are_one_process(kind, size, dtype):
     exact = copy.deepcopy(vae).to(torch.float64)
     expected = [(both_ways(vae, z), both_ways(exact, z.double())) for z in latents]
 
-    def work(transport: Any) -> list[tuple[Tensor, Tensor]]:
-        own = copy.deepcopy(vae)
-        own.use_tiling = True
-        before = dict(vars(own))
-        undo = [*share_vae(own, "sharded", transport)]
-        found = [both_ways(own, z) for z in latents]
-        for take_off in undo:
-            take_off()
-        assert vars(own) == before, "it stays as it is"
-        return found
-
-    of_ranks = run_ranks(size, work)
+    vae.use_tiling = True
+    of_ranks = shared(size, vae, "sharded", lambda own: [both_ways(own, z) for z in latents])
     for (number, (plain, truth)), way in product(enumerate(expected), (0, 1)):
         first = of_ranks[0][number][way]
         assert all(torch.equal(of_rank[number][way], first) for of_rank in of_ranks)
@@ -231,3 +240,90 @@ def test_a_pipeline_is_restored_in_bands(name):
     for replica in (images[:4], images[4:]):
         assert all(torch.equal(image, replica[0]) for image in replica)
         torch.testing.assert_close(replica[0], plain, rtol=0, atol=1e-4)
+
+
+# Tiles ----------------------------------------------------------------------------------------------------------------
+
+
+def with_small_tiles(vae: Any) -> Any:
+    """With tiles of 8 latent pixels a side, each of which begins 6 after the last one."""
+    if hasattr(vae, "tile_latent_min_size"):
+        vae.tile_latent_min_size, vae.tile_sample_min_size = 8, 16
+    else:
+        vae.spatial_compression_ratio = 2
+        vae.enable_tiling(16, 16, 12, 12)
+        vae.use_tiling = False
+    return vae
+
+
+def tiled_vae(name: str) -> Any:
+    torch.manual_seed(1)
+    if name == "qwen":
+        return with_small_tiles(qwen_pipeline().vae)
+    return with_small_tiles(image_vae(4) if name == "sd3" else flux2_pipeline().vae)
+
+
+# Latents' rows and columns: smaller than a tile, one tile, tiles that are filled and that are not, one row of tiles
+SIDES = ((5, 7), (8, 8), (14, 20), (11, 27), (4, 33))
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", ["sd3", "flux2", "qwen"])
+def test_tiles_of_all_ranks_are_one_process_with_tiling(name, size):
+    vae = tiled_vae(name)
+    frames = (1,) if name == "qwen" else ()
+    generator = torch.Generator().manual_seed(0)
+    latents = [torch.randn(2, 4, *frames, *sides, generator=generator) for sides in SIDES]
+    image = torch.rand(1, 3, *frames, 26, 40, generator=generator)
+
+    def results(vae: Any) -> list[Tensor]:
+        with torch.no_grad():
+            images = [vae.decode(z).sample for z in latents] + [vae.decode(latents[2], return_dict=False)[0]]
+            vae.enable_slicing()
+            return [*images, vae.decode(latents[2]).sample, vae.encode(image).latent_dist.mode()]
+
+    def with_count(vae: Any) -> tuple[list[Tensor], int]:
+        decoded: list[int] = []
+        vae.decoder.register_forward_pre_hook(lambda *_: decoded.append(1))
+        found = results(vae)
+        vae.disable_slicing()
+        return found, len(decoded)
+
+    plain = copy.deepcopy(vae)
+    plain.use_tiling = True
+    expected, tiles = with_count(plain)
+    of_ranks = shared(size, vae, "tiled", with_count)
+    for found, _ in of_ranks:
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert sum(count for _, count in of_ranks) == tiles, "every tile is decoded by one rank"
+
+
+def test_tiles_are_dealt_evenly():
+    assert share_tiles([64, 64, 32, 64, 64, 32, 32, 32, 16], 3) == [[0, 4, 8], [1, 2, 6], [3, 5, 7]]
+    assert share_tiles([5], 3) == [[0], [], []]
+
+
+def test_a_pipeline_is_restored_in_tiles():
+    pipe, arguments = inpainting("flux")
+    with_small_tiles(pipe.vae)
+    alone, shared = (on_ranks(size, pipe, run=restoring(arguments), vae="tiled") for size in (1, 3))
+    pipe.vae.enable_tiling()
+    plain = restored(pipe, arguments)
+    check_alike(alone, [plain], 0)
+    check_alike(shared, [plain])
+
+
+def test_what_has_no_tiles_is_refused_and_stays_as_it_was():
+    pipe, _ = inpainting("flux")
+    pipe.vae = LappedTransformVAE()
+    before = state_of(pipe)
+
+    def work(transport: Any) -> None:
+        with pytest.raises(UserError, match="a LappedTransformVAE does not decode in tiles; choose vae one or all"):
+            parallelize(pipe, transport=transport, vae="tiled").__enter__()
+        assert state_of(pipe) == before
+        with pytest.raises(UserError, match="3 frames; only images are decoded in tiles"):
+            TiledVAE(tiled_vae("qwen"), transport).decode(torch.zeros(1, 4, 3, 8, 8))
+
+    run_ranks(1, work)

@@ -29,13 +29,14 @@ from diffusers.models.attention_processor import (
     SD3IPAdapterJointAttnProcessor2_0,
 )
 from diffusers.models.transformers.transformer_flux2 import Flux2KVAttnProcessor
+from on_ranks import check_alike, on_ranks, outputs_of, refused
 from planned_models import PLANNED
-from seams import hooks_of
+from seams import choose_backend, hooks_of
 from tiny_models import FAMILIES, flux2_transformer, flux_transformer, sd3_inputs, sd3_transformer
 from tiny_pipelines import PIPELINES, TEXT_WIDTH
 from torch import nn
 
-from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld, run_ranks
+from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld
 from cocodiff.config.errors import UserError
 from cocodiff.engine.engine import parallelize
 
@@ -54,36 +55,23 @@ def alone():
 # Models ---------------------------------------------------------------------------------------------------------------
 
 
+def changed(make: Callable[[int], nn.Module], change: Callable[[Any], object]) -> nn.Module:
+    model = make(4)
+    change(model)
+    return model
+
+
 def with_processor(make: Callable[[int], nn.Module], processor: Any, number: int = 0) -> nn.Module:
     """A model of which one layer has another attention processor."""
-    model = make(4)
-    model.set_attn_processor({**model.attn_processors, [*model.attn_processors][number]: processor})
-    return model
+
+    def change(model: Any) -> None:
+        model.set_attn_processor({**model.attn_processors, [*model.attn_processors][number]: processor})
+
+    return changed(make, change)
 
 
-def with_processor_setting(name: str, value: object) -> nn.Module:
-    model = flux_transformer(4)
-    setattr(next(iter(model.attn_processors.values())), name, value)
-    return model
-
-
-def with_fused_projections() -> nn.Module:
-    model = flux_transformer(4)
-    model.fuse_qkv_projections()
-    return model
-
-
-def with_unknown_attention() -> nn.Module:
-    model = sd3_transformer(4)
-    model.extra = nn.Linear(2, 2)
-    model.extra.processor = object()
-    return model
-
-
-def compiled_in_place() -> nn.Module:
-    model = sd3_transformer(4)
-    model.compile()
-    return model
+def first_processor(model: Any) -> Any:
+    return model.transformer_blocks[0].attn.processor
 
 
 class UnetPipeline:
@@ -114,16 +102,22 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
         "is a Flux2KVAttnProcessor, which has no parallel form",
     ),
     "fused projections": (
-        with_fused_projections,
+        lambda: changed(flux_transformer, lambda model: model.fuse_qkv_projections()),
         r"transformer_blocks\.0\.attn has fused projections: call transformer\.unfuse_qkv_projections",
     ),
     "backend": (
-        lambda: with_processor_setting("_attention_backend", "flash"),
+        lambda: changed(flux_transformer, lambda model: choose_backend(first_processor(model), "flash")),
         "uses the attention backend flash.*reset",
     ),
-    "parallel": (lambda: with_processor_setting("_parallel_config", object()), "is parallel already"),
-    "unknown attention": (with_unknown_attention, r"extra\.processor is a object, which has no parallel"),
-    "compiled": (compiled_in_place, COMPILED),
+    "parallel": (
+        lambda: changed(flux_transformer, lambda model: setattr(first_processor(model), "_parallel_config", object())),
+        "is parallel already",
+    ),
+    "unknown attention": (
+        lambda: changed(sd3_transformer, lambda model: setattr(model.proj_out, "processor", object())),
+        r"proj_out\.processor is a object, which has no parallel",
+    ),
+    "compiled": (lambda: changed(sd3_transformer, lambda model: model.compile()), COMPILED),
     "compiled from outside": (lambda: torch.compile(sd3_transformer(4)), COMPILED),
 }
 
@@ -163,15 +157,7 @@ def test_an_unknown_preset_is_refused(alone):
     ids=["tokens", "heads", "no divisor", "a part of a node", "guidance"],
 )
 def test_ranks_that_do_not_fit(ranks, heads, settings, tokens, message):
-    model = sd3_transformer(heads)
-
-    def work(transport: LoopbackTransport) -> None:
-        own = copy.deepcopy(model)
-        with parallelize(own, transport=transport, **settings):
-            own(**sd3_inputs(1, *tokens, 2))
-
-    with pytest.raises(UserError, match=message):
-        run_ranks(ranks, work, timeout_s=30.0)
+    refused(message, sd3_transformer(heads), sd3_inputs(1, *tokens, 2), size=ranks, **settings)
 
 
 # Arguments ------------------------------------------------------------------------------------------------------------
@@ -188,10 +174,9 @@ def test_ranks_that_do_not_fit(ranks, heads, settings, tokens, message):
         ("qwen", {"attention_kwargs": {"hint": 1}}, r"attention_kwargs \(hint\)"),
     ],
 )
-def test_call_arguments_that_a_shard_would_misread(family, extra, message, alone):
+def test_call_arguments_that_a_shard_would_misread(family, extra, message):
     make, inputs_of = FAMILIES[family]
-    with pytest.raises(UserError, match=message), parallelize(make(3), transport=alone) as engine, torch.no_grad():
-        engine.model(**inputs_of(1, 2, 3, 2), **extra)
+    refused(message, make(3), inputs_of(1, 2, 3, 2) | extra, size=1)
 
 
 def test_positional_arguments_are_checked_and_counted_like_named_ones(alone):
@@ -253,20 +238,16 @@ def test_a_cache_by_which_ranks_would_disagree_is_refused(family):
         r"step_cache first_block with step_cache_threshold 0\.3"
     )
 
-    def work(transport: Any) -> None:
-        own = copy.deepcopy(pipe)
-        own.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.3))
-        engine = parallelize(own, transport=transport)
-        with pytest.raises(UserError, match=message), engine:
-            raise AssertionError("entered")
-        own.transformer.disable_cache()
-        with engine:
-            torch.testing.assert_close(painted(family, own), plain, rtol=0, atol=1e-4)
-            apply_first_block_cache(own.transformer, FirstBlockCacheConfig(threshold=0.3))
-            with pytest.raises(UserError, match=message):
-                painted(family, own)
+    cached = copy.deepcopy(pipe)
+    cached.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.3))
+    refused(message, cached, size=3)
 
-    run_ranks(3, work, timeout_s=20.0)
+    def run(own: Any, _: Any) -> None:
+        torch.testing.assert_close(painted(family, own), plain, rtol=0, atol=1e-4)
+        apply_first_block_cache(own.transformer, FirstBlockCacheConfig(threshold=0.3))
+        painted(family, own)
+
+    refused(message, pipe, size=3, run=run)
 
 
 BROADCAST = PyramidAttentionBroadcastConfig(
@@ -294,13 +275,7 @@ def test_caches_that_clash_are_refused_by_name(name, config, guidance, message):
     tokens' values of its own; what counts calls would count those of a part of the ranks."""
     model = PLANNED["wan"].model() if name == "wan" else FAMILIES["flux"][0](4)
     model.enable_cache(config)
-
-    def work(transport: Any) -> None:
-        engine = parallelize(copy.deepcopy(model), transport=transport, guidance_parallel=guidance)
-        with pytest.raises(UserError, match=message), engine:
-            raise AssertionError("entered")
-
-    run_ranks(2, work)
+    refused(message, model, guidance_parallel=guidance)
 
 
 def test_one_rank_may_decide_for_itself(alone):
@@ -333,15 +308,10 @@ def test_caches_that_count_calls_give_one_processs_image(family, config):
     plain = painted(family, cached)
     assert (plain - exact).abs().max() > 1e-4
 
-    def work(transport: Any) -> torch.Tensor:
-        own = copy.deepcopy(pipe)
-        own.transformer.enable_cache(config)
-        with parallelize(own, transport=transport):
-            return painted(family, own)
-
-    outputs = run_ranks(4, work)
-    torch.testing.assert_close(outputs[0], plain, rtol=0, atol=1e-5)
-    assert all(torch.equal(output, outputs[0]) for output in outputs)
+    of_ranks = on_ranks(
+        4, pipe, run=lambda own, _: [painted(family, own)], begin=lambda own: own.transformer.enable_cache(config)
+    )
+    check_alike(of_ranks, [plain], 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -371,22 +341,14 @@ def test_caches_that_count_calls_of_bare_transformers(name, kind, preset):
     )
     calls = [call | {"timestep": call["timestep"] - 20 * step} for step in range(STEPS)]
 
-    def outputs_of(own: Any) -> torch.Tensor:
+    def run(own: Any, _: Any = None) -> list[torch.Tensor]:
         apply(own, config)
         with torch.no_grad(), own.cache_context("cond") if name == "wan" else nullcontext():
-            return torch.stack([own(**one, return_dict=False)[0] for one in calls]) + 0
+            return outputs_of(own, *calls)
 
-    def work(transport: Any) -> torch.Tensor:
-        own = copy.deepcopy(model)
-        with parallelize(own, preset, transport=transport):
-            return outputs_of(own)
-
-    plain, of_ranks = outputs_of(copy.deepcopy(model)), run_ranks(4, work)
-    with torch.no_grad():
-        exact = torch.stack([model(**one, return_dict=False)[0] for one in calls])
-    assert not torch.equal(plain, exact)
-    torch.testing.assert_close(of_ranks[0], plain, rtol=1e-4, atol=1e-4)
-    assert all(torch.equal(output, of_ranks[0]) for output in of_ranks)
+    plain, exact = run(copy.deepcopy(model)), outputs_of(model, *calls)
+    assert not all(map(torch.equal, plain, exact))
+    check_alike(on_ranks(4, model, run=run, restored=False, preset=preset), plain, rtol=1e-4)
 
 
 # Compilers ------------------------------------------------------------------------------------------------------------
@@ -420,16 +382,15 @@ def test_a_model_compiled_after_parallelize_is_refused_on_entering(alone):
 def call_with(size: int, wanted: str, mode: Any, training: bool = False) -> bool:
     """Whether the output of a call requires gradients, where an argument does, or only parameters."""
     make, inputs_of = FAMILIES["flux"]
-    model = make(4).train(training)
 
-    def work(transport: Any) -> bool:
-        own, inputs = copy.deepcopy(model), inputs_of(1, 3, 4, 5)
+    def run(own: Any, _: Any) -> bool:
+        inputs = inputs_of(1, 3, 4, 5)
         if wanted in inputs:
             inputs[wanted].requires_grad_()
-        with mode(), parallelize(own, transport=transport):
+        with mode():
             return bool(own(**inputs)[0].requires_grad)
 
-    return run_ranks(size, work, timeout_s=20.0)[0]
+    return on_ranks(size, make(4).train(training), run=run)[0].found
 
 
 @pytest.mark.parametrize("name", ["hidden_states", "encoder_hidden_states", "pooled_projections"])

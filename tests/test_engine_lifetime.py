@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.models.attention_processor import JointAttnProcessor2_0
 from planned_models import PLANNED
 from seams import hooks_of
 from tiny_models import sd3_inputs, sd3_transformer
@@ -115,7 +116,7 @@ def test_an_engine_that_opened_its_transport_opens_another_when_entered_again():
     engine = parallelize(sd3_transformer(4))
     for _ in range(2):
         with engine, torch.no_grad():
-            assert not engine.transport.closed
+            assert not engine.transport.closed and engine.sequence.transport is engine.transport
             engine.model(**sd3_inputs(1, 4, 4, 3))
         assert engine.transport.closed
 
@@ -148,7 +149,7 @@ def test_what_others_put_around_calls_inside_the_block_stays_theirs():
 
     def work(transport: Any) -> None:
         own = copy.deepcopy(pipe)
-        before, calls = [own.transformer.forward, own.vae.decode], []
+        before, calls, theirs = [own.transformer.forward, own.vae.decode], [], JointAttnProcessor2_0()
 
         def around(call: Any) -> Any:
             return lambda *args, **kwargs: calls.append(1) or call(*args, **kwargs)
@@ -156,6 +157,8 @@ def test_what_others_put_around_calls_inside_the_block_stays_theirs():
         with parallelize(own, transport=transport, guidance_parallel=2):
             own.transformer.forward, own.vae.decode = around(own.transformer.forward), around(own.vae.decode)
             found = [(own.transformer(**inputs).sample, own.vae.decode(latents).sample)]
+            own.transformer.transformer_blocks[0].attn.set_processor(theirs)
+        assert own.transformer.transformer_blocks[0].attn.processor is theirs
         transport.close()
         found.append((own.transformer(**inputs).sample, own.vae.decode(latents).sample))
         assert len(calls) == 4

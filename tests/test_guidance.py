@@ -2,8 +2,7 @@
 does with its two branches."""
 
 import copy
-import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -12,17 +11,20 @@ import pytest
 import torch
 from covering import all_but
 from exactness import Case, Expected, guided_outputs
-from seams import bytes_held_of_parts, end_guidance_of
+from on_ranks import Call, Ran, check_alike, on_ranks, outputs_of
+from planned_models import cast
+from seams import bytes_held_of_parts, end_guidance_of, step_caches_of
+from test_engine_checks import BROADCAST
 from test_engine_families import with_lora
 from test_engine_pipelines import SIDE, inpainting, restored
 from tiny_models import FAMILIES, HEADS
 from worlds import topology_of
 
 from cocodiff.comm.loopback import run_ranks
-from cocodiff.comm.trace import LINK_CLASSES
 from cocodiff.comm.transport import Part
 from cocodiff.engine.engine import parallelize
 from cocodiff.engine.guidance.parts import Awaited
+from cocodiff.planner import automatic
 from cocodiff.topology.axes import Axes
 
 GUIDED = ("sd3", "flux", "klein", "qwen")
@@ -45,34 +47,24 @@ def guiding(name: str) -> tuple[Any, dict[str, Any]]:
 
 
 def check_images(
-    size: int, pipe: Any, calls: list[dict[str, Any]], begin: Callable[[Any], None] = lambda _: None, **settings: Any
-) -> list[list[tuple[int, int]]]:
-    """Compare images of one engine with one process's, on every rank, where they must have the same bits. begin: what
-    is done to a rank's pipeline first. Returned are, of each rank, bytes sent for guidance and bytes by which parts
-    took calls together, as they stood after each image."""
-    plain = [restored(pipe, call) for call in calls]
+    size: int, pipe: Any, calls: list[Call], begin: Callable[[Any], object] = lambda _: None, **settings: Any
+) -> list[tuple[int, int]]:
+    """Compare images of one engine with one process's. begin: what is done to a rank's pipeline first. Returned are
+    bytes sent for guidance and bytes by which parts took calls together, as they stood after each image."""
+    plain, sent = [restored(pipe, call) for call in calls], []
 
-    def work(transport: Any) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
-        own, images, sent = copy.deepcopy(pipe), [], []
-        begin(own)
-        replaced = "forward" in vars(own.transformer)
-        with parallelize(own, transport=transport, **settings) as engine:
-            for call in calls:
-                images.append(restored(own, call))
-                sent.append((sum(engine.bytes("guidance").values()), sum(engine.bytes("unsplit").values())))
-        assert ("forward" in vars(own.transformer)) == replaced and sorted(engine.bytes("guidance")) == sorted(
-            LINK_CLASSES
-        )
-        if transport.rank == 0:
-            torch.testing.assert_close(restored(own, calls[-1]), plain[-1], rtol=0, atol=1e-4)
-        return images, sent
+    def run(own: Any, engine: Any) -> list[torch.Tensor]:
+        images = []
+        for call in calls:
+            images.append(restored(own, call))
+            counted = tuple(sum(engine.bytes(purpose).values()) for purpose in ("guidance", "unsplit"))
+            if engine.rank == 0:
+                sent.append(counted)
+        return images
 
-    of_ranks = run_ranks(size, work)
-    for images, _ in of_ranks:
-        for image, first, expected in zip(images, of_ranks[0][0], plain, strict=True):
-            assert torch.equal(image, first)
-            torch.testing.assert_close(image, expected, rtol=0, atol=1e-4)
-    return [sent for _, sent in of_ranks]
+    of_ranks = on_ranks(size, pipe, run=run, begin=begin, restored=len(calls) < 3, **settings)
+    check_alike(of_ranks, plain)
+    return sent
 
 
 @pytest.mark.sample(3)
@@ -86,22 +78,42 @@ def test_equals_one_process(name, size):
     if name == "qwen":
         pipe.transformer = with_lora(pipe.transformer)
     for preset in ("tapa", "v_first"):
-        for sent in check_images(size, pipe, [arguments] * 2, preset=preset, guidance_parallel=2):
-            assert all(guidance > 0 == together for guidance, together in sent)
+        sent = check_images(size, pipe, [arguments] * 2, preset=preset, guidance_parallel=2)
+        assert all(guidance > 0 == together for guidance, together in sent)
 
 
 @pytest.mark.parametrize("name", GUIDED)
 def test_auto_splits_where_the_pipeline_guides(name):
     pipe, arguments = guiding(name)
     off = arguments | {key: 1.0 for key in ("guidance_scale", "true_cfg_scale") if key in arguments}
-    assert all(sent[0][0] > 0 for sent in check_images(2, pipe, [arguments]))
-    assert all(sent[0][0] == 0 for sent in check_images(2, pipe, [off]))
+    (before, _), (after, _) = check_images(2, pipe, [off, arguments])
+    assert before == 0 < after
 
 
 @pytest.mark.parametrize(("ranks", "ring", "splits"), [(2, 2, False), (4, 2, True)])
 def test_auto_does_not_split_where_a_part_cannot_have_the_ring(ranks, ring, splits):
     pipe, arguments = guiding("qwen")
-    assert all((sent[0][0] > 0) == splits for sent in check_images(ranks, pipe, [arguments], ring=ring))
+    assert (check_images(ranks, pipe, [arguments], ring=ring)[0][0] > 0) == splits
+
+
+def test_a_cache_that_keeps_the_parts_together_does_so_for_its_block_alone():
+    pipe, arguments = guiding("flux")
+
+    def run(own: Any, engine: Any) -> list[torch.Tensor]:
+        restored(own, arguments)
+        together = engine.bytes("guidance")
+        engine.__exit__(None, None, None)
+        own.transformer.disable_cache()
+        engine.__enter__()
+        image = restored(own, arguments)
+        assert sum(together.values()) == 0 < sum(engine.bytes("guidance").values())
+        return [image]
+
+    def begin(own: Any) -> None:
+        own.transformer.enable_cache(BROADCAST)
+
+    plain = restored(pipe, arguments)
+    check_alike(on_ranks(2, pipe, run=run, begin=begin, restored=False), [plain])
 
 
 @pytest.mark.parametrize("name", ["sd3", "qwen"])
@@ -112,9 +124,8 @@ def test_parts_stay_parts_where_offloading_takes_its_hooks_off_and_puts_them_on(
     def offload(own: Any) -> None:
         own.enable_model_cpu_offload(device="cpu")
 
-    for sent in check_images(2, pipe, [arguments] * 3, offload, guidance_parallel=2):
-        (_, _), (first, _), (second, together) = sent
-        assert second - first == first - sent[0][0] > 0 == together
+    (zeroth, _), (first, _), (second, together) = check_images(2, pipe, [arguments] * 3, offload, guidance_parallel=2)
+    assert second - first == first - zeroth > 0 == together
 
 
 @pytest.mark.parametrize(
@@ -128,7 +139,7 @@ def test_real_heads_and_odd_sizes(family, size):
             expected.check(output)
 
 
-def calls_of(family: str, branches: list[int]) -> list[list[dict[str, Any]]]:
+def calls_of(family: str, *branches: int) -> list[list[Call]]:
     """A denoising loop's calls: of each step, so many branches of one sample, with texts of different length."""
     inputs_of, steps = FAMILIES[family][1], []
     for step, count in enumerate(branches):
@@ -138,25 +149,27 @@ def calls_of(family: str, branches: list[int]) -> list[list[dict[str, Any]]]:
     return steps
 
 
-def outputs_of(model: Any, steps: list[list[dict[str, Any]]]) -> list[torch.Tensor]:
-    """What a loop reads of its calls: the values of a step's branches, once all of them are asked for."""
+def looped(model: Any, steps: list[list[Call]]) -> list[torch.Tensor]:
+    """What a loop makes, in place, of the values of a step's branches, once all of them are asked for."""
     outputs = []
-    with torch.no_grad():
-        for calls in steps:
-            outputs += [output * 1 for output in [model(**call, return_dict=False)[0] for call in calls]]
+    for calls in steps:
+        outputs += [output.mul_(2) + 0 for output in [model(**call, return_dict=False)[0] for call in calls]]
     return outputs
 
 
-def assert_like(of_ranks: Iterable[list[torch.Tensor]], plain: list[torch.Tensor]) -> None:
-    """Compare all ranks' outputs with one process's; ranks have the same bits."""
-    first, *rest = of_ranks
-    for outputs in rest:
-        assert all(map(torch.equal, outputs, first))
-    assert len(first) == len(plain)
-    for output, expected in zip(first, plain, strict=True):
-        torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
+def check_loop(size: int, model: Any, loop: list[list[Call]], run: Any = looped, **more: Any) -> Ran:
+    """Compare what a loop makes of the model's calls in two parts of the ranks with one process's."""
+
+    def of_rank(own: Any, engine: Any) -> list[torch.Tensor]:
+        return run(own, loop) if run is looped else run(own, engine)
+
+    with torch.no_grad():
+        plain = looped(model, loop)
+    of_ranks = on_ranks(size, model, run=of_rank, guidance_parallel=2, **{"steps": len(loop)} | more)
+    return check_alike(of_ranks, plain, 1e-5, 1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:guidance_parallel 2. step")
 @pytest.mark.parametrize(
     ("family", "branches"),
     [
@@ -167,18 +180,15 @@ def assert_like(of_ranks: Iterable[list[torch.Tensor]], plain: list[torch.Tensor
     ],
 )
 def test_calls_that_come_or_do_not_come(family, branches):
-    model, steps = FAMILIES[family][0](6), calls_of(family, branches)
+    ran = check_loop(4, FAMILIES[family][0](6), calls_of(family, *branches), steps=9)
+    assert (ran.sent("unsplit") > 0) == (1 in branches[:-1])
 
-    def work(transport: Any) -> list[torch.Tensor]:
-        own = copy.deepcopy(model)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with parallelize(own, transport=transport, guidance_parallel=2, steps=9) as engine:
-                outputs = outputs_of(own, steps)
-        assert (sum(engine.bytes("unsplit").values()) > 0) == (1 in branches[:-1])
-        return outputs
 
-    assert_like(run_ranks(4, work), outputs_of(model, steps))
+@pytest.mark.filterwarnings("ignore:guidance_parallel 2. step")
+def test_a_batch_that_has_no_halves_is_computed_together():
+    call = FAMILIES["sd3"][1](3, 6, 7, 5)
+    steps = [[call | {"timestep": torch.full((3,), 0.9 - 0.1 * step)}] for step in range(2)]
+    assert check_loop(2, FAMILIES["sd3"][0](6), steps).sent("guidance") == 0
 
 
 def test_a_callback_ends_guidance():
@@ -201,17 +211,8 @@ def test_a_callback_ends_guidance():
 
     wanted = ["prompt_embeds", "pooled_prompt_embeds"]
     arguments |= {"callback_on_step_end": end, "callback_on_step_end_tensor_inputs": wanted}
-    plain = drawn(pipe)
-
-    def work(transport: Any) -> torch.Tensor:
-        own = copy.deepcopy(pipe)
-        with parallelize(own, transport=transport) as engine:
-            image = drawn(own)
-        assert sum(engine.bytes("unsplit").values()) > 0
-        return image
-
-    for image in run_ranks(4, work):
-        torch.testing.assert_close(image, plain, rtol=0, atol=1e-4)
+    plain, of_ranks = drawn(pipe), on_ranks(4, pipe, run=lambda own, _: [drawn(own)])
+    assert check_alike(of_ranks, [plain]).sent("unsplit") > 0
 
 
 @pytest.mark.parametrize("family", ["sd3", "qwen"])
@@ -292,117 +293,135 @@ def test_no_attention_byte_passes_between_the_parts(ranks, absent):
         assert sum(sent["guidance"].values()) == (steps - 1) * ranks * output_bytes
 
 
-def test_a_result_that_nobody_asks_for():
-    """The second branch's result is thrown away in every step; its message is, too."""
-    model, steps = FAMILIES["qwen"][0](6), calls_of("qwen", [2, 2, 2])
+def test_each_image_of_an_engine_has_results_of_its_own_kind_and_dtype():
+    model, steps = FAMILIES["qwen"][0](6), calls_of("qwen", 2, 2)
 
-    def work(transport: Any) -> list[torch.Tensor]:
-        own, outputs = copy.deepcopy(model), []
-        with torch.no_grad(), parallelize(own, transport=transport, guidance_parallel=2, steps=3):
-            for calls in steps:
-                results = [own(**call)[0] for call in calls]
-                outputs.append(results[0] * 1)
+    def run(own: Any, _: Any = None) -> list[torch.Tensor]:
+        found = looped(own, steps) + [own(**call).sample + 0 for calls in steps for call in calls]
+        own.to(torch.bfloat16)
+        return found + looped(own, [[cast(call, torch.bfloat16) for call in calls] for calls in steps])
+
+    with torch.no_grad():
+        plain = run(copy.deepcopy(model))
+    check_alike(on_ranks(2, model, run=run, guidance_parallel=2, steps=2), plain, 0.05)
+
+
+def test_a_result_that_nobody_asks_for():
+    """The second branch's result is thrown away in some steps; its message is, too."""
+    model, steps = FAMILIES["qwen"][0](6), calls_of("qwen", 2, 2, 2, 2)
+
+    def run(own: Any, _: Any = None) -> list[torch.Tensor]:
+        outputs = []
+        for number, calls in enumerate(steps):
+            results = [own(**call)[0] for call in calls]
+            outputs += [result * 2 for result in results[: 1 + (number == 2)]]
         return outputs
 
-    assert_like(run_ranks(2, work), outputs_of(model, steps)[::2])
+    with torch.no_grad():
+        plain = run(model)
+    check_alike(on_ranks(2, model, run=run, guidance_parallel=2, steps=4), plain, 1e-5, 1e-4)
 
 
-def test_an_engine_that_was_left_keeps_nothing_of_a_part_nor_of_all_ranks():
-    """A part computes the first step of an image without guidance, all ranks the others: codecs of both keep values."""
-    model, steps = FAMILIES["qwen"][0](6), calls_of("qwen", [1, 1, 1])
+def test_an_engine_that_was_left_keeps_nothing_of_a_part_nor_of_all_ranks(recwarn):
+    """A part computes the first step of an image without guidance, all ranks the others: codecs of both keep values.
+    One line says that guidance is missing."""
+    calls = [call for (call,) in calls_of("qwen", 1, 1, 1)]
 
-    def work(transport: Any) -> tuple[list[int], list[int]]:
-        settings = {"guidance_parallel": 2, "steps": 3, "exchange": "split", "codec": "int4"}
-        engine = parallelize(copy.deepcopy(model), transport=transport, **settings)
+    def run(own: Any, engine: Any) -> list[int]:
+        outputs_of(own, *calls)
+        return bytes_held_of_parts(engine)
 
-        with torch.no_grad(), warnings.catch_warnings(), engine:
-            warnings.simplefilter("ignore")
-            for (call,) in steps:
-                engine.model(**call)
-            inside = bytes_held_of_parts(engine)
-        return inside, bytes_held_of_parts(engine)
+    settings = {"guidance_parallel": 2, "steps": 3, "exchange": "split", "codec": "int4"}
+    of_ranks = on_ranks(4, FAMILIES["qwen"][0](6), run=run, **settings)
+    assert [min(ran.found) > 0 for ran in of_ranks].count(True) == 2  # the part that keeps the only branch
+    assert [bytes_held_of_parts(ran.engine) for ran in of_ranks] == [[0, 0]] * 4
+    assert len([one for one in recwarn if "guidance_parallel 2: step" in str(one.message)]) == 1
 
-    inside, after = zip(*run_ranks(4, work), strict=True)
-    assert [min(of_rank) > 0 for of_rank in inside].count(True) == 2  # the part that keeps the only branch
-    assert after == ([0, 0],) * 4
+
+@pytest.mark.parametrize("settings", [{"codec": "int4"}, {"step_cache": "first_block"}], ids=str)
+def test_room_is_looked_for_by_the_branches_that_a_part_keeps(settings, monkeypatch):
+    """Of three branches one part keeps two and the other one: room for the first, then for the second, beside what is
+    kept of those before."""
+    needs: list[tuple[int, int]] = []
+    monkeypatch.setattr(automatic, "free_memory", lambda *_: 2**40)
+    monkeypatch.setattr(automatic, "check_fits", lambda need, room, _: needs.append((need.cache, room - need.weights)))
+
+    def run(own: Any, engine: Any) -> int:
+        looped(own, [[call] * 3 for (call,) in calls_of("qwen", 1, 1)])
+        caches = [engine.sequence.strategy.codec, *step_caches_of(engine)]
+        return sum(cache.bytes_held() for cache in caches)
+
+    model = FAMILIES["qwen"][0](6)
+    on_ranks(1, model, **settings)  # diffusers registers blocks at a first use, which threads must not share
+    of_ranks = on_ranks(2, model, run=run, guidance_parallel=1, steps=2, **settings)
+    of_branch = {ran.found // 3 for ran in of_ranks}
+    assert {*needs} == {(count * held, 2**40 + (count - 1) * held) for count in (1, 2, 3) for held in of_branch}
+    needs.clear()
+    on_ranks(4, model, run=run, guidance_parallel=2, steps=2, **settings)
+    assert {need for need, _ in needs} == {count * held for count in (1, 2) for held in of_branch}
 
 
 @pytest.mark.parametrize("stopped_at", [0, 1, 3, 4])
 def test_an_interrupted_image_leaves_nothing_behind(stopped_at):
     """All ranks stop at the same call; then the same engine makes another image."""
-    model, steps = FAMILIES["qwen"][0](6), calls_of("qwen", [2, 2, 2])
+    steps = calls_of("qwen", 2, 2, 2)
 
-    def work(transport: Any) -> list[torch.Tensor]:
-        own = copy.deepcopy(model)
-        engine = parallelize(own, transport=transport, guidance_parallel=2, steps=3)
-        with torch.no_grad(), engine:
-            held = [own(**call)[0] for call in [call for calls in steps for call in calls][:stopped_at]]
-        del held
-        with engine:
-            return outputs_of(own, steps)
+    def run(own: Any, engine: Any) -> list[torch.Tensor]:
+        _ = [own(**call)[0] for call in [call for calls in steps for call in calls][:stopped_at]]
+        engine.__exit__(None, None, None)
+        engine.__enter__()
+        return looped(own, steps)
 
-    assert_like(run_ranks(4, work), outputs_of(model, steps))
+    check_loop(4, FAMILIES["qwen"][0](6), steps, run)
 
 
 @pytest.mark.parametrize("branch", [0, 1])
 @pytest.mark.parametrize("family", ["qwen", "sd3"])
 def test_a_branch_that_fails_on_its_ranks_alone(family, branch):
     """For want of memory, say. The caller catches the error and makes another image in the same engine."""
-    model, steps = FAMILIES[family][0](6), calls_of("qwen", [2, 2, 2])
+    steps = calls_of("qwen", 2, 2, 2)
     if family == "sd3":  # both branches in one call
         inputs = FAMILIES["sd3"][1](2, 6, 7, 5)
         steps = [[inputs | {"timestep": torch.full((2,), 0.9 - 0.1 * step)}] for step in range(3)]
 
-    def work(transport: Any) -> tuple[str, list[torch.Tensor]]:
-        own = copy.deepcopy(model)
-
+    def run(own: Any, engine: Any) -> list[torch.Tensor]:
         def fail(*_: Any) -> None:
-            if transport.rank // 2 == branch:
+            if engine.rank // 2 == branch:
                 raise torch.OutOfMemoryError("there is no memory")
 
-        with parallelize(own, transport=transport, guidance_parallel=2, steps=3) as engine:
-            outputs_of(own, steps)
-            hook = own.transformer_blocks[0].register_forward_pre_hook(fail)
-            with pytest.raises(RuntimeError) as caught:
-                outputs_of(own, steps)
-            hook.remove()
-            engine.new_run()
-            return str(caught.value), outputs_of(own, steps)
+        looped(own, steps)
+        hook = own.transformer_blocks[0].register_forward_pre_hook(fail)
+        words = "there is no memory" if engine.rank // 2 == branch else "the other guidance branch could not"
+        with pytest.raises(RuntimeError, match=words):
+            looped(own, steps)
+        hook.remove()
+        engine.new_run()
+        return looped(own, steps)
 
-    errors, of_ranks = zip(*run_ranks(4, work, timeout_s=60.0), strict=True)
-    for rank, error in enumerate(errors):
-        assert ("there is no memory" if rank // 2 == branch else "the other guidance branch could not") in error
-    assert_like(of_ranks, outputs_of(model, steps))
-
-
-class Message:
-    """A message whose values come when somebody waits."""
-
-    def __init__(self, buffer: torch.Tensor) -> None:
-        self.buffer, self.waits = buffer, 0
-
-    def wait(self) -> None:
-        self.waits += 1
-        self.buffer.copy_(torch.arange(self.buffer.numel()).view_as(self.buffer))
+    check_loop(4, FAMILIES[family][0](6), steps, run)
 
 
 @pytest.mark.parametrize("inference", [False, True])
 def test_values_are_waited_for_when_they_are_asked_for(inference):
     with torch.inference_mode(inference):
         buffer = torch.full((2, 6, 4), -1.0)
-        message = Message(buffer)
-        awaited = Awaited.over(buffer, cache(message.wait))
+        waits: list[int] = []
+
+        def wait() -> None:
+            waits.append(1)
+            buffer.copy_(true)
+
+        awaited, true = Awaited.over(buffer, cache(wait)), torch.arange(48.0).view(2, 6, 4)
         part = awaited[:, :3].unsqueeze(0).transpose(1, 2)
         first, second = awaited.chunk(2)
         assert awaited.shape == (2, 6, 4) and part.shape == (1, 3, 2, 4) and second.size(1) == 6 and len(awaited) == 2
         assert awaited.dtype == torch.float32 and awaited.device.type == "cpu" and awaited.is_floating_point()
-        assert message.waits == 0
-        true = torch.arange(48.0).view(2, 6, 4)
+        assert not waits
         combined = second + 2 * (first - second)
-        assert type(combined) is torch.Tensor and message.waits == 1
+        assert type(combined) is torch.Tensor and len(waits) == 1
         assert torch.equal(combined, true[1:] + 2 * (true[:1] - true[1:]))
         assert torch.equal(part, true[:, :3].unsqueeze(0).transpose(1, 2))
         awaited *= 2  # what pipelines do in place is seen by views, as with any tensor
         assert torch.equal(torch.cat([first, second]), 2 * true)
-        assert float(awaited[0, 0, 1]) == 2.0 and awaited.tolist() == (2 * true).tolist() and message.waits == 1
+        assert float(awaited[0, 0, 1]) == 2.0 and awaited.tolist() == (2 * true).tolist() and len(waits) == 1
     assert "2." in repr(awaited) and copy.deepcopy(awaited).sum() == 2 * true.sum()

@@ -155,6 +155,21 @@ def test_what_has_no_form_is_refused_in_one_line(size, more, words):
     refused(words, latte(), inputs(), size=size, **more)
 
 
+def test_a_call_that_fails_leaves_nothing_for_the_next():
+    """Which has no temporal attention, and so nothing to transpose."""
+    model, call = latte(), inputs(enable_temporal_attentions=False)
+
+    def run(own: Any, engine: Any) -> list[torch.Tensor]:
+        hook = own.temporal_transformer_blocks[0].ff.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            own(**inputs())
+        hook.remove()
+        engine.new_run()
+        return outputs_of(own, call, inputs())
+
+    check_alike(on_ranks(2, model, run=run), outputs_of(model, call, inputs()))
+
+
 def test_masks_of_the_text_and_caches_of_diffusers_are_refused():
     mask = torch.ones(2, 7, dtype=torch.bool)
     refused("run without it, as LattePipeline does", latte(), inputs(encoder_attention_mask=mask))

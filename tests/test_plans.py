@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers.models import transformers
+from diffusers.models._modeling_parallel import ContextParallelOutput
 from on_ranks import Call, check_alike, check_exact, on_ranks, outputs_of, refused
 from planned_models import PLANNED, Planned, mask
 from seams import choose_backend, plan_of_diffusers
@@ -97,6 +98,20 @@ def test_a_plan_of_the_users_own(size, kv_heads):
     model, call = toy(kv_heads=kv_heads), toy_inputs(True)
     check_exact(size, model, calls, {"tapa": {}})
     check_exact(size, model, [call], modes_of(12) | {"tapa, ring": {"ring": size}}, plan=PLAN)
+
+
+class Turned(torch.nn.Linear):
+    """Returns channels before tokens."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).mT
+
+
+@pytest.mark.parametrize("gather", [Gather(2), ContextParallelOutput(gather_dim=2, expected_dims=3)])
+def test_tokens_are_gathered_where_a_plan_of_ours_or_of_diffusers_has_them(gather):
+    model = toy()
+    model.proj_out = Turned(24, 24)
+    check_exact(3, model, [toy_inputs(True)], {"tapa": {}}, plan=PLAN | {"proj_out": gather})
 
 
 @pytest.mark.parametrize("ring", [1, 3])
@@ -223,6 +238,27 @@ def test_another_attention_backend_is_refused(inside):
     if not inside:
         choose_backend(model.blocks[1].attn1.processor, "flash")
     refused(r"blocks\.1\.attn1 uses the attention backend flash, which ranks do not", model, run=run)
+
+
+def test_a_call_that_fails_in_attention_leaves_nothing_for_the_next():
+    """Neither the first one, which is followed, nor a later one."""
+    model, calls = PLANNED["wan"].model(), [PLANNED["wan"].call()]
+    plain = outputs_of(model, *calls)
+
+    def run(own: Any, engine: Any) -> list[torch.Tensor]:
+        found = []
+        for _ in range(2):
+            hook = own.blocks[1].attn1.to_out[0].register_forward_pre_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                outputs_of(own, *calls)
+            hook.remove()
+            ones = torch.ones(1, 1, 2, 2)
+            assert torch.equal(torch.nn.functional.scaled_dot_product_attention(ones, ones, ones), ones)
+            engine.new_run()
+            found += outputs_of(own, *calls)
+        return found
+
+    check_alike(on_ranks(2, model, run=run), plain * 2)
 
 
 AMPLIFIED = PLANNED["helios"].variant({}, is_amplify_history=True)

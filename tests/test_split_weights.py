@@ -13,8 +13,9 @@ import pytest
 import tifffile
 import torch
 from covering import covering
+from on_ranks import on_ranks, outputs_of, refused
 from peft import LoraConfig
-from planned_models import PLANNED
+from planned_models import PLANNED, cast
 from seams import step_caches_of
 from tiny_models import FAMILIES
 from torch import Tensor, nn
@@ -128,31 +129,59 @@ def test_with_adapters_and_compiled_blocks_in_inference_mode_and_on_twelve_ranks
     check(model, inputs_of(1, 4, 5, 3), settings=settings, mode=mode, **among)
 
 
-def test_some_layers_are_split_and_their_parts_sent_once_a_call():
+@pytest.mark.parametrize(("among", "ranks"), [("card", 2), ("node", 4)])
+def test_some_layers_are_split_and_their_parts_sent_once_a_call(among, ranks):
     model = FAMILIES["sd3"][0](6, layers=5).requires_grad_(False)
     whole = held(model)
-    of_ranks = check(model, FAMILIES["sd3"][1](1, 4, 5, 3), 4, SETTINGS["tapa"], weights="card", split_layers=2)
+    of_ranks = check(model, FAMILIES["sd3"][1](1, 4, 5, 3), 4, SETTINGS["tapa"], weights=among, split_layers=2)
     for _, inside, sent in of_ranks:
         assert inside == [whole[0], whole[1], 0, whole[3], 0]
-        once = sum(-(-whole[number] // 2) for number in (2, 4)) * 4  # every rank its half, to its sibling
+        once = sum(whole[number] for number in (2, 4)) * (ranks - 1) * 4 // ranks  # every rank its part, to the others
         assert STEPS * once <= sent <= 1.05 * (STEPS * once + once)  # at the end the next call's first is under way
 
 
 def test_a_block_that_a_step_cache_leaves_out_is_not_fetched():
     """The first block has its weights at hand, and what is under way for the second one stays until it is computed."""
     model, inputs = FAMILIES["sd3"][0](6, layers=5).requires_grad_(False), FAMILIES["sd3"][1](1, 4, 5, 3)
-    settings = {"step_cache": "first_block", "weights": "card", "split_layers": 4, "exchange": "flat"}
+    settings = {"step_cache": "first_block", "weights": "node", "split_layers": 4, "exchange": "flat"}
 
-    def work(transport: Any) -> tuple[int, int, list[dict[str, Any]]]:
-        own, sent = copy.deepcopy(model), []
-        with parallelize(own, transport=transport, step_cache_threshold=1e9, **settings) as engine, torch.no_grad():
-            for step in range(4):
-                own(**inputs | {"timestep": torch.full_like(inputs["timestep"], 0.9 - 0.2 * step)}, return_dict=False)
-                sent.append(sum(engine.bytes("weights").values()))
-            return sent[0], sent[-1], engine.drift_profile()
+    def run(own: Any, engine: Any) -> list[int]:
+        sent = []
+        for step in range(4):
+            outputs_of(own, inputs | {"timestep": torch.full_like(inputs["timestep"], 0.9 - 0.2 * step)})
+            sent.append(sum(engine.bytes("weights").values()))
+        return sent
 
-    for first, last, profile in run_ranks(2, work):
-        assert [row["cached_fraction"] for row in profile] == [0, 1, 1, 1] and first == last > 0
+    of_ranks = on_ranks(3, model, run=run, step_cache_threshold=1e9, **settings)
+    late = sum(span.late_bytes for ran in of_ranks for span in ran.engine.trace.spans)
+    for ran in of_ranks:
+        assert ran.cached() == [0, 1, 1, 1] and ran.found[0] == ran.found[-1] > 0
+        assert ran.sent("weights") == late
+
+
+class Special(nn.Parameter):
+    """A parameter that somebody has marked."""
+
+
+def test_a_block_that_fails_is_empty_again_where_the_error_is_caught():
+    """Nor does it hold what comes to its buffer later: another image is made, and its weights are read as they are."""
+    model, inputs = FAMILIES["sd3"][0](6, layers=4).requires_grad_(False), FAMILIES["sd3"][1](1, 4, 5, 3)
+
+    def run(own: Any, engine: Any) -> Any:
+        found = outputs_of(own, inputs)
+        hook = own.transformer_blocks[1].ff.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            own(**inputs)
+        hook.remove()
+        assert not any(held(own))
+        engine.new_run()
+        assert torch.equal(*found, *outputs_of(own, inputs))
+        assert all(map(torch.equal, own.state_dict().values(), model.state_dict().values()))
+        return own
+
+    model.transformer_blocks[2].attn.to_q.weight.__class__ = Special
+    for ran in on_ranks(2, model, run=run, weights="card"):
+        assert [type(x) for x in ran.found.parameters()] == [type(x) for x in model.parameters()]
 
 
 @pytest.mark.parametrize("more", [{}, {"step_cache": "first_block", "step_cache_threshold": 0.05}], ids=str)
@@ -201,21 +230,21 @@ def test_what_is_done_to_weights_inside_the_block_is_done(done, size, split_laye
         lora = LoraConfig(r=4, target_modules=["to_q", "to_out.0"], init_lora_weights=False)
         model.add_adapter(lora)
 
-    def work(transport: Any, **settings: Any) -> tuple[list[Tensor], dict[str, Tensor], list[int]]:
-        own = copy.deepcopy(model)
-        with parallelize(own, transport=transport, kernels="torch", **settings) as engine, torch.no_grad():
-            outputs = [own(**inputs, return_dict=False)[0].clone()]
-            DONE_INSIDE[done](own)
-            for _ in range(2):
-                engine.new_run()
-                call = {name: x.to(own.dtype) for name, x in inputs.items()}
-                outputs.append(own(**call, return_dict=False)[0].clone())
-            inside = held(own)
-        return outputs, own.state_dict(), inside
+    def run(own: Any, engine: Any) -> tuple[Any, list[Tensor], list[int]]:
+        outputs = outputs_of(own, inputs)
+        DONE_INSIDE[done](own)
+        for _ in range(2):
+            engine.new_run()
+            outputs += outputs_of(own, cast(inputs, own.dtype))
+        return own, outputs, held(own)
 
-    whole = run_ranks(size, work)
-    split = run_ranks(size, lambda t: work(t, weights="card", split_layers=split_layers))
-    for (expected, weights, _), (outputs, own, inside) in zip(whole, split, strict=True):
+    whole, split = (
+        on_ranks(size, model, run=run, restored=False, kernels="torch", **given)
+        for given in ({}, {"weights": "card", "split_layers": split_layers})
+    )
+    for one, other in zip(whole, split, strict=True):
+        (of_one, expected, _), (of_other, outputs, inside) = one.found, other.found
+        weights, own = of_one.state_dict(), of_other.state_dict()
         assert all(map(torch.equal, outputs, expected)) and own.keys() == weights.keys()
         assert all(map(torch.equal, own.values(), weights.values()))
         assert inside.count(0) in ((split_layers or 3), 0) or done == "another parameter"
@@ -224,15 +253,11 @@ def test_what_is_done_to_weights_inside_the_block_is_done(done, size, split_laye
 def test_ranks_that_read_different_blocks_are_told():
     model = FAMILIES["sd3"][0](4, layers=3).requires_grad_(False)
 
-    def work(transport: Any) -> str:
-        own = copy.deepcopy(model)
-        with pytest.raises(UserError) as caught, parallelize(own, transport=transport, weights="card"):
-            own.transformer_blocks[transport.rank].attn.to_q.weight.sum()
-        assert all(map(torch.equal, own.state_dict().values(), model.state_dict().values()))
-        return str(caught.value)
+    def run(own: Any, engine: Any) -> None:
+        own.transformer_blocks[engine.rank].attn.to_q.weight.sum()
 
-    for said in run_ranks(2, work):
-        assert "use of the shared weights is 'transformer_blocks.1' instead of 'transformer_blocks.0'" in said
+    words = "use of the shared weights is 'transformer_blocks.1' instead of 'transformer_blocks.0'"
+    refused(words, model, run=run, weights="card")
 
 
 def test_one_rank_that_reads_alone_is_told():
@@ -254,16 +279,14 @@ def test_weights_that_ranks_do_not_share_are_compared_as_well():
     """Changed inside the block, on one rank."""
     model, inputs = FAMILIES["sd3"][0](4, layers=3).requires_grad_(False), FAMILIES["sd3"][1](1, 4, 4, 3)
 
-    def work(transport: Any) -> None:
-        own = copy.deepcopy(model)
-        with parallelize(own, transport=transport, weights="card") as engine, torch.no_grad():
-            own(**inputs)
-            own.proj_out.weight.data.mul_(1 + min(1, transport.rank))
-            engine.new_run()
-            own(**inputs)
+    def run(own: Any, engine: Any) -> None:
+        own(**inputs)
+        own.proj_out.weight.data.mul_(1 + min(1, engine.rank))
+        engine.new_run()
+        own(**inputs)
 
-    with pytest.raises(UserError, match=r"1 of 3 ranks \(0\) call the transformer with another digest of weights"):
-        run_ranks(3, work)
+    words = r"1 of 3 ranks \(0\) call the transformer with another digest of weights"
+    refused(words, model, size=3, run=run, weights="card")
 
 
 ERRORS: dict[str, tuple[type[BaseException], str]] = {

@@ -248,10 +248,10 @@ def test_a_run_after_an_interrupted_one_begins_anew():
     (one,) = cached_on(1, model, calls)
 
     def run(own: Any, engine: Any) -> list[torch.Tensor]:
-        outputs_of(own, *calls[:3])
+        outputs_of(own, calls[0], calls[3], calls[4])  # other decisions
         handle = own.transformer_blocks[1].register_forward_pre_hook(failing(RuntimeError("enough")))
         with pytest.raises(RuntimeError, match="enough"):
-            outputs_of(own, *calls[3:])
+            outputs_of(own, *calls[5:])
         handle.remove()
         engine.new_run()
         engine.forget_drift()

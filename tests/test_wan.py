@@ -147,6 +147,14 @@ def test_each_expert_begins_anew(settings, guidance):
     assert 0 < held[second] == held[0] <= held[second - 1]
 
 
+def test_each_expert_has_a_step_cache_of_its_own():
+    """With a boundless threshold all steps are left out but the first one of each expert."""
+    pipe, cached = made("Wan 2.2"), {"step_cache": "first_block", "step_cache_threshold": 1e9}
+    (one,), of_ranks = (made_on(size, pipe, **cached) for size in (1, 2))
+    assert check_alike(of_ranks, one.found, 1e-5).cached() == one.cached()
+    assert one.cached().count(0) == 2 and one.cached().count(1) == STEPS - 2 and one.cached()[0] == 0
+
+
 def test_a_trace_names_the_expert_that_attends():
     for ran in made_on(2, made("Wan 2.2")):
         layers = {span.layer for span in ran.engine.trace.spans if span.name == "attention"}

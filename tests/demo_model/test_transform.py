@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from torch.nn import functional
 
-from cocodiff.demo_model.vae import LappedTransformVAE, fill_holes, lapped_matrix
+from cocodiff.demo_model.vae import CHANNEL_SCALE, LappedTransformVAE, fill_holes, lapped_matrix
 
 
 @pytest.mark.parametrize("size", [8, 16, 96, 200])
@@ -47,6 +48,18 @@ def test_decoding_keeps_latents() -> None:
     assert image_B3HW.shape == (2, 3, 40, 96)
     again_BCHW = vae.encode(image_B3HW).latent_dist.sample()
     torch.testing.assert_close(again_BCHW, latents_BCHW, atol=2e-5, rtol=1e-4)
+
+
+def test_a_vae_has_the_scales_and_angles_that_it_is_given() -> None:
+    """Without rotation the first coefficient of a block is eight times its mean."""
+    image_BHW, scale = torch.rand(2, 24, 40), tuple(float(1 + number) for number in range(16))
+    vae = LappedTransformVAE(channel_scale=scale, overlap_angles=(0.0,) * 6)
+    latents_BCHW = vae.transform(image_BHW)
+    torch.testing.assert_close(latents_BCHW[:, 0], 8 * functional.avg_pool2d(image_BHW, 8))
+    usual = vae.inverse(latents_BCHW), LappedTransformVAE(overlap_angles=(0.0,) * 6).transform(image_BHW)
+    torch.testing.assert_close(vae.transform(usual[0]), latents_BCHW)
+    of_channels = torch.tensor(scale) / torch.tensor(CHANNEL_SCALE)
+    torch.testing.assert_close(latents_BCHW, usual[1] * of_channels[:, None, None])
 
 
 def test_grey_is_the_mean_of_the_channels() -> None:
