@@ -382,14 +382,16 @@ def test_coordinates_stay_with_their_axes(tmp_path: Path, how: str, part: Part) 
         assert len(group["angles"].dims[0]) == (scales and not cut)  # of another length than the cut scale
 
 
-def test_what_says_nothing_of_axes_is_no_ground_to_refuse(tmp_path: Path) -> None:
+@pytest.mark.parametrize("axes", ["time", [1.0, 2.0, 3.0]])
+def test_what_says_nothing_of_axes_is_no_ground_to_refuse(tmp_path: Path, axes: Any) -> None:
     path = write_hdf5(tmp_path, voxels((5, 20, 33)), how="scales")
     with h5py.File(path, "a") as file:
         group = file["exchange"]
         del group["z"]  # a scale that is gone, axes of another dataset, words of another length
         group.attrs["signal"], group.attrs["axes"] = "other", ["time", "y", "x"]
-        group["data"].attrs["axes"], group["data"].attrs["axistags"] = "time", "no JSON"
+        group["data"].attrs["axes"], group["data"].attrs["axistags"] = axes, "no JSON"
     assert_bits(path, voxels((5, 20, 33)))
+    restored(Part("1:4").of(open_volume(path)), "same", tmp_path)
 
 
 def test_attributes_of_frames_are_kept(tmp_path: Path) -> None:

@@ -78,4 +78,5 @@ def name_axes(dataset: Any) -> list[str]:
     found.append(re.split("[:, ]+", given.strip("[] ")) if isinstance(given, str) else given)
     with contextlib.suppress(TypeError, ValueError, LookupError):
         found.append([axis["key"] for axis in json.loads(about["axistags"])["axes"]])
-    return next((one for one in found if isinstance(one, list) and len(one) == dataset.ndim and any(one)), [])
+    named = (one for one in found if isinstance(one, list) and all(isinstance(name, str) for name in one))
+    return next((names for names in named if len(names) == dataset.ndim and any(names)), [])
