@@ -1,11 +1,8 @@
-"""`cocodiff sweep` on two ranks: every line once, also after a kill; what may not go on; its reports; bad grids."""
+"""`cocodiff sweep` on two ranks: every line once; what may not go on; its reports; bad grids."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,16 +10,15 @@ import numpy as np
 import pytest
 import tifffile
 import yaml
-from cocodiff_eval.harness.grid import read_grid
+from cocodiff_eval.harness.grid import MOST_RUNS, read_grid
 from cocodiff_eval.harness.quality import read_ladder
 from cocodiff_eval.report.sweeps import better_than, summarise
-from launching import assert_succeeded, end_group
-from warm import Started, forked
+from launching import assert_succeeded
+from warm import forked
 
 from cocodiff.cli.main import main
 from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
-from cocodiff.jobs.journal import PARTIAL, Journals
 
 pytestmark = pytest.mark.processes
 
@@ -125,27 +121,6 @@ def test_metrics_and_page_are_those_of_inpaint(whole: Path) -> None:
     assert 'src="http' not in page
 
 
-@pytest.mark.full
-def test_a_killed_sweep_goes_on_where_it_was(folder: Path, whole: Path) -> None:
-    """First in two replicas, which write journals of their own, then in one."""
-    out = folder / "killed"
-    process = Started(words(folder, out, "--replicas", "2", ranks=4), folder / "stdout")
-    journals, deadline = Journals(out / PARTIAL), time.monotonic() + 180
-    while not journals.finished():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait(20)
-    time.sleep(0.5)  # ranks die with their parent, a moment later
-    end_group(process.pid)
-    kept = journals.kept()
-    assert kept is not None and kept.done < kept.total == 4
-    done = forked(*words(folder, out), folder=folder)
-    assert_succeeded(done)
-    assert f"going on: {kept.done} of 4 slices are there already" in done.stdout
-    assert by_key(out) == by_key(whole) and {path.name for path in out.glob("[!.]*")} == FILES
-
-
 def test_a_sweep_of_several_numbers_of_steps(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "two.yaml").write_text(yaml.safe_dump({"grid": {"preset": ["tapa"], "steps": [1, 2]}}))
     given = words(folder, tmp_path / "out", "--slices", "0:1", ranks=1, config=tmp_path / "two.yaml")
@@ -212,6 +187,7 @@ def test_a_point_is_beaten_by_one_that_sends_no_more_and_is_closer() -> None:
     assert better_than(rows[1], summarise([line("d", 10, 60.0, "center")])) == ""
 
 
+LOSSY = {"base": {"selection": "v_major"}}
 NONE_GIVEN = dict.fromkeys(("base", "grid", "points", "steps", "mask", "vae"))
 RUN = dict.fromkeys(("transport", "device", "kernels"), "auto") | {"machine": "local", "timeout_s": 300.0}
 
@@ -232,6 +208,8 @@ def test_a_grid_is_every_combination_and_then_the_points() -> None:
     assert found.points[-1].config == Config.preset("cocodiff+", ratio=0.9)
     assert (found.steps, found.masks) == ([20, 50], ["block"])
     assert grid(grid={"preset": ["flat"], "steps": [20]}, steps=[7], mask=["center"]).steps == [7]
+    most = grid(**LOSSY, grid={"warmup": [*range(100)], "steps": [*range(1, MOST_RUNS // 100 + 1)]})
+    assert len(most.points) * len(most.steps) == MOST_RUNS
 
 
 def test_a_grid_names_how_ranks_and_tokens_are_dealt() -> None:
@@ -261,6 +239,13 @@ def test_a_grid_names_how_ranks_and_tokens_are_dealt() -> None:
         ({"points": [{"name": "a", "preset": "flat"}, {"name": "a", "preset": "tapa"}]}, "two points are called a"),
         ({"grid": {"steps": [0]}}, "steps 0: give a whole number"),
         ({"base": {"selection": "v_major", "ratios": 3}}, "point base: "),
+        ({"base": {"steps": [3]}}, "steps ["),
+        ({"grid": {"steps": [[3]]}}, "steps ["),
+        ({"grid": {"mask": [["a"]]}}, "mask ["),
+        (LOSSY | {"grid": {"ratio": [n / 1e3 for n in range(1000)], "warmup": [*range(1000)]}}, "has 1000000 runs "),
+        ({"grid": {"preset": ["flat"], "steps": [*range(1, 100_001)]}}, "has 100000 runs "),
+        ({"points": [{"preset": "flat"}] * 20_000}, "has 20000 runs "),
+        (LOSSY | {"grid": {"warmup": [*range(101)]}, "steps": [*range(1, 101)]}, "has 10100 runs "),
     ],
 )
 def test_mistakes_in_a_grid(sections: dict[str, Any], message: str) -> None:
