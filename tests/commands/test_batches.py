@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from cocodiff_eval.cli.generate import OPTIONS as GENERATE
 from cocodiff_eval.cli.inpaint import OPTIONS as INPAINT
 from cocodiff_eval.cli.inpaint import prepare
 from cocodiff_eval.harness.items import Batch, Cost, ItemSamples, Parts, batches_of, measured
+from cocodiff_eval.harness.restoring import Restorer
 from cocodiff_eval.harness.session import describe
 from cocodiff_eval.harness.tasks import describe_inputs
 from cocodiff_eval.quality.fusing import Moments
@@ -138,6 +140,9 @@ def test_each_run_is_measured_by_itself() -> None:
             with torch.no_grad(), measured(engine) as cost:
                 denoise(own, inputs, *[nullcontext] * steps)
             costs.append(cost)
+        restorer, image_YX = Restorer(Mock(frames=1), {"lossy": engine}, 4, 1.0, 3), np.zeros((8, 8), np.float32)
+        (one,) = restorer.run([image_YX], [image_YX > 0], "lossy", (0.0, 1.0))
+        assert one.cost.replica_seconds == {"3": one.cost.seconds}
         late = Late.of([engine.trace.spans])
         assert engine.trace.dropped == 0 and late.sent == sum(engine.trace.bytes("late").values()) > 0
         return costs

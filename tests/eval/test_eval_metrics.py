@@ -55,6 +55,8 @@ def test_voxels_without_truth_are_left_out() -> None:
     inside_YX = MASK_YX & ~holes_YX
     assert quality["mse"] == pytest.approx(float(np.square((restored_YX - truth_YX)[inside_YX] / 1000).mean()))
     assert all(value is not None and math.isfinite(value) for value in quality.values())
+    assert masked_psnr_db(SCALE, torn_YX, restored_YX, MASK_YX) == pytest.approx(quality["psnr_db"])
+    assert masked_psnr_db(SCALE, truth_YX * np.nan, restored_YX, MASK_YX) is None
     nothing = masked_quality(SCALE, np.full_like(truth_YX, np.nan), restored_YX, MASK_YX)
     assert nothing == masked_quality(SCALE, None, restored_YX, MASK_YX) == {"psnr_db": None, "ssim": None, "mse": None}
 
