@@ -12,7 +12,7 @@ import tifffile
 import yaml
 from cocodiff_eval.harness.grid import MOST_RUNS, read_grid
 from cocodiff_eval.harness.quality import read_ladder
-from cocodiff_eval.report.sweeps import better_than, summarise
+from cocodiff_eval.report.sweeps import better_than, beyond, summarise
 from launching import assert_succeeded
 from warm import forked
 
@@ -128,6 +128,7 @@ def test_a_sweep_of_several_numbers_of_steps(folder: Path, tmp_path: Path) -> No
     assert by_key(tmp_path / "out").keys() == {Key("tapa", steps, "block", "scan[0]") for steps in (1, 2)}
     rows = json.loads((tmp_path / "out" / "metrics.json").read_text())["images"]
     assert [row["mode"] for row in rows] == [f"{run}, {n} steps" for n in (1, 2) for run in ("exact run", "tapa")]
+    assert len(json.loads((tmp_path / "out" / "metrics.json").read_text())["inputs"]) == 1
     repeated = ["sweep", "--config", str(tmp_path / "out" / "run.yaml")]
     assert main([*repeated, "--out", str(tmp_path / "again"), "--quiet"]) == 0
     assert by_key(tmp_path / "again") == by_key(tmp_path / "out")
@@ -175,16 +176,52 @@ def test_points_that_cannot_run_are_refused_at_the_start(
     assert said in mistake(capsys, *given) and not (tmp_path / "out").exists()
 
 
-def test_a_point_is_beaten_by_one_that_sends_no_more_and_is_closer() -> None:
-    def line(point: str, sent: int, distance_db: float | None, mask: str = "block") -> dict[str, Any]:
-        judged = {"psnr_db": 20.0, "ssim": 0.9, "mse": 0.1, "seconds": 1.0}
-        exact = {**judged, "bytes": {"plane": 100}}
-        run = {**judged, "point": point, "mask": mask, "steps": 3, "bytes": {"plane": sent}}
-        return {**run, "psnr_vs_exact_db": distance_db, "exact": exact}
+def line_of(point: str, sent: int, distance_db: float | None, mask: str = "block", **more: Any) -> dict[str, Any]:
+    """A line of a sweep's results: an exact run of 100 bytes in 3 s, and one of so many bytes in 1 s."""
+    judged = {"psnr_db": 20.0, "ssim": 0.9, "mse": 0.1}
+    exact = {**judged, "bytes": {"plane": 100}, "seconds": 3.0}
+    run = {**judged, "point": point, "mask": mask, "steps": 3, "bytes": {"plane": sent}, "seconds": 1.0}
+    return {**run, "psnr_vs_exact_db": distance_db, "exact": exact, **more}
 
-    rows = summarise([line("flat", 100, None), line("a", 50, 40.0), line("b", 30, 41.0), line("c", 30, 42.0)])
+
+def test_a_point_is_beaten_by_one_that_sends_no_more_and_is_closer() -> None:
+    points = [line_of("flat", 100, None), line_of("a", 50, 40.0), line_of("b", 30, 41.0), line_of("c", 30, 42.0)]
+    rows = summarise(points)
     assert [better_than(row, rows) for row in rows] == ["", "c", "c", ""]
-    assert better_than(rows[1], summarise([line("d", 10, 60.0, "center")])) == ""
+    for another in (line_of("d", 10, 60.0, "center"), line_of("d", 10, 60.0, steps=4)):
+        assert better_than(rows[1], summarise([another])) == ""
+    late = summarise([line_of("late", 30, 41.0, bytes_late={"plane": 10})])
+    assert better_than(late[0], rows) == ""  # of which attention waits for less
+
+
+def test_a_row_of_a_sweep_has_the_means_of_its_slices_and_their_standard_errors() -> None:
+    """In bytes over the exact run's 100, and over those of all tokens as they are; in seconds, and in changes."""
+    late = {"bytes_late": {"plane": 30, "node": 10}, "bytes_whole": {"plane": 400}}
+    (row,) = summarise(
+        [
+            line_of("a", 50, 40.0, **late, psnr_db=19.0),
+            line_of("a", 70, None, **late, psnr_db=21.0, seconds=2.0),
+            line_of("a", 60, 44.0, **late, psnr_db=None),
+        ]
+    )
+    told = {name: of and of.text(3) for name, of in row.cost.items()}
+    third = "0.600 +- 0.058"  # the deviation of .5, .6 and .7 is .1, by the square root of 3
+    assert told == {
+        "volume": third,
+        "exposed": third.replace("0.600", "0.200"),
+        "of whole": "0.150 +- 0.014",
+        "speed-up to flat": "2.500 +- 0.500",
+        "seconds": "1.333 +- 0.333",
+    }
+    assert (row.n, row.identical, row.displaced, str(row.vs_exact and row.vs_exact.text(1))) == (
+        3,
+        1,
+        True,
+        "42.0 +- 2.0",
+    )
+    assert row.difference["psnr_db"] is not None and row.difference["psnr_db"].text(1) == "0.0 +- 1.0"
+    limits = [summarise([line_of("a", 50, 40.0, psnr_db=20.0 + more)])[0] for more in (-9.0, 9.0, 0.0)]
+    assert [beyond(one) for one in limits] == [True, True, False]
 
 
 LOSSY = {"base": {"selection": "v_major"}}
