@@ -16,6 +16,7 @@ import pytest
 import tifffile
 import yaml
 import zarr
+from cocodiff_eval.data.masks import block_mask
 from cocodiff_eval.harness.tasks import file_names
 from launching import assert_succeeded, run
 from PIL import Image
@@ -69,7 +70,7 @@ def hole_of(shape: tuple[int, int]) -> np.ndarray:
 
 def test_results_have_the_promised_names_and_the_run_can_be_repeated(restore: Restore, tmp_path: Path) -> None:
     tifffile.imwrite(tmp_path / "scan.tif", noise((64, 64), np.uint16))
-    out = restore("--input", tmp_path / "scan.tif", "--mask", "block", "center", "--preset", "flat,tapa")
+    out = restore("--input", tmp_path / "scan.tif", "--mask", "block", "center", "--preset", "flat,tapa", "--seed", 5)
     names = {".cocodiff-files.json", "images", "metrics.json", "report.html", "run.yaml", "trace.json"}
     assert {path.name for path in out.iterdir()} == names
     cases = [(mask, preset) for mask in ("block", "center") for preset in ("flat", "tapa")]
@@ -78,7 +79,10 @@ def test_results_have_the_promised_names_and_the_run_can_be_repeated(restore: Re
     mask_YX = tifffile.imread(out / "images" / "scan_block_mask.tif")
     given_YX = tifffile.imread(tmp_path / "scan.tif")
     restored_YX = tifffile.imread(out / "images" / "scan_block_flat.tif")
-    assert mask_YX.dtype == np.uint8 and set(np.unique(mask_YX)) == {0, 255}
+    assert mask_YX.dtype == np.uint8 and np.array_equal(mask_YX, block_mask((64, 64), 5) * 255)
+    page = (out / "report.html").read_text()
+    facts = {"ranks": 1, "presets": "flat, tapa", "steps": 2, "seed": 5}
+    assert all(f"<dt>{name}</dt><dd>{told}</dd>" in page for name, told in facts.items())
     assert np.array_equal(restored_YX[mask_YX == 0], given_YX[mask_YX == 0])
     assert (restored_YX != given_YX)[mask_YX == 255].mean() > 0.9
     metrics = json.loads((out / "metrics.json").read_text())

@@ -77,7 +77,7 @@ def refused(files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
         ("--input 'a\nb.tif'", "no such file"),
         ("--input broken.tif", "broken.tif"),
         ("--input linked.h5:/data", "--follow-links"),
-        ("--input linked.h5:/data --follow-links", "linked.h5"),
+        *((f"--{one} linked.h5:/data --follow-links", "linked.h5; is not there") for one in ("input", "mask", "truth")),
         ("--input pipe.tif", "is a named pipe"),
         ("--mask pipe.tif", "pipe"),
         ("--truth pipe.tif", "pipe"),

@@ -196,6 +196,7 @@ def test_a_pipeline_that_counts_otherwise_or_breaks_down_is_an_error() -> None:
     call = (torch.zeros(1, 32, 32), torch.ones(1, 32, 32), 1.0, [0])
     with pytest.raises(UserError, match="Broken returned NaN or Inf"):
         inpainter(*call)
+    assert not hasattr(pipe, "_progress_bar_config"), "its own bar is not back"
     pipe.runs = 3
     with pytest.raises(RuntimeError, match=r"Broken ran 3 denoising steps instead of 4 \(num_inference_steps=4"):
         inpainter(*call)
