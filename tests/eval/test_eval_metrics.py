@@ -14,6 +14,7 @@ from cocodiff_eval.quality.metrics import (
     masked_psnr_db,
     masked_quality,
     mean_curve,
+    mean_profile,
     metrics_document,
     psnr_db,
     ring_correlation,
@@ -102,6 +103,11 @@ def test_document_has_the_names_users_script_on() -> None:
         assert list(row["bytes"]) == ["sibling", "plane", "node", "cross_plane"]
         assert row["name"].startswith("stack") or not of_some & set(row)
     assert json.loads(json.dumps(document, allow_nan=False)) == document
+    late = [row["name"] for row in document["images"] if "bytes_late" in row]
+    assert late == [f"stack[{n}]" for n in range(1, 13, 2)]  # those in which something was
+    profiles = [[{"step": 0, "displaced_sets": sets, "change": None}] for sets in ({"": 1.0}, None, {"qkvo": 0.5})]
+    (step,) = mean_profile(profiles)  # type: ignore[arg-type]
+    assert step == {"step": 0, "displaced_sets": {"": 0.5, "qkvo": 0.25}, "change": None}
 
 
 def test_summary_means() -> None:
