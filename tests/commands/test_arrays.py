@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -46,8 +45,13 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     assert [*folder.iterdir()] == []
 
 
-def test_a_volume_is_restored() -> None:
-    found = cocodiff.restore(VOLUME, MASK, samples=2, **QUICK)
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_a_volume_is_restored(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a caller that may be a rank of mpiexec's, or have the variables of another job left over."""
+    left = {"PMI_SIZE": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+    for name, value in (left | dict.fromkeys(("PMI_RANK", "MPI_LOCALRANKID", "RANK", "LOCAL_RANK"), "1")).items():
+        monkeypatch.setenv(name, value)
+    found = cocodiff.restore(VOLUME, MASK, samples=2, ranks=ranks, **QUICK)
     assert (found.mean.dtype, found.mean.shape) == (VOLUME.dtype, VOLUME.shape)
     assert (found.mean[:, ~MASK] == VOLUME[:, ~MASK]).all() and (found.mean[:, MASK] != VOLUME[:, MASK]).any()
     assert found.spread is not None and (found.spread[:, ~MASK] == 0).all() and (found.spread[:, MASK] > 0).any()
@@ -114,31 +118,17 @@ def test_replicas_of_several_ranks_restore_axes() -> None:
         assert sum(sum(row["bytes"].values()) for row in found.metrics["images"]) > 0
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_a_launchers_variables_are_not_those_of_its_ranks(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The caller may be a rank of mpiexec's, or have the variables of another job left over."""
-    for name in ("PMI_RANK", "MPI_LOCALRANKID", "RANK", "LOCAL_RANK"):
-        monkeypatch.setenv(name, "1")
-    for name, value in {"PMI_SIZE": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}.items():
-        monkeypatch.setenv(name, value)
-    assert cocodiff.restore(VOLUME[:1], MASK, samples=1, ranks=ranks, **QUICK).mean.shape == (1, 48, 40)
-
-
 WRONG: list[tuple[dict[str, Any], str]] = [
     # Found before a job begins:
     ({"volume": VOLUME[0, 0]}, "volume is a ndarray of 1 dimensions and type uint16: give integers or floats"),
-    ({"volume": VOLUME[None]}, "volume is a ndarray of 4 dimensions"),
-    ({"volume": None}, "volume is a NoneType of 0 dimensions"),
     ({"volume": "scan.tif"}, "volume is a str of 0 dimensions"),
     ({"volume": [[1, 2], [3]]}, "volume is a list that NumPy makes no array of"),
     ({"volume": torch.from_numpy(VOLUME.astype("f4")).bfloat16()}, "volume is a Tensor that NumPy makes no"),
     ({"volume": VOLUME > 9}, "volume is a ndarray of 3 dimensions and type bool: give integers or floats"),
     ({"volume": VOLUME.astype("c8")}, "volume is a ndarray of 3 dimensions and type complex64"),
-    ({"volume": VOLUME.astype(object)}, "volume is a ndarray of 3 dimensions and type object"),
     ({"volume": np.ma.masked_less(VOLUME, 9000)}, "volume is a MaskedArray of 3 dimensions and type uint16"),
     ({"mask": MASK[0]}, "mask is a ndarray of 1 dimensions"),
     ({"mask": MASK.astype("U5")}, "mask is a ndarray of 2 dimensions and type <U5: give True and False"),
-    ({"mask": MASK.astype("c8")}, "mask is a ndarray of 2 dimensions and type complex64"),
     ({"out": "here"}, "out cannot be given: the function decides it"),
     ({"dry_run": True}, "dry_run cannot be given: the function decides it"),
     ({"preset": "flat,tapa"}, "preset is 'flat,tapa': give the name of one"),
@@ -151,7 +141,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "volume: 192 NaN or Inf voxels outside the mask 'mask', the first at slice 0, row 0",
     ),
     ({"colour": "red"}, "unknown option colour"),
-    ({"steps": "-1"}, "steps -1: at least 1 is needed"),
     ({"device": "gpu"}, "device: invalid choice: 'gpu' (choose from"),
     ({"range": (-3000, -1000)}, "range -3000,-1000: no voxel of volume outside the mask"),
 ]
@@ -214,25 +203,20 @@ ranks._run_rank = run_failing
 
 
 @pytest.mark.parametrize(
-    ("number", "ready", "ranks", "said"),
+    ("number", "ranks", "said"),
     [
-        (signal.SIGKILL, "", 2, "rank 1 was killed by SIGKILL"),
-        (signal.SIGKILL, "", 1, "rank 0 was killed by SIGKILL"),
-        pytest.param(signal.SIGSTOP, "", 2, "rank [01] was stopped for more than 4 s", marks=pytest.mark.full),
-        pytest.param(signal.SIGSTOP, "ready after", 2, "rank 1 has been silent for 4 s", marks=pytest.mark.full),
-        (None, "", 2, "rank 1 failed: OSError: the disk is on fire"),
+        (signal.SIGKILL, 2, "rank 1 was killed by SIGKILL"),
+        (signal.SIGKILL, 1, "rank 0 was killed by SIGKILL"),
+        (None, 2, "rank 1 failed: OSError: the disk is on fire"),
     ],
-    ids=["killed", "killed alone", "stopped", "silent", "failed"],
+    ids=["killed", "killed alone", "failed"],
 )
 def test_a_rank_that_is_lost_is_named(
-    number: signal.Signals | None, ready: str, ranks: int, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    number: signal.Signals | None, ranks: int, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def strike(job: subprocess.Popen[Any], out: Path, *_: Any) -> None:
-        while ready not in (out.parent / "said").read_text():
-            time.sleep(0.05)
+    def strike(job: subprocess.Popen[Any], *_: Any) -> None:
         if number is not None:
-            for pid in [job.pid] if ranks == 1 else ranks_of(job)[0 if "stopped" in said else 1 :]:
-                os.kill(pid, number)
+            os.kill(job.pid if ranks == 1 else ranks_of(job)[1], number)
         job.wait()
 
     if number is None:
@@ -243,7 +227,7 @@ def test_a_rank_that_is_lost_is_named(
     monkeypatch.setattr(arrays, "_watch", strike)
     with pytest.raises(PeerLost) as lost:
         cocodiff.restore(VOLUME, MASK, ranks=ranks, timeout_s=4, **QUICK | {"steps": 500})
-    assert re.fullmatch(said, str(lost.value)) and (lost.value.rank == ranks - 1 or "stopped" in said)
+    assert str(lost.value) == said and lost.value.rank == ranks - 1
     if number is None:
         assert "in work_failing" in str(lost.value.__cause__)  # the rank's traceback
 
@@ -253,17 +237,10 @@ def test_a_mistake_late_in_a_job_is_what_is_told() -> None:
     assert str(error_of_restore(2, said)) == "restore: the model makes NaN"
 
 
-def test_files_of_the_working_folder_are_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("random", "signal", "copy", "json", "zarr", "cocodiff"):
-        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name}.py of the working folder was run')")
-    monkeypatch.chdir(tmp_path)
-    assert (cocodiff.restore(VOLUME[:1], MASK, samples=1, **QUICK).mean[:, ~MASK] == VOLUME[:1, ~MASK]).all()
-
-
 CALLER = """
 import os, sys, time, numpy as np, cocodiff
 class Slow:
-    dtype, ndim, shape = np.dtype("u2"), 3, (16, 64, 64)
+    dtype, ndim, shape = np.dtype("u2"), 3, (int(sys.argv[3]), 64, 64)
     def __getitem__(self, key):
         if sys.argv[1] == "saving":
             print("begun", flush=True)
@@ -281,13 +258,13 @@ cocodiff.restore(Slow(), mask, samples=2, steps=5000, progress=False, device="cp
         (signal.SIGTERM, "saving", 1),
         pytest.param(signal.SIGTERM, "running", 1, marks=pytest.mark.full),
         (signal.SIGKILL, "running", 2),
-        pytest.param(signal.SIGHUP, "running", 2, marks=pytest.mark.full),
+        *(pytest.param(one, "running", 2, marks=pytest.mark.full) for one in (signal.SIGHUP, signal.SIGINT)),
     ],
 )
 def test_nothing_outlives_the_caller(number: signal.Signals, during: str, ranks: int, tmp_path: Path) -> None:
     """Neither a process nor what it works with, wherever the caller is struck."""
     caller = subprocess.Popen(
-        [sys.executable, "-c", CALLER, during, str(ranks)],
+        [sys.executable, "-c", CALLER, during, str(ranks), "16"],
         env=os.environ | {"TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
         start_new_session=True,
         stdout=subprocess.PIPE,
@@ -310,27 +287,14 @@ def test_nothing_outlives_the_caller(number: signal.Signals, during: str, ranks:
         end_group(caller.pid)
 
 
-def test_a_caller_without_standard_streams(tmp_path: Path) -> None:
-    caller = CALLER.replace("5000, progress=False", "1").replace("cocodiff.restore", "found = cocodiff.restore")
-    (tmp_path / "caller.py").write_text(f"{caller}\nnp.save('mean.npy', found.mean)")
-    words = f"exec '{sys.executable}' caller.py '' 1 <&- >&- 2>&-"
-    assert subprocess.run(["bash", "-c", words], cwd=tmp_path, timeout=240).returncode == 0
-    assert np.load(tmp_path / "mean.npy").shape == (16, 64, 64)
-
-
-@pytest.mark.full
-def test_an_interrupt_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks: list[int] = []
-
-    def interrupted(job: subprocess.Popen[Any], *_: Any) -> None:
-        ranks.extend(ranks_of(job))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(arrays, "_watch", interrupted)
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as where a script starts it with `&`
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            cocodiff.restore(VOLUME, MASK, ranks=2, **QUICK | {"steps": 500})
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+def test_a_caller_without_standard_streams_in_a_folder_of_files_called_as_modules(tmp_path: Path) -> None:
+    """None of these is run."""
+    caller, here = CALLER.replace("5000, progress=False", "1"), tmp_path / "here"
+    here.mkdir()
+    for name in ("random", "signal", "copy", "json", "zarr", "cocodiff"):
+        (here / f"{name}.py").write_text(f"raise SystemExit('{name}.py of the working folder was run')")
+    saving = caller.replace("cocodiff.restore", "found = cocodiff.restore") + "np.save('mean.npy', found.mean)"
+    (tmp_path / "caller.py").write_text(saving)
+    words = f"exec '{sys.executable}' ../caller.py '' 1 1 <&- >&- 2>&-"
+    assert subprocess.run(["bash", "-c", words], cwd=here, timeout=240).returncode == 0
+    assert np.load(here / "mean.npy").shape == (1, 64, 64)

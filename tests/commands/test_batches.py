@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import threading
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import torch
+from cocodiff_bench.stand_in import Late
 from cocodiff_eval.cli.generate import OPTIONS as GENERATE
 from cocodiff_eval.cli.inpaint import OPTIONS as INPAINT
 from cocodiff_eval.cli.inpaint import prepare
-from cocodiff_eval.harness.items import Batch, Cost, ItemSamples, Parts, batches_of
+from cocodiff_eval.harness.items import Batch, Cost, ItemSamples, Parts, batches_of, measured
+from cocodiff_eval.harness.restoring import Restorer
 from cocodiff_eval.harness.session import describe
 from cocodiff_eval.harness.tasks import describe_inputs
 from cocodiff_eval.quality.fusing import Moments
 from covering import examples
+from exactness import denoise
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_models import FAMILIES, qwen_transformer
 
 from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld, run_ranks
 from cocodiff.config.errors import UserError
+from cocodiff.engine.engine import parallelize
 from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.journal import Journals
 from cocodiff.jobs.options import parse, with_settings
@@ -132,6 +142,33 @@ def test_a_job_that_goes_on_expects_what_is_done_and_what_is_left(tmp_path: Path
     run_ranks(1, work)
 
 
+def test_each_run_is_measured_by_itself() -> None:
+    """What an engine noted of a run before is not told of the next one: neither its steps nor its bytes."""
+    model, (_, inputs_of) = qwen_transformer(4), FAMILIES["qwen"]
+    inputs = inputs_of(1, 6, 7, 5)
+
+    def work(transport: Any) -> list[Cost]:
+        costs, own = list[Cost](), copy.deepcopy(model)
+        engine = parallelize(own, "flat", transport=transport, codec="int2", arrival="displaced", fine_steps=0)
+        for steps in (3, 2, 3):
+            with torch.no_grad(), measured(engine) as cost:
+                denoise(own, inputs, *[nullcontext] * steps)
+            costs.append(cost)
+        restorer, image_YX = Restorer(Mock(frames=1), {"lossy": engine}, 4, 1.0, 3), np.zeros((8, 8), np.float32)
+        (one,) = restorer.run([image_YX], [image_YX > 0], "lossy", (0.0, 1.0))
+        assert one.cost.replica_seconds == {"3": one.cost.seconds}
+        late = Late.of([engine.trace.spans])
+        assert engine.trace.dropped == 0 and late.sent == sum(engine.trace.bytes("late").values()) > 0
+        return costs
+
+    three, two, again = run_ranks(2, work)[0]
+    assert [row["step"] for row in two.drift] == [0, 1] and again.drift == three.drift
+    for name in ("bytes", "bytes_whole", "bytes_late"):
+        sent, sent_of_two, sent_again = (sum(getattr(cost, name).values()) for cost in (three, two, again))
+        assert sent == sent_again > sent_of_two > 0
+    assert two.rank_seconds == 2 * two.seconds > 0
+
+
 def test_a_folder_that_leaders_do_not_share_is_refused(tmp_path: Path) -> None:
     """Two ranks with folders of their own, as on hosts without a common file system."""
     world, said = LoopbackWorld(2), []
@@ -153,11 +190,14 @@ def test_a_folder_that_leaders_do_not_share_is_refused(tmp_path: Path) -> None:
     assert len(said) == 2 and all("--out out: rank(s) 1 do not see what rank 0 writes there" in one for one in said)
 
 
-def test_samples_are_found_by_their_task_item_and_first_sample(tmp_path: Path) -> None:
+def test_samples_are_found_by_their_task_item_and_first_sample(
+    tmp_path: Path, unsynced: Callable[[Path], list[str]]
+) -> None:
     parts, batches = Parts(tmp_path), [Batch(task, (4, 5), samples=(n,), of=2) for task in (0, 1) for n in (0, 1)]
     for number, batch in enumerate(batches):
         images = [np.full((2, 3), 10 * number + place, np.float32) for place in range(2)]
         parts.keep(batch, {"tapa": [ItemSamples(Moments.of(image_YX), Cost(number)) for image_YX in images]})
+        assert unsynced(tmp_path) == []
     for number, batch in enumerate(batches):
         found = [parts.read(batch, index)["tapa"] for index in batch.indices]
         assert [float(one.restored01_YX[0, 0]) for one in found] == [10 * number, 10 * number + 1]

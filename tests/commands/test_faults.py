@@ -93,19 +93,3 @@ def test_the_line_of_a_loss_is_read_as_it_was_meant(capsys: pytest.CaptureFixtur
         assert seams.report_ends({0: End("done"), 1: end}, 2, "0 of 4 slices are kept: go on with --resume") == 1
         lost = read_loss(capsys.readouterr().err + "cocodiff: a later line\n")
         assert lost is not None and (lost.rank, lost.reason) == (1, reason)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("ending", "exchange", "said"),
-    [
-        ("leaves", "tapa", "left with messages in flight"),
-        ("raises", "split", "rank 1 failed: RuntimeError: the disk is on fire"),
-        ("killed", "tapa", "rank 1 was killed by SIGKILL; 2 of 2 other ranks noticed"),
-    ],
-)
-def test_messages_that_nobody_waits_for_hold_up_no_end(tmp_path: Path, ending: str, exchange: str, said: str) -> None:
-    """Nor do they reach the next image; and the trace knows them all."""
-    done = forked(ending, exchange, folder=tmp_path, module="displaced_rank")
-    assert said in done.stdout + done.stderr
-    assert done.returncode == (0 if ending == "leaves" else 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,94 +31,102 @@ SIDES = {"height": 32, "width": 48}
 PROMPTS = ["a tooth", "A tooth", "bone, polished"]
 
 
+BOUND = ("--preset", "split", "--quality", "50dB", "--quality_every", "9", "--guidance", "1", "--quiet")
+RUNS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+    **{name: (build, ("--ranks", "2", "--quiet")) for name, build in FAMILIES.items()},
+    "text-sd3": (
+        lambda: tiny_pipelines.sd3_pipeline(**tiny_pipelines.clip_text()),
+        ("--prompt", *PROMPTS, "--preset", "flat,tapa", "--replicas", "2", "--ranks", "4"),
+    ),
+    "text-klein": (
+        lambda: tiny_pipelines.flux2_pipeline(**tiny_pipelines.qwen3_text()),
+        ("--prompt", PROMPTS[0], "--order", "v_first", "--no-exact", "--quiet", "--ranks", "2", "--seed", "7"),
+    ),
+}
+Run = Callable[..., Path]
+
+
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders of results on two ranks: a family without encoders each, and prompts for two with; three of them in two
-    presets divided among two replicas."""
+def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Makes the model of a run, once."""
+    folder = tmp_path_factory.mktemp("models")
+
+    def saved(name: str) -> Path:
+        if not (folder / name).exists():
+            RUNS[name][0]().save_pretrained(folder / name)
+        return folder / name
+
+    return saved
+
+
+@pytest.fixture(scope="module")
+def made(model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Makes the folder of results of a run, once; beside them lies what was said."""
     folder = tmp_path_factory.mktemp("generate")
-    sd3 = tiny_pipelines.sd3_pipeline(**tiny_pipelines.clip_text())
-    klein = tiny_pipelines.flux2_pipeline(**tiny_pipelines.qwen3_text())
-    noisy = tiny_pipelines.sd3_pipeline()
-    noisy.scheduler.register_to_config(stochastic_sampling=True)
-    models = {name: build() for name, build in FAMILIES.items()} | {
-        "noisy": noisy,
-        "text-sd3": sd3,
-        "text-klein": klein,
-    }
-    for name, pipe in models.items():
-        pipe.save_pretrained(folder / f"{name}-model")
 
-    def run(name: str, *more: str, model: str = "", ranks: int = 2) -> list[str]:
-        options = {
-            "model": folder / f"{model or name}-model",
-            "out": folder / name,
-            "steps": 2,
-            "ranks": ranks,
-            **SIDES,
-        }
-        return words("generate", *more, **options)
+    def run(name: str, of: Path | None = None, more: tuple[str, ...] = ()) -> Path:
+        out = folder / name
+        if not out.exists():
+            options = {"model": of or model(name), "out": out, "steps": 2, **SIDES}
+            done = forked(*words("generate", *(more or RUNS[name][1]), **options), folder=folder)
+            assert_succeeded(done)
+            (folder / f"{name}.out").write_text(done.stdout)
+            (folder / f"{name}.err").write_text(done.stderr)
+        return out
 
-    bound = ("--preset", "split", "--quality", "50dB", "--quality_every", "9", "--guidance", "1", "--quiet")
-    runs = [
-        *(run(name, "--quiet") for name in FAMILIES),
-        run("noisy", "--preset", "flat,tapa", "--quiet"),
-        run("text-sd3", "--prompt", *PROMPTS, "--preset", "flat,tapa", "--replicas", "2", ranks=4),
-        run("bounded", "--prompt", *PROMPTS, *bound, model="text-sd3"),
-        run("text-klein", "--prompt", PROMPTS[0], "--order", "v_first", "--no-exact", "--quiet"),
-    ]
-    for one in runs:
-        done = forked(*one, folder=folder)
-        assert_succeeded(done)
-        for file, text in (("output", done.stdout), ("errors", done.stderr)):
-            with (folder / file).open("a") as so_far:
-                so_far.write(text)
-    return folder
+    return run
 
 
 def pixels(path: Path) -> np.ndarray:
     return np.asarray(Image.open(path)).astype(int)
 
 
-def alone(pipe: Any, **arguments: Any) -> np.ndarray:
+def alone(pipe: Any, seed: int = 0, **arguments: Any) -> np.ndarray:
     """The image that a plain pipeline makes in this process."""
     pipe.set_progress_bar_config(disable=True)
-    noise = torch.Generator().manual_seed(0)
+    noise = torch.Generator().manual_seed(seed)
     image = pipe(num_inference_steps=2, generator=noise, output_type="np", **SIDES, **arguments).images[0]
     return np.rint(image * 255).astype(int)
 
 
 @pytest.mark.full
-def test_noise_of_each_step_is_the_same_in_every_mode(made: Path) -> None:
+def test_noise_of_each_step_is_the_same_in_every_mode(made: Run, tmp_path: Path) -> None:
     """By a scheduler that draws it from torch's global generator: exact modes give the same bits."""
-    rows = json.loads((made / "noisy" / "metrics.json").read_text())["images"]
+    noisy = tiny_pipelines.sd3_pipeline()
+    noisy.scheduler.register_to_config(stochastic_sampling=True)
+    noisy.save_pretrained(tmp_path)
+    out = made("noisy", tmp_path, ("--preset", "flat,tapa", "--quiet", "--ranks", "2"))
+    rows = json.loads((out / "metrics.json").read_text())["images"]
     assert [(row["exact_compared"], row["psnr_vs_exact_db"]) for row in rows] == [(True, None)] * 2
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_two_ranks_make_the_image_of_the_familys_pipeline(made: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full if f"text-{name}" in RUNS else ()) for name in FAMILIES]
+)
+def test_two_ranks_make_the_image_of_the_familys_pipeline(made: Run, name: str) -> None:
+    """Without prompts; those of two families are made with prompts, too."""
     pipe = FAMILIES[name]()
     pipelines = pipelines_of(type(pipe).__name__, name)
     assert type(pipe).__name__ == pipelines.of_task(GENERATE, name)
     arguments = no_prompt(pipelines, pipe.transformer, torch.float32) | {pipelines.guidance: 1.0}
-    assert np.abs(pixels(made / name / "images" / "image_tapa.png") - alone(pipe, **arguments)).max() <= 1
+    assert np.abs(pixels(made(name) / "images" / "image_tapa.png") - alone(pipe, **arguments)).max() <= 1
 
 
-def test_prompts_are_encoded_once_with_the_pipelines_own_guidance(made: Path) -> None:
+def test_prompts_are_encoded_once_with_the_pipelines_own_guidance(made: Run, model: Callable[[str], Path]) -> None:
     """With SD3's negative prompt from `encode_prompt` itself, and klein's from a call of its own."""
-    sd3 = diffusers.StableDiffusion3Pipeline.from_pretrained(
-        made / "text-sd3-model", text_encoder_3=None, tokenizer_3=None
-    )
-    klein = diffusers.Flux2KleinPipeline.from_pretrained(made / "text-klein-model")
-    for name, image, pipe, prompt in (
-        ("text-sd3", "a_tooth_tapa.png", sd3, PROMPTS[0]),
-        ("text-sd3", "bone_polished_flat.png", sd3, PROMPTS[2]),
-        ("text-klein", "a_tooth_tapa.png", klein, PROMPTS[0]),
+    sd3 = diffusers.StableDiffusion3Pipeline.from_pretrained(model("text-sd3"), text_encoder_3=None, tokenizer_3=None)
+    klein = diffusers.Flux2KleinPipeline.from_pretrained(model("text-klein"))
+    for name, image, pipe, prompt, seed in (
+        ("text-sd3", "a_tooth_tapa.png", sd3, PROMPTS[0], 0),
+        ("text-sd3", "bone_polished_flat.png", sd3, PROMPTS[2], 0),
+        ("text-klein", "a_tooth_tapa.png", klein, PROMPTS[0], 7),
     ):
-        assert np.abs(pixels(made / name / "images" / image) - alone(pipe, prompt=prompt)).max() <= 1
+        assert np.abs(pixels(made(name) / "images" / image) - alone(pipe, seed, prompt=prompt)).max() <= 1
 
 
-def test_a_bound_on_quality_is_checked_on_some_images_and_kept_on_them(made: Path) -> None:
-    document = json.loads((made / "bounded" / "metrics.json").read_text())
+def test_a_bound_on_quality_is_checked_on_some_images_and_kept_on_them(made: Run, model: Callable[[str], Path]) -> None:
+    out = made("bounded", model("text-sd3"), ("--prompt", *PROMPTS, *BOUND, "--ranks", "2"))
+    document = json.loads((out / "metrics.json").read_text())
     (found,), rows = document["quality"], document["images"]
     taken = next(one for one in found["tried"] if one["setting"] == found["setting"])
     assert found["count"] == 3 and taken["kept"]
@@ -129,11 +138,11 @@ def test_a_bound_on_quality_is_checked_on_some_images_and_kept_on_them(made: Pat
     ]
     assert all(row["psnr_vs_exact_db"] == pytest.approx(taken["db"][row["name"]], abs=1e-3) for row in rows[:2])
     assert all(0 < sum(row["bytes"].values()) < sum(row["bytes_whole"].values()) for row in rows)
-    assert len({pixels(made / "bounded" / "images" / f"{row['name']}_split.png").shape for row in rows}) == 1
+    assert len({pixels(out / "images" / f"{row['name']}_split.png").shape for row in rows}) == 1
 
 
-def test_results_have_the_promised_names(made: Path) -> None:
-    out = made / "text-sd3"
+def test_results_have_the_promised_names(made: Run) -> None:
+    out = made("text-sd3")
     files = {"metrics.json", "report.html", "run.yaml", "trace.json", ".cocodiff-files.json"}
     assert {path.name for path in out.iterdir()} == files | {"images"}
     names = ["a_tooth", "A_tooth-2", "bone_polished"]
@@ -150,27 +159,29 @@ def test_results_have_the_promised_names(made: Path) -> None:
         assert row["exact_compared"] and row["seconds"] > 0 and sum(row["bytes"].values()) == 0
     json.loads((out / "trace.json").read_text())
     assert yaml.safe_load((out / "run.yaml").read_text())["prompt"] == PROMPTS
-    (row,) = json.loads((made / "text-klein" / "metrics.json").read_text())["images"]
+    (row,) = json.loads((made("text-klein") / "metrics.json").read_text())["images"]
     assert not row["exact_compared"]
 
 
-def test_the_report_shows_prompts_and_modes_side_by_side(made: Path) -> None:
-    page = (made / "text-sd3" / "report.html").read_text()
+def test_the_report_shows_prompts_and_modes_side_by_side(made: Run) -> None:
+    page = (made("text-sd3") / "report.html").read_text()
     blocks = re.findall(r'<script type="text/plain" class="picture"[^>]*>(.*?)</script>', page)
     assert [list(json.loads(block)["images"]) for block in blocks] == [["flat", "tapa"]] * 3
     assert "Generated images" in page and all(f"<small>{prompt}</small>" in page for prompt in PROMPTS)
     assert not re.search("<(th|dt)>SSIM", page) and "mask None" not in page and "identical" in page
 
 
-def test_rank_0_alone_speaks_and_shows_progress(made: Path) -> None:
-    lines = (made / "output").read_text()
-    assert lines.count("2 rank(s) ready after") == 8 and lines.count("4 rank(s) in 2 replicas ready after") == 1
-    assert lines.count("report: ") == 9
-    errors = (made / "errors").read_text()
+def test_rank_0_alone_speaks_and_shows_progress(made: Run) -> None:
+    for name, said in (("flux", "2 rank(s) ready after"), ("text-sd3", "4 rank(s) in 2 replicas ready after")):
+        lines = made(name).with_suffix(".out").read_text()
+        assert lines.count(said) == lines.count("report: ") == 1
+    errors = made("text-sd3").with_suffix(".err").read_text()
     assert "0 of 3 images" in errors and "3 of 3 images, " in errors and "warn" not in errors.lower()
 
 
-def test_mistakes_are_said_in_one_line(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_said_in_one_line(
+    model: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def refused(*more: object) -> str:
         said = refusal(capsys, words("generate", *more, out=tmp_path / "out", steps=1))
         assert not (tmp_path / "out").exists()
@@ -178,7 +189,7 @@ def test_mistakes_are_said_in_one_line(made: Path, tmp_path: Path, capsys: pytes
 
     assert "--model is missing" in refused() and "the embedded model only restores" in refused()
     assert "the embedded model only restores" in refused("--model", "embedded")
-    without, encoders = made / "sd3-model", made / "text-sd3-model"
+    without, encoders = model("sd3"), model("text-sd3")
     assert "has no text encoders, so it takes no --prompt" in refused("--model", without, "--prompt", "a tooth")
     assert "--prompt is missing" in refused("--model", encoders)
     assert "--width 50: model" in refused("--model", without, "--width", "50")

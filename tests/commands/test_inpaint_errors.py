@@ -28,20 +28,13 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     images = {
         "good": np.random.default_rng(0).integers(0, 60000, (96, 96), dtype=np.uint16),
         "small": np.eye(64, dtype=np.uint8),
-        "empty": np.zeros((96, 96), np.uint8),
-        "full": np.full((96, 96), 255, np.uint8),
+        "nan": np.where(np.arange(96) == np.arange(96)[:, None] + 1, np.nan, np.float32(1)),
     }
-    for name, bad in (("nan", np.nan), ("inf", np.inf)):
-        images[name] = np.ones((96, 96), np.float32)
-        images[name][2, 3] = bad
     for name, image in images.items():
         tifffile.imwrite(folder / f"{name}.tif", image)
-    for name in ("broken.tif", "broken.png", "broken.h5"):
-        (folder / name).write_bytes(b"II*\0 this is no image")
+    (folder / "broken.tif").write_bytes(b"II*\0 this is no image")
     for name in ("pipe.tif", "pipe.yaml"):
         os.mkfifo(folder / name)
-    with h5py.File(folder / "volume.h5", "w") as file:
-        file["exchange/data"] = np.ones((2, 96, 96), np.float32)
     with h5py.File(folder / "linked.h5", "w") as file:
         file["data"] = h5py.ExternalLink("other.h5", "/data")
     (folder / "mine.yaml").write_text("name: mine\ncards: 2\ntiles: 2\nplanes: [0, 1]\n")
@@ -83,11 +76,8 @@ def refused(files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
         ("--input absent.tif", "no such file; absent.tif"),
         ("--input 'a\nb.tif'", "no such file"),
         ("--input broken.tif", "broken.tif"),
-        ("--input broken.png", "broken.png"),
-        ("--input broken.h5:/data", "broken.h5"),
-        ("--input volume.h5:/exchange/dat", "/exchange/data"),
         ("--input linked.h5:/data", "--follow-links"),
-        ("--input linked.h5:/data --follow-links", "linked.h5"),
+        *((f"--{one} linked.h5:/data --follow-links", "linked.h5; is not there") for one in ("input", "mask", "truth")),
         ("--input pipe.tif", "is a named pipe"),
         ("--mask pipe.tif", "pipe"),
         ("--truth pipe.tif", "pipe"),
@@ -104,10 +94,7 @@ def refused(files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
             )
         ),
         ("--mask small.tif", "64 x 64; 96 x 96"),
-        ("--mask empty.tif", "empty"),
-        ("--mask full.tif", "nothing is left"),
-        ("--mask center --input nan.tif", "row 2, column 3"),
-        ("--mask center --input inf.tif", "row 2, column 3"),
+        ("--mask center --input nan.tif", "row 0, column 1"),
         ("--preset tappa", "did you mean tapa?"),
         ("--stepz 5", "did you mean steps?"),
         ("--steps 0", "at least 1"),
@@ -115,7 +102,6 @@ def refused(files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
         ("--strength 1e-300", "give at least"),
         ("--timeout-s -1", "timeout_s"),
         ("--range 7", "--range '7'; two intensities"),
-        ("--range=-9,-1", "no voxel of"),
         ("--ranks 200", "200 ranks for 144 image tokens"),
         ("--ranks 150 --parallel off", "150 ranks for the 144 image tokens"),
         ("--vae tiled", "has no tiles"),

@@ -69,6 +69,13 @@ def test_results_stay_as_they_are_without_a_test_and_have_intervals_beside(run: 
         low, high = (np.atleast_3d(images[f"block_tapa_{end}_90"].T).T for end in ("low", "high"))
         mean = np.atleast_3d(images["block_tapa"].T).T
         assert np.array_equal(low[:, ~mask], mean[:, ~mask]) and np.array_equal(high[:, ~mask], mean[:, ~mask])
+        truth = np.atleast_3d(image.T).T.astype(float)
+        inside = ((low <= truth) & (truth <= high))[:, mask].mean(axis=1)
+        assert [row["coverage_90"] for row in metrics["images"]] == pytest.approx(inside, abs=0.01)
+        if kept:
+            errors = (np.reshape(kept, (4, -1, 96, 96)) - truth)[..., mask] / np.ptp(metrics["inputs"][0]["range"])
+            single_db = -10 * np.log10(np.square(errors).mean(axis=2)).mean(axis=0)
+            assert [row["psnr_db_single"] for row in metrics["images"]] == pytest.approx(single_db, abs=0.01)
         assert (low[:, mask] <= mean[:, mask]).all() and (high[:, mask] > low[:, mask]).mean() > 0.99
 
 

@@ -143,10 +143,14 @@ def test_a_model_with_an_inpainting_pipeline_restores_either_way(tmp_path: Path)
     assert len({tifffile.imread(tmp_path / name / "images/scan_block_tapa.tif").tobytes() for name in names}) == 3
 
 
-def test_sizes_have_layouts_of_their_own() -> None:
-    calls = [(torch.rand(1, *sides), torch.ones(1, *sides), 1.0, [3]) for sides in ((SIDE, SIDE), (16, SIDE))]
-    both, alone = in_one_process("z_image")[0], in_one_process("z_image")[0]
-    assert both(*calls[0]).shape == (1, SIDE, SIDE)
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [("z_image", [(1, SIDE, SIDE), (1, 16, SIDE)]), ("wan", [(1, 5, SIDE, SIDE), (1, 1, SIDE, SIDE)])],
+)
+def test_sizes_and_numbers_of_frames_have_layouts_of_their_own(name: str, shapes: list[tuple[int, ...]]) -> None:
+    calls = [(torch.rand(*shape), torch.ones(*shape), 1.0, [3]) for shape in shapes]
+    both, alone = in_one_process(name)[0], in_one_process(name)[0]
+    assert both(*calls[0]).shape == shapes[0]
     assert torch.equal(both(*calls[1]), alone(*calls[1]))
 
 

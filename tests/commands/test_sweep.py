@@ -1,11 +1,8 @@
-"""`cocodiff sweep` on two ranks: every line once, also after a kill; what may not go on; its reports; bad grids."""
+"""`cocodiff sweep` on two ranks: every line once; what may not go on; its reports; bad grids."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,16 +10,15 @@ import numpy as np
 import pytest
 import tifffile
 import yaml
-from cocodiff_eval.harness.grid import read_grid
+from cocodiff_eval.harness.grid import MOST_RUNS, read_grid
 from cocodiff_eval.harness.quality import read_ladder
-from cocodiff_eval.report.sweeps import better_than, summarise
-from launching import assert_succeeded, end_group
-from warm import Started, forked
+from cocodiff_eval.report.sweeps import better_than, beyond, summarise
+from launching import assert_succeeded
+from warm import forked
 
 from cocodiff.cli.main import main
 from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
-from cocodiff.jobs.journal import PARTIAL, Journals
 
 pytestmark = pytest.mark.processes
 
@@ -125,27 +121,6 @@ def test_metrics_and_page_are_those_of_inpaint(whole: Path) -> None:
     assert 'src="http' not in page
 
 
-@pytest.mark.full
-def test_a_killed_sweep_goes_on_where_it_was(folder: Path, whole: Path) -> None:
-    """First in two replicas, which write journals of their own, then in one."""
-    out = folder / "killed"
-    process = Started(words(folder, out, "--replicas", "2", ranks=4), folder / "stdout")
-    journals, deadline = Journals(out / PARTIAL), time.monotonic() + 180
-    while not journals.finished():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait(20)
-    time.sleep(0.5)  # ranks die with their parent, a moment later
-    end_group(process.pid)
-    kept = journals.kept()
-    assert kept is not None and kept.done < kept.total == 4
-    done = forked(*words(folder, out), folder=folder)
-    assert_succeeded(done)
-    assert f"going on: {kept.done} of 4 slices are there already" in done.stdout
-    assert by_key(out) == by_key(whole) and {path.name for path in out.glob("[!.]*")} == FILES
-
-
 def test_a_sweep_of_several_numbers_of_steps(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "two.yaml").write_text(yaml.safe_dump({"grid": {"preset": ["tapa"], "steps": [1, 2]}}))
     given = words(folder, tmp_path / "out", "--slices", "0:1", ranks=1, config=tmp_path / "two.yaml")
@@ -153,6 +128,7 @@ def test_a_sweep_of_several_numbers_of_steps(folder: Path, tmp_path: Path) -> No
     assert by_key(tmp_path / "out").keys() == {Key("tapa", steps, "block", "scan[0]") for steps in (1, 2)}
     rows = json.loads((tmp_path / "out" / "metrics.json").read_text())["images"]
     assert [row["mode"] for row in rows] == [f"{run}, {n} steps" for n in (1, 2) for run in ("exact run", "tapa")]
+    assert len(json.loads((tmp_path / "out" / "metrics.json").read_text())["inputs"]) == 1
     repeated = ["sweep", "--config", str(tmp_path / "out" / "run.yaml")]
     assert main([*repeated, "--out", str(tmp_path / "again"), "--quiet"]) == 0
     assert by_key(tmp_path / "again") == by_key(tmp_path / "out")
@@ -200,18 +176,55 @@ def test_points_that_cannot_run_are_refused_at_the_start(
     assert said in mistake(capsys, *given) and not (tmp_path / "out").exists()
 
 
+def line_of(point: str, sent: int, distance_db: float | None, mask: str = "block", **more: Any) -> dict[str, Any]:
+    """A line of a sweep's results: an exact run of 100 bytes in 3 s, and one of so many bytes in 1 s."""
+    judged = {"psnr_db": 20.0, "ssim": 0.9, "mse": 0.1}
+    exact = {**judged, "bytes": {"plane": 100}, "seconds": 3.0}
+    run = {**judged, "point": point, "mask": mask, "steps": 3, "bytes": {"plane": sent}, "seconds": 1.0}
+    return {**run, "psnr_vs_exact_db": distance_db, "exact": exact, **more}
+
+
 def test_a_point_is_beaten_by_one_that_sends_no_more_and_is_closer() -> None:
-    def line(point: str, sent: int, distance_db: float | None, mask: str = "block") -> dict[str, Any]:
-        judged = {"psnr_db": 20.0, "ssim": 0.9, "mse": 0.1, "seconds": 1.0}
-        exact = {**judged, "bytes": {"plane": 100}}
-        run = {**judged, "point": point, "mask": mask, "steps": 3, "bytes": {"plane": sent}}
-        return {**run, "psnr_vs_exact_db": distance_db, "exact": exact}
-
-    rows = summarise([line("flat", 100, None), line("a", 50, 40.0), line("b", 30, 41.0), line("c", 30, 42.0)])
+    points = [line_of("flat", 100, None), line_of("a", 50, 40.0), line_of("b", 30, 41.0), line_of("c", 30, 42.0)]
+    rows = summarise(points)
     assert [better_than(row, rows) for row in rows] == ["", "c", "c", ""]
-    assert better_than(rows[1], summarise([line("d", 10, 60.0, "center")])) == ""
+    for another in (line_of("d", 10, 60.0, "center"), line_of("d", 10, 60.0, steps=4)):
+        assert better_than(rows[1], summarise([another])) == ""
+    late = summarise([line_of("late", 30, 41.0, bytes_late={"plane": 10})])
+    assert better_than(late[0], rows) == ""  # of which attention waits for less
 
 
+def test_a_row_of_a_sweep_has_the_means_of_its_slices_and_their_standard_errors() -> None:
+    """In bytes over the exact run's 100, and over those of all tokens as they are; in seconds, and in changes."""
+    late = {"bytes_late": {"plane": 30, "node": 10}, "bytes_whole": {"plane": 400}}
+    (row,) = summarise(
+        [
+            line_of("a", 50, 40.0, **late, psnr_db=19.0),
+            line_of("a", 70, None, **late, psnr_db=21.0, seconds=2.0),
+            line_of("a", 60, 44.0, **late, psnr_db=None),
+        ]
+    )
+    told = {name: of and of.text(3) for name, of in row.cost.items()}
+    third = "0.600 +- 0.058"  # the deviation of .5, .6 and .7 is .1, by the square root of 3
+    assert told == {
+        "volume": third,
+        "exposed": third.replace("0.600", "0.200"),
+        "of whole": "0.150 +- 0.014",
+        "speed-up to flat": "2.500 +- 0.500",
+        "seconds": "1.333 +- 0.333",
+    }
+    assert (row.n, row.identical, row.displaced, str(row.vs_exact and row.vs_exact.text(1))) == (
+        3,
+        1,
+        True,
+        "42.0 +- 2.0",
+    )
+    assert row.difference["psnr_db"] is not None and row.difference["psnr_db"].text(1) == "0.0 +- 1.0"
+    limits = [summarise([line_of("a", 50, 40.0, psnr_db=20.0 + more)])[0] for more in (-9.0, 9.0, 0.0)]
+    assert [beyond(one) for one in limits] == [True, True, False]
+
+
+LOSSY = {"base": {"selection": "v_major"}}
 NONE_GIVEN = dict.fromkeys(("base", "grid", "points", "steps", "mask", "vae"))
 RUN = dict.fromkeys(("transport", "device", "kernels"), "auto") | {"machine": "local", "timeout_s": 300.0}
 
@@ -232,6 +245,8 @@ def test_a_grid_is_every_combination_and_then_the_points() -> None:
     assert found.points[-1].config == Config.preset("cocodiff+", ratio=0.9)
     assert (found.steps, found.masks) == ([20, 50], ["block"])
     assert grid(grid={"preset": ["flat"], "steps": [20]}, steps=[7], mask=["center"]).steps == [7]
+    most = grid(**LOSSY, grid={"warmup": [*range(100)], "steps": [*range(1, MOST_RUNS // 100 + 1)]})
+    assert len(most.points) * len(most.steps) == MOST_RUNS
 
 
 def test_a_grid_names_how_ranks_and_tokens_are_dealt() -> None:
@@ -261,6 +276,13 @@ def test_a_grid_names_how_ranks_and_tokens_are_dealt() -> None:
         ({"points": [{"name": "a", "preset": "flat"}, {"name": "a", "preset": "tapa"}]}, "two points are called a"),
         ({"grid": {"steps": [0]}}, "steps 0: give a whole number"),
         ({"base": {"selection": "v_major", "ratios": 3}}, "point base: "),
+        ({"base": {"steps": [3]}}, "steps ["),
+        ({"grid": {"steps": [[3]]}}, "steps ["),
+        ({"grid": {"mask": [["a"]]}}, "mask ["),
+        (LOSSY | {"grid": {"ratio": [n / 1e3 for n in range(1000)], "warmup": [*range(1000)]}}, "has 1000000 runs "),
+        ({"grid": {"preset": ["flat"], "steps": [*range(1, 100_001)]}}, "has 100000 runs "),
+        ({"points": [{"preset": "flat"}] * 20_000}, "has 20000 runs "),
+        (LOSSY | {"grid": {"warmup": [*range(101)]}, "steps": [*range(1, 101)]}, "has 10100 runs "),
     ],
 )
 def test_mistakes_in_a_grid(sections: dict[str, Any], message: str) -> None:

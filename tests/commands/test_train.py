@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import tifffile
+import torch
 from cocodiff_eval.harness import training
+from cocodiff_eval.harness.patches import Patches, Split
 from launching import with_options
 from safetensors.numpy import load_file
 from scipy.ndimage import gaussian_filter
@@ -90,6 +95,29 @@ def test_a_stopped_training_goes_on_to_the_same_bits(
     results = tmp_path / "parts"
     assert train(scan, results, "--overwrite", "--mask", results / "training.json") == 2
     assert "training.json is among the results" in capsys.readouterr().err and (results / WEIGHTS).exists()
+
+
+def test_the_average_of_the_least_held_out_loss_is_kept_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    losses, module = [0.5, 0.2, 0.7, 0.2], torch.nn.Linear(1, 1, bias=False)
+    monkeypatch.setattr(training, "loss_of", Mock(side_effect=losses))
+    held = Patches(np.zeros((1, 8, 8), np.float16), np.ones((1, 8, 8), bool))
+    trainer: Any = SimpleNamespace(held=held, hidden_BHW=held.known_NHW, averaged=SimpleNamespace(module=module))
+    vars(trainer).update(_made=Mock(), scale=(), smoothed=0.0, best_loss=math.inf, best={}, rows=[])
+    for trainer.step in range(4):
+        module.weight.data.fill_(trainer.step)
+        training.Trainer.check(trainer)
+    assert (trainer.best["weight"].item(), trainer.best_loss) == (1, 0.2)
+    assert [row["held_out_loss"] for row in trainer.rows] == losses
+
+
+def test_what_is_held_out_lies_apart_from_what_is_trained_on() -> None:
+    def split(*shape: int) -> Split:
+        task: Any = SimpleNamespace(stack=SimpleNamespace(shape=shape, path="scan.tif"))
+        return Split.of(task, 96)
+
+    assert split(16, 100, 110) == Split(0, range(12), range(14, 16))
+    assert split(15, 100, 200) == Split(2, range(104), range(104, 200))
+    assert split(15, 192, 96) == Split(1, range(96), range(96, 192))
 
 
 @pytest.mark.processes

@@ -14,6 +14,7 @@ from cocodiff_eval.quality.metrics import (
     masked_psnr_db,
     masked_quality,
     mean_curve,
+    mean_profile,
     metrics_document,
     psnr_db,
     ring_correlation,
@@ -55,6 +56,8 @@ def test_voxels_without_truth_are_left_out() -> None:
     inside_YX = MASK_YX & ~holes_YX
     assert quality["mse"] == pytest.approx(float(np.square((restored_YX - truth_YX)[inside_YX] / 1000).mean()))
     assert all(value is not None and math.isfinite(value) for value in quality.values())
+    assert masked_psnr_db(SCALE, torn_YX, restored_YX, MASK_YX) == pytest.approx(quality["psnr_db"])
+    assert masked_psnr_db(SCALE, truth_YX * np.nan, restored_YX, MASK_YX) is None
     nothing = masked_quality(SCALE, np.full_like(truth_YX, np.nan), restored_YX, MASK_YX)
     assert nothing == masked_quality(SCALE, None, restored_YX, MASK_YX) == {"psnr_db": None, "ssim": None, "mse": None}
 
@@ -100,6 +103,11 @@ def test_document_has_the_names_users_script_on() -> None:
         assert list(row["bytes"]) == ["sibling", "plane", "node", "cross_plane"]
         assert row["name"].startswith("stack") or not of_some & set(row)
     assert json.loads(json.dumps(document, allow_nan=False)) == document
+    late = [row["name"] for row in document["images"] if "bytes_late" in row]
+    assert late == [f"stack[{n}]" for n in range(1, 13, 2)]  # those in which something was
+    profiles = [[{"step": 0, "displaced_sets": sets, "change": None}] for sets in ({"": 1.0}, None, {"qkvo": 0.5})]
+    (step,) = mean_profile(profiles)  # type: ignore[arg-type]
+    assert step == {"step": 0, "displaced_sets": {"": 0.5, "qkvo": 0.25}, "change": None}
 
 
 def test_summary_means() -> None:
@@ -182,6 +190,7 @@ def correlation_by_definition(
     return found
 
 
+@pytest.mark.parametrize("period", [4, 6, 8])
 @pytest.mark.parametrize(
     ("shape", "part", "hole"),
     [
@@ -191,37 +200,24 @@ def correlation_by_definition(
     ],
     ids=["slice", "at the edges of a slice", "volume"],
 )
-def test_ring_correlation_is_that_of_the_definition(shape: Any, part: Any, hole: Any) -> None:
-    """Of a restoration that is right down to a period of 6 voxels."""
+def test_ring_correlation_is_that_of_the_definition(shape: Any, part: Any, hole: Any, period: int) -> None:
+    """Of a restoration that is right down to a period of so many voxels."""
     rng, scale = np.random.default_rng(3), IntensityRange(-3.0, 3.0)
     truth, noise, mask = rng.normal(size=shape), rng.normal(size=shape), np.zeros(shape, bool)
     mask[part] = True
     mask[hole] = False
     frequency = np.sqrt(sum(x**2 for x in np.meshgrid(*map(np.fft.fftfreq, shape), indexing="ij")))
-    restored = np.fft.ifftn(np.where(frequency < 1 / 6, np.fft.fftn(truth), np.fft.fftn(noise))).real
+    restored = np.fft.ifftn(np.where(frequency < 1 / period, np.fft.fftn(truth), np.fft.fftn(noise))).real
     found = ring_correlation(scale, truth, restored, mask)
-    assert found["resolution"] == pytest.approx(6, rel=0.15)
+    assert found["resolution"] == pytest.approx(period, rel=0.15)
     for value, wanted in zip(found["frc"], correlation_by_definition(scale, truth, restored, mask), strict=True):
         assert value == pytest.approx(wanted, abs=1e-6) if value is not None else math.isnan(wanted)
     assert ring_correlation(scale, truth, truth, mask)["resolution"] == 2
+    assert ring_correlation(scale, None, truth, mask) == {}
+    assert ring_correlation(scale, np.where(truth == truth.max(), np.nan, truth), truth, mask | True) == {}
 
 
-def test_ring_correlation_tells_how_fine_a_restoration_is() -> None:
-    truth_YX = np.random.default_rng(1).normal(size=(160, 160))
-    scale, mask_YX = IntensityRange(-3.0, 3.0), np.zeros((160, 160), bool)
-    mask_YX[10:150, 20:140] = True
-    spectrum = np.fft.fft2(truth_YX)
-    frequency = np.hypot(*np.meshgrid(*[np.fft.fftfreq(160)] * 2))
-    for period in (4.0, 8.0):
-        coarse_YX = np.fft.ifft2(spectrum * (frequency < 1 / period)).real
-        noise_YX = np.random.default_rng(2).normal(size=truth_YX.shape)
-        fine_YX = np.fft.ifft2(np.fft.fft2(noise_YX) * (frequency >= 1 / period)).real
-        found = ring_correlation(scale, truth_YX, coarse_YX + fine_YX, mask_YX)["resolution"]
-        assert found == pytest.approx(period, rel=0.1)
-    assert ring_correlation(scale, truth_YX, noise_YX, mask_YX)["resolution"] > 20
-    assert ring_correlation(scale, None, truth_YX, mask_YX) == {}
-    unknown_YX = np.where(np.arange(160) == 60, np.nan, truth_YX)
-    assert ring_correlation(scale, unknown_YX, truth_YX, mask_YX) == {}
+def test_the_mean_of_curves_is_of_those_that_are_known() -> None:
     curve = mean_curve([[1.0, None, 0.5], None, [0.5, None, None]])
     assert curve == [0.75, None, 0.5] and mean_curve([None]) is None
 

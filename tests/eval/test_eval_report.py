@@ -195,6 +195,8 @@ def test_the_more_slices_the_smaller_their_pictures() -> None:
     assert (len(far_more.shown[0]) + far_more.worst) * far_more.share <= 20e6 and far_more.worst > 0
     more = plan_pictures([[True] * 8000], 3)  # all of them would fit in pictures too small to show their slices
     assert more.share == far_more.share and more.worst > 0
+    many_stacks = plan_pictures([[True] * 9000, *[[True] * 45] * 200], 3)  # each has its share, and one slice at least
+    assert [len(one) for one in many_stacks.shown] == [100] + [1] * 200
     quality = {0: [1.0, 9.0], 1: [3.0, 2.0], 2: [0.5], 3: []}
     assert worst_slices(quality, frozenset({2}), 1) == [0]
     noise_YX = np.random.default_rng(0).random((300, 300))

@@ -18,33 +18,28 @@ from tiny_models import sd3_inpaint_pipeline
 
 from cocodiff.config.errors import UserError
 
-SHAPES = [(97, 131), (256, 256), (20, 500), (500, 20), (16, 16), (32, 32), (31, 200)]
 
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", ["block", "center", "border"])
-def test_outside_the_mask_every_bit_stays(shape: tuple[int, int], kind: str) -> None:
-    image_YX = phantom(*shape).astype(np.float32)
-    mask_YX = block_mask(shape, 4) if kind == "block" else center_mask(shape)
-    if kind == "border":
-        mask_YX = ~mask_YX
-    inpainter = SmoothInpainter()
-    restored_YX = restore_slice(image_YX, mask_YX, inpainter, batch=4)
-    assert restored_YX.dtype == np.float32 and restored_YX.shape == shape
+@settings(max_examples=30, deadline=None)
+@given(
+    rows=st.sampled_from([16, 20, 32, 97]),
+    columns=st.integers(16, 140),
+    kind=st.sampled_from(["block", "center", "border", "none"]),
+    seed=st.integers(0, 99),
+    batch=st.integers(1, 12),
+)
+def test_outside_the_mask_every_bit_stays_and_the_batch_changes_nothing(
+    rows: int, columns: int, kind: str, seed: int, batch: int
+) -> None:
+    image_YX = phantom(rows, columns).astype(np.float32)
+    mask_YX = block_mask((rows, columns), seed) if kind == "block" else center_mask((rows, columns))
+    mask_YX = {"border": ~mask_YX, "none": mask_YX & False}.get(kind, mask_YX)
+    several, one_by_one = SmoothInpainter(), SmoothInpainter()
+    restored_YX = restore_slice(image_YX, mask_YX, several, batch=batch)
+    assert restored_YX.dtype == np.float32 and restored_YX.shape == (rows, columns)
     assert restored_YX[~mask_YX].tobytes() == image_YX[~mask_YX].tobytes()
     assert restored_YX.min() >= 0 and restored_YX.max() <= 1
-    assert len(inpainter.calls) == calls_of(plan_slice(mask_YX, inpainter, 4))
-
-
-@settings(max_examples=20, deadline=None)
-@given(rows=st.integers(16, 120), columns=st.integers(16, 120), seed=st.integers(0, 99), batch=st.integers(1, 12))
-def test_the_batch_changes_nothing(rows: int, columns: int, seed: int, batch: int) -> None:
-    image_YX = phantom(rows, columns).astype(np.float32)
-    mask_YX = block_mask((rows, columns), seed)
-    one_by_one = SmoothInpainter()
-    first_YX = restore_slice(image_YX, mask_YX, one_by_one, batch=1)
-    second_YX = restore_slice(image_YX, mask_YX, SmoothInpainter(), batch=batch)
-    assert first_YX.tobytes() == second_YX.tobytes()
+    assert len(several.calls) == calls_of(plan_slice(mask_YX, several, batch)) and bool(several.calls) == mask_YX.any()
+    assert restore_slice(image_YX, mask_YX, one_by_one, batch=1).tobytes() == restored_YX.tobytes()
     keys = [key for _, _, keys in one_by_one.calls for key in keys]
     assert len(set(keys)) == len(keys)
 
@@ -65,13 +60,6 @@ def test_slices_share_calls_and_none_is_changed() -> None:
     together.calls.clear()
     restore_slices(images[:1] * 6, masks[:1] * 6, together, batch=3)
     assert [len(keys) for _, _, keys in together.calls] == [3, 3]
-
-
-def test_an_empty_mask_calls_no_model() -> None:
-    inpainter = SmoothInpainter()
-    image_YX = phantom(64, 64).astype(np.float32)
-    np.testing.assert_array_equal(restore_slice(image_YX, np.zeros((64, 64), bool), inpainter), image_YX)
-    assert not inpainter.calls
 
 
 class Answering(SmoothInpainter):
@@ -188,14 +176,6 @@ def test_noise_of_each_step_is_the_same_every_time(pipe: Any) -> None:
     assert not torch.equal(PipelineInpainter(noisy, prompt, 4, 8)(*ONE, 1.0, [3]), first)
 
 
-@pytest.mark.parametrize("steps", [1, 2, 7, 20])
-@pytest.mark.parametrize("strength", [0.1, 0.4, 0.5, 1.0])
-def test_pipeline_runs_the_promised_steps(pipe: Any, steps: int, strength: float) -> None:
-    ticks: list[int] = []
-    PipelineInpainter(pipe, prompt, steps, 0, on_step=ticks.append)(*ONE, strength, [0])
-    assert len(ticks) == steps_at(steps, strength)
-
-
 def test_a_pipeline_that_counts_otherwise_or_breaks_down_is_an_error() -> None:
     class Broken:
         default_sample_size, vae_scale_factor, patch_size = 4, 8, 2
@@ -216,6 +196,7 @@ def test_a_pipeline_that_counts_otherwise_or_breaks_down_is_an_error() -> None:
     call = (torch.zeros(1, 32, 32), torch.ones(1, 32, 32), 1.0, [0])
     with pytest.raises(UserError, match="Broken returned NaN or Inf"):
         inpainter(*call)
+    assert not hasattr(pipe, "_progress_bar_config"), "its own bar is not back"
     pipe.runs = 3
     with pytest.raises(RuntimeError, match=r"Broken ran 3 denoising steps instead of 4 \(num_inference_steps=4"):
         inpainter(*call)

@@ -10,8 +10,6 @@ from eval_helpers import calls_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-SHAPES = [(97, 131), (640, 640), (700, 512), (20, 500), (500, 20), (16, 16), (96, 96), (64, 300), (333, 97)]
-
 
 def masks(shape: tuple[int, int]) -> dict[str, np.ndarray]:
     border = np.zeros(shape, bool)
@@ -71,47 +69,36 @@ def check_plan(plan: RestorationPlan, mask_YX: np.ndarray, batch: int) -> None:
     assert written_first == set(np.unique(plan.levels[0].labels_YX)) - {0}
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize(("shape", "native"), [(shape, 96) for shape in SHAPES] + [((97, 131), 32), ((20, 500), 32)])
-def test_plans_cover_the_mask(shape: tuple[int, int], native: int) -> None:
-    for mask_YX in masks(shape).values():
-        check_plan(plan_restoration(mask_YX, native, 5), mask_YX, 5)
-        thin = plan_restoration(mask_YX, native, 5, multiple=8)
-        check_plan(thin, mask_YX, 5)
-        assert thin.levels[0].tile == tuple(min(native, -(-side // 8) * 8) for side in shape)
-        assert len(thin.levels) <= len(plan_restoration(mask_YX, native, 5).levels)
-
-
 @settings(max_examples=60, deadline=None)
 @given(
-    rows=st.integers(16, 150),
-    columns=st.integers(16, 150),
-    native=st.sampled_from([16, 24, 48]),
+    shape=st.tuples(st.integers(16, 150), st.integers(16, 150)) | st.sampled_from([(20, 500), (500, 20), (96, 96)]),
+    native=st.sampled_from([16, 24, 48, 96]),
     batch=st.integers(1, 9),
+    kind=st.sampled_from(["cells", "cells", "block", "center", "border", "scratch", "dots", "lone", "almost all"]),
     seed=st.integers(0, 1000),
     grain=st.integers(1, 40),
     share=st.floats(0.01, 0.95),
 )
 def test_plans_cover_any_mask(
-    rows: int, columns: int, native: int, batch: int, seed: int, grain: int, share: float
+    shape: tuple[int, int], native: int, batch: int, kind: str, seed: int, grain: int, share: float
 ) -> None:
-    cells = np.random.default_rng(seed).random((-(-rows // grain), -(-columns // grain))) < share
-    mask_YX = np.kron(cells, np.ones((grain, grain), bool))[:rows, :columns]
-    check_plan(plan_restoration(mask_YX, native, batch), mask_YX, batch)
-    check_plan(plan_restoration(mask_YX, native, batch, multiple=8), mask_YX, batch)
+    cells = np.random.default_rng(seed).random([-(-side // grain) for side in shape]) < share
+    cells_YX = np.kron(cells, np.ones((grain, grain), bool))[: shape[0], : shape[1]]
+    mask_YX = cells_YX if kind == "cells" else masks(shape)[kind]
+    whole, thin = (plan_restoration(mask_YX, native, batch, **more) for more in ({}, {"multiple": 8}))
+    for plan in (whole, thin):
+        check_plan(plan, mask_YX, batch)
+    assert thin.levels[0].tile == tuple(min(native, -(-side // 8) * 8) for side in shape)
+    assert len(thin.levels) <= len(whole.levels)
 
 
-def test_dust_is_planned_in_seconds() -> None:
-    mask_YX = np.zeros((1500, 1500), bool)
-    mask_YX[2::7, 3::7] = True
-    plan = plan_restoration(mask_YX, 96, 16)
+def test_dust_and_large_slices_are_planned_in_seconds() -> None:
+    dust_YX, large_YX = np.zeros((1500, 1500), bool), block_mask((1200, 900), 0)
+    dust_YX[2::7, 3::7] = True
+    plan = plan_restoration(dust_YX, 96, 16)
     assert plan.levels[0].labels_YX.max() > 40000 and len(plan.levels) == 1
     assert len(plan.levels[0].passes[0].tiles) < 2 * (1500 / 57) ** 2
-
-
-def test_a_large_slice_is_planned_in_seconds() -> None:
-    plan = plan_restoration(block_mask((1600, 1300), 0), 96, 16)
-    check_plan(plan, block_mask((1600, 1300), 0), 16)
+    check_plan(plan_restoration(large_YX, 96, 16), large_YX, 16)
 
 
 def test_small_slices_are_one_tile() -> None:
