@@ -138,6 +138,14 @@ def test_no_call_sends_more_than_whole_tensors_and_a_fiftieth(kind):
             assert total[number + 1] - total[number] <= 1.02 * (of_whole[number + 1] - of_whole[number])
 
 
+def test_a_layer_that_begins_anew_forgets_what_its_last_call_needed():
+    state = codecs.SiteState()
+    state.take_notes([(0, 160, 0, 0)] * 4)
+    assert {*state.needed.values()} == {160}
+    state.begin_anew()
+    assert not state.needed
+
+
 @pytest.mark.parametrize("machine", ["aurora", pytest.param("local", marks=pytest.mark.exhaustive)])
 def test_two_nodes_of_ranks_give_the_same_bits(machine):
     """24, most of whose blocks are smaller than a tile, and on two nodes with what is passed on over their NICs."""

@@ -169,13 +169,6 @@ def test_bytes_are_those_of_the_codes(world, exchange):
             assert sum(sent["notes"].values()) == 128 * (world.size - 1) * calls
 
 
-@pytest.mark.parametrize(("bits", "coded", "run"), [(2, 0.15, 0.17), (4, 0.28, 0.30)])
-@pytest.mark.parametrize("channels", [64, 128])
-def test_shares_of_the_bytes_of_bf16(bits, coded, run, channels):
-    first, share = (coded_width(channels, of) / (2 * channels) if of <= 8 else 1 for of in (4 * bits, bits))
-    assert share <= coded and (first + 49 * share) / 50 <= run
-
-
 def test_states_are_given_back():
     world = World(3)
 

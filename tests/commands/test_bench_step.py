@@ -64,6 +64,9 @@ def test_random_weights_of_a_models_shape(family: str, parallel: int, tmp_path: 
     assert all((row["size"], row["nodes"], row["batch"]) == (64, 1, 1) for row in rows.values())
     sent = {name: sum(row["bytes"].values()) for name, row in rows.items()}
     assert sent["library"] == sent["flat"] == sent["flat_serial"] > sent["cocodiff"] > 0
+    rows_of_a_call = 2 if family.startswith("SD3") else 1
+    # of both ranks in a mean step: q, k, v and the output of 11 tokens with 2 heads of 32 numbers of 4 bytes
+    assert sent["flat"] == 2 * 4 * 11 * 2 * 32 * 4 * (1 + parallel) * rows_of_a_call * (2 if "Qwen" in family else 1)
     assert rows["no messages"]["communication_share"] == 0
 
 

@@ -170,10 +170,12 @@ def measured(rows: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.full
-def test_calibration_finds_the_constants_that_made_the_measurements(plan: Plan) -> None:
-    """Rows as bench alltoall writes them, made by a machine whose links reach some parts of their rates."""
-    topology = topology_of("aurora", 12)
-    truth = Constants(latency_us=300.0, message_us=40.0, sibling=0.5, plane=0.8)
+@pytest.mark.parametrize(("nodes", "rate"), [(1, "plane"), (2, "nic")])
+def test_calibration_finds_the_constants_that_made_the_measurements(plan: Plan, nodes: int, rate: str) -> None:
+    """Rows as bench alltoall writes them, made by a machine whose links reach some parts of their rates; on two nodes
+    nothing depends on the planes, which stay as they are."""
+    topology = topology_of("aurora", 12 * nodes)
+    truth = Constants(latency_us=300.0, message_us=40.0, sibling=0.5, plane=0.8, nic=0.6)
     machine, rows = truth.machine(topology.machine), []
     for size in (0.25, 6):
         for name in ("flat", "tapa", "split"):
@@ -183,13 +185,16 @@ def test_calibration_finds_the_constants_that_made_the_measurements(plan: Plan) 
             rows.append(row | {"case": f"{size}MB", "variant": name, "median_s": exchange.seconds(machine)})
         rows.append({"case": f"{size}MB", "variant": "gloo", "median_s": 1.0})
     measured(rows)
-    told, _ = plan("--calibrate bench.json")
+    told, _ = plan("--nodes", nodes, "--calibrate bench.json")
     found = told["calibration"]
-    assert found["fitted"] == ["latency_us", "message_us", "sibling", "plane"] and found["rms"] < 0.01
+    assert found["fitted"] == ["latency_us", "message_us", "sibling", rate] and found["rms"] < 0.01
     for name in found["fitted"]:
         assert found["constants"][name] == pytest.approx(getattr(truth, name), rel=0.05)
     again = load_machine("plan/machine.yaml")
-    assert again.links.plane_gb_s == pytest.approx(11.5 * 0.8, rel=0.05) and again.planes == topology.machine.planes
+    reached = {"plane": 11.5, "nic": 25.0} | {rate: {"plane": 11.5 * 0.8, "nic": 25 * 0.6}[rate]}
+    for name, gb_s in reached.items():
+        assert getattr(again.links, f"{name}_gb_s") == pytest.approx(gb_s, rel=0.05)
+    assert again.planes == topology.machine.planes
 
 
 @pytest.mark.full
