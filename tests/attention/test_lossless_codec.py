@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from attention_worlds import RUN, TROUBLED, Call, Ranks, World
+from attention_worlds import LAYER, RUN, TROUBLED, Call, Ranks, World
 from covering import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from cocodiff.attention import lossless as codecs
+from cocodiff.kernels.lossless import PARTS
 
 ROUTES = [
     {"exchange": "flat"},
@@ -127,6 +128,8 @@ def test_first_calls_are_coded_too():
         first, of_whole = (sum(one[0]["attention"].values()) for one in (sent, whole))
         assert first < 0.75 * of_whole
         assert all(notes.merged([notes])["coded_fraction"] == 1 for notes in codec.report().values())
+        # of the rank that needs most, not of all ranks together: less than a whole tensor takes
+        assert 0 < max(codec.state_of(LAYER).needed.values()) < 2 * world.channels * PARTS
 
 
 @pytest.mark.parametrize("kind", ["noise", "jumps"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from tiny_models import sd3_transformer
 from tiny_pipelines import wan_pipeline
 from worlds import topology_of
 
+from cocodiff.cli.doctor.command import needed
 from cocodiff.cli.main import main
 from cocodiff.config.config import load_machine
 from cocodiff.planner.calibrate import AllToAll, Constants, slowed
@@ -118,6 +120,14 @@ def test_what_is_known_of_real_models_by_hand(plan: Plan) -> None:
     assert told["memory_mib"]["rank"]["weights"] * 2**20 == 2 * 2 * 14288753728
 
 
+def test_doctor_needs_what_a_plan_says(plan: Plan) -> None:
+    """In a size and a batch that are not the default ones, of a model with two rows for an image."""
+    told, _ = plan("--memory --model sd3.5 --size 512 --batch 3 --preset flat --guidance_parallel 1 --dtype bf16")
+    values = {"model": "sd3.5", "size": 512, "batch": 3}
+    found = needed(values, topology_of("aurora", 12), SimpleNamespace(rank=0))
+    assert found == told["memory_mib"]["rank"]["total"] * 2**20
+
+
 def test_without_a_folder_a_plan_is_printed_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -212,3 +222,4 @@ def test_calibration_says_what_it_cannot_know(plan: Plan) -> None:
     emulated, unscaled = (load_machine(f"plan/machine{end}.yaml").links for end in ("", "-unscaled"))
     assert (emulated.plane_gb_s, unscaled.plane_gb_s) == pytest.approx((0.0115, 11.5), rel=0.01)
     assert unscaled.latency_us == pytest.approx(emulated.latency_us / 1000, rel=0.01)
+    assert Constants(300, 40, 0.5, 0.8, 0.6).faster(10) == Constants(30, 4, 0.5, 0.8, 0.6)
