@@ -52,7 +52,13 @@ def test_the_page_has_the_rows_of_the_files() -> None:
     assert not re.search(r"\| - \|", page), "a row without a number"
 
 
-DOCUMENT = {"rows": [{"a": "x", "n": 1, "s": 6.0}, {"a": "x", "n": 2, "s": 8.0}, {"a": "y", "n": 1, "s": 2.0}]}
+DOCUMENT = {
+    "deals": [{"a": "x", "s": 9.0}],
+    "rows": [{"a": "x", "n": 1, "s": 6.0}, {"a": "x", "n": 2, "s": 8.0}, {"a": "y", "n": 1, "s": 2.0}],
+}
+    "deals": [{"a": "x", "s": 9.0}],
+    "rows": [{"a": "x", "n": 1, "s": 6.0}, {"a": "x", "n": 2, "s": 8.0}, {"a": "y", "n": 1, "s": 2.0}],
+}
 ALL, SECOND, OTHER = {"a": "x"}, {"a": "x", "n": 2}, {"rows": {"a": "y"}}
 
 
@@ -60,6 +66,7 @@ ALL, SECOND, OTHER = {"a": "x"}, {"a": "x", "n": 2}, {"rows": {"a": "y"}}
     ("of", "more", "value"),
     [
         ({"rows": ALL}, {}, 7.0),
+        ({"rows": ALL, "list": "deals"}, {}, 9.0),
         ({"rows": SECOND}, {"over": OTHER}, 4.0),
         ({"rows": SECOND}, {"minus": OTHER}, 6.0),
         ({"rows": ALL}, {"over": OTHER}, None),  # two numbers over one

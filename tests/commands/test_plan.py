@@ -128,6 +128,24 @@ def test_doctor_needs_what_a_plan_says(plan: Plan) -> None:
     assert found == told["memory_mib"]["rank"]["total"] * 2**20
 
 
+def test_the_longer_text_of_two_branches_bounds_the_batch(plan: Plan) -> None:
+    words = "--memory --model toy-cfg.yaml --size 512 --preset tapa --guidance_parallel 2"
+    texts = ((24, 24), (24, 4000), (4000, 4000))
+    most = [plan(words, f"--text_tokens {a} --negative_tokens {b}")[0]["largest_batch"] for a, b in texts]
+    assert most[0] > most[1] == most[2] > 1
+
+
+def test_a_part_that_stays_is_planned_as_it_is_given(plan: Plan) -> None:
+    """Where a threshold decides: what stays is not sent."""
+    words = f"--model toy.yaml {JOB} --preset cocodiff --schedule threshold".replace("--preset tapa ", "")
+    sent = []
+    for stable in (0.25, 0.75):
+        told, _ = plan(words, "--stable", stable)
+        assert told["assumed"]["stable"] == stable
+        sent.append(told["time"]["bytes_per_step"]["plane"])
+    assert sent[0] > sent[1] > 0
+
+
 def test_without_a_folder_a_plan_is_printed_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
