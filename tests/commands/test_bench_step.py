@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cocodiff_bench import alltoall, model_step
+from cocodiff_bench import alltoall, model_step, step
 from cocodiff_bench.common import of_benchmarks, of_slowest_rank
 from tiny_models import sd3_inpaint_pipeline
 
@@ -30,6 +31,15 @@ def test_one_rank_is_compared_with_plain_diffusers(tmp_path: Path, capsys: pytes
     assert flat["variant"] == "flat" and set(flat["bytes"].values()) == {0}
     assert flat["ratio_vs_diffusers"] > 0 and flat["ratio_vs_flat"] == 1
     assert "ms a step" in capsys.readouterr().out
+
+
+def test_a_call_of_a_pipeline_has_the_batch_and_the_steps_that_were_asked_for() -> None:
+    told: list[dict[str, Any]] = []
+    pipe = SimpleNamespace(pipe=lambda **given: told.append(given), arguments=lambda batch: {"prompts": batch})
+    step.restore_once(pipe, 3, 32, 7)
+    (given,) = told
+    assert given["image"].shape == (3, 3, 32, 32) and given["mask_image"].shape == (3, 1, 32, 32)
+    assert (given["num_inference_steps"], given["prompts"]) == (7, 3)
 
 
 SHAPE = """
