@@ -239,19 +239,11 @@ def test_what_is_told_of_a_step_is_of_its_calls():
         step.add()
     late.displace(frozenset("qkv"), 0.25)
     late.displace()
-    told = {"coded_fraction": 0.5, "linear_fraction": 1.0, "sent_fraction": 5 / 8}
-    sets = {"": 0.5, "qkv": 0.5}
-    assert (
-        CodedStep.merged([late])
-        == CodedStep.merged([late, late])
-        == {**told, "displaced_fraction": 3 / 8, "displaced_sets": sets, "exposed_fraction": 4.25 / 8}
-    )
-    assert CodedStep.merged([now]) == {
-        **told,
-        "displaced_fraction": 0.0,
-        "displaced_sets": {"": 1.0},
-        "exposed_fraction": 5 / 8,
-    }
+    told = CodedStep.merged([late, late])
+    assert told == CodedStep.merged([late])
+    assert (told["coded_fraction"], told["linear_fraction"], told["sent_fraction"]) == (0.5, 1.0, 5 / 8)
+    assert (told["displaced_fraction"], told["displaced_sets"]) == (3 / 8, {"": 0.5, "qkv": 0.5})
+    assert (told["exposed_fraction"], CodedStep.merged([now])["exposed_fraction"]) == (4.25 / 8, 5 / 8)
 
 
 def test_layers_decide_each_for_itself():
