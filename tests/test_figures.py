@@ -126,7 +126,7 @@ def test_a_page_is_made_and_goes_on_where_it_was(
         said = capfd.readouterr().out
         assert ("size 1023" in said and "not made: step of 1024" in said) is (code == 1)
         made = out / "toy" / "step of 1024" / "out" / "plan.json"
-        assert made.exists() is (code == 0) and (code or json.loads(made.read_text())["case"]["height"] == int(side))
+        assert made.exists() is (code == 0) and (code or json.loads(made.read_text())["case"]["size"] == int(side))
     assert len({*times}) == 1, "made again"
     step_s = json.loads((out / "toy" / "step of 512" / "out" / "plan.json").read_text())["time"]["step_s"]
     assert f"| 1 | a step |  | {step_s * 1e3:.4g} ms | planned, `step of 512` |" in (out / "papers.md").read_text()
