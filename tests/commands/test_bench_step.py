@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from cocodiff_bench import alltoall, model_step, step
-from cocodiff_bench.common import of_benchmarks, of_slowest_rank
+from cocodiff_bench.common import of_benchmarks, of_slowest_rank, rows
 from tiny_models import sd3_inpaint_pipeline
 
 from cocodiff.cli.main import main
@@ -93,6 +93,11 @@ def test_a_call_takes_as_long_as_on_the_slowest_rank() -> None:
     own = [{"flat": [1.0, 5.0]}, {"flat": [3.0, 2.0]}]
     found = loopback.run_ranks(2, lambda transport: of_slowest_rank(own[transport.rank], transport))
     assert found[0] == {"flat": [3.0, 5.0]}
+
+
+def test_a_row_tells_the_median_and_the_first_and_last_tenth() -> None:
+    (row,) = rows("a case", {"flat": [float(number) for number in (*range(5, 11), *range(5))]}, {}, {})
+    assert [row[name] for name in ("median_s", "p10_s", "p90_s", "n")] == [5, 1, 9, 11]
 
 
 # bench attention ------------------------------------------------------------------------------------------------------
