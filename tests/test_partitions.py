@@ -70,6 +70,7 @@ def test_two_branches_take_as_long_as_one_on_its_plane_and_the_exchange_of_outpu
     attention = 2 * 2 * 4 * (1008 + 24) * 24 * 64 * 2 * 5 // 6  # layers, branches, q k v o, rows, heads, D, bf16
     assert step.bytes == {"sibling": 0, "plane": attention, "cross_plane": 0, "node": 0}
     assert step.outputs == {"sibling": 12 * output, "plane": 0, "cross_plane": 0, "node": 0}
+    assert sum(Pricer(AURORA).step(work, Partition(2, 2)).outputs.values()) == 6 * output  # of one of two replicas
     two, split = Pricer(topology_of("aurora", 24)), work_of(preset="split")  # a branch has a node
     nodes = [two.step(split, Partition(1, guidance)) for guidance in (1, 2)]
     assert nodes[0].bytes["node"] > 0 == nodes[1].bytes["node"] < nodes[1].outputs["node"]
@@ -82,6 +83,7 @@ def test_halves_of_a_batch_and_calls_are_guidance_alike():
     in_turn, at_once = (choose(pricer, [work], 4, 4, 2, 2).taken for work in (work_of(), batched))
     assert at_once.job_s == 2 * at_once.batch_s == 2 * in_turn.batch_s
     assert in_turn.job_s == pytest.approx(at_once.job_s + in_turn.batch_s / 10)  # the first of ten steps, once more
+    assert choose(pricer, [work_of()], 4, 4, 2, 1).taken.first_s == 0, "all ranks compute both branches in each step"
     assert pricer.step(batched, partition) == pricer.step(work_of(), partition)
     assert pricer.need(batched, partition) == pricer.need(work_of(), partition)
 

@@ -25,12 +25,13 @@ from cocodiff.kernels import Kernels
 from cocodiff.kernels.residual import Prediction, Reconstructions
 from cocodiff.models.adapter import image_and_text
 from cocodiff.planner.calibrate import AllToAll, Constants
+from cocodiff.planner.choice import Workload
 from cocodiff.planner.costs import WHOLE, CallKind, state_sizes
 from cocodiff.planner.decisions import Decisions, without_seldom
 from cocodiff.planner.layers import Case, plan_layers, plan_step
 from cocodiff.planner.memory import Load, ModelShape, Split, block_parameters
 from cocodiff.planner.roofline import cost_of, roofline, seconds, started
-from cocodiff.planner.traffic import Latencies
+from cocodiff.planner.traffic import Latencies, stages_of
 from cocodiff.topology.axes import Mesh
 
 AURORA = topology_of("aurora", 12)
@@ -89,6 +90,22 @@ def test_messages_block_the_host():
     flat = case("flat")
     (blocked,), (free,) = (plan_layers(flat, Latencies(blocked_s=s))[0][1].values() for s in (1e-2, 0.0))
     assert blocked.seconds - free.seconds == pytest.approx(2 * 22 * 1e-2, rel=0.05)
+
+
+def test_a_stage_waits_for_the_rank_with_the_most_messages():
+    """Of five ranks on cards of two the last has no sibling, and serves both planes of its card: it sends to all others
+    and hears from the two whose plane its heads are in."""
+    of_phases = stages_of(Mesh.build(topology_of("local", 5)), "tapa")
+    assert [(stage.messages, stage.handled) for stage in of_phases] == [(1, 2), (4, 6)]
+
+
+def test_the_second_branch_has_the_text_of_the_prompt_that_guidance_leads_away_from():
+    shape, segments, negative = replace(TOY, branches=2), image_and_text(96, 24), image_and_text(96, 5)
+    work = Workload(shape, Load(segments, 1, 2, branches=2), Config(), negative=negative)
+    assert [(one.segments, one.branches) for one in work.calls] == [(segments, 1), (negative, 1)]
+    for branch, own in enumerate((segments, negative)):
+        assert work.of_branch(1, branch) == work
+        assert [(one.segments, one.branches) for one in work.of_branch(2, branch).calls] == [(own, 1)]
 
 
 # Strategies -----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""The residual codec in one process: whole tensors, no communication, no packing, written from its definition."""
+"""The residual codec in one process: whole tensors, without communication. Its arithmetic is torch's, which
+tests/kernels/test_residual.py compares with another implementation, bit for bit."""
 
 from __future__ import annotations
 
@@ -12,86 +13,38 @@ from attention_worlds import Call, Ranks, World
 from torch import Tensor
 
 from cocodiff.attention.local import LocalAttention
+from cocodiff.kernels import TorchOps
+from cocodiff.kernels.residual import NOTES, Onward, Prediction, Reconstructions, coded_width
 from cocodiff.topology.layout import Layout
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 Sampled = Callable[[str], list[int]]
+TORCH = TorchOps()
 
 
-def predicted(x: Tensor, known: list[Tensor], factor: float) -> Tensor:
-    """In float32: the newest reconstruction or, with a factor, that one continued."""
-    newest = known[-1].float()
+def continued(known: list[Tensor], factor: float) -> Tensor:
+    """The newest reconstruction or, with a factor, that one continued."""
     if not factor:
-        return newest
-    return newest + (newest - known[-2].float()) * torch.tensor(factor, dtype=torch.float32)
+        return known[-1]
+    out = torch.empty_like(known[-1])
+    TORCH.continue_linearly(known[-1], known[-2], Onward(factor, out))
+    return out
 
 
-def limited(prediction: Tensor) -> Tensor:
-    """So that finite numbers have finite differences to it."""
-    return prediction.nan_to_num(-(2.0**102)).clamp(-(2.0**102), 2.0**102)
+def recoded(x: Tensor, known: list[Tensor], factor: float, bits: int) -> tuple[Tensor, bool]:
+    """What both ends have of x afterwards; whether there are groups that no scale fits."""
+    ends = Reconstructions(known[-1].clone(), known[-2].clone() if factor else None)
+    code = torch.empty(*x.shape[:-1], coded_width(x.shape[-1], bits), dtype=torch.uint8)
+    notes = torch.zeros(NOTES, dtype=torch.int64)
+    TORCH.encode_residual(x, ends, Prediction(factor, linear=bool(factor)), bits, code, notes)
+    return ends.older, bool(notes[0])
 
 
-def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return (x.clamp(-65504, 65504) if dtype == torch.float16 else x).to(dtype)
-
-
-def sizes(residual: Tensor) -> list[Tensor]:
-    """Of every group of channels the largest size, infinite where one is not finite."""
-    return [torch.where(one.isfinite(), one.abs(), math.inf).amax(-1) for one in residual.split(32, -1)]
-
-
-def byte_of(step: Tensor, round_up: bool) -> Tensor:
-    """The scale byte of a step with 4 bits, above or nearest (the smaller one in the middle), not limited; of infinity
-    256."""
-    mantissa, exponent = torch.frexp(step.double())  # mantissa from 1/2 to 1
-    eighths = torch.ceil(mantissa * 16 - (0 if round_up else 0.5))  # 8 to 16: a significand from 1 to 2
-    byte = 8 * (exponent.double() - 1 + 20) + (eighths - 8) + 1
-    return torch.where(step == 0, 0.0, torch.where(step.isfinite(), byte, 256.0))
-
-
-def tree_sum(x: Tensor) -> Tensor:
-    """Of up to 32 numbers, halves added to halves."""
-    x = torch.cat([x, x.new_zeros(*x.shape[:-1], 32 - x.shape[-1])], -1)
-    for length in (16, 8, 4, 2, 1):
-        x = x[..., :length] + x[..., length:]
-    return x[..., 0]
-
-
-def fitted(group: Tensor, largest: Tensor) -> Tensor:
-    """The step of 2 bits in float64, after two rounds of least squares."""
-    size, total, count = group.abs(), largest * (13 / 32), torch.tensor(1)
-    for _ in range(2):
-        large = size * count[..., None].float() >= total[..., None]
-        total = 2 * (tree_sum(size) + 2 * tree_sum(torch.where(large, size, 0.0)))
-        count = group.shape[-1] + 8 * large.sum(-1)
-    step = total.double() / count
-    return torch.where(largest.isfinite(), step, math.inf)
-
-
-def recoded(x: Tensor, prediction: Tensor, bits: int) -> tuple[Tensor, int]:
-    """What both ends have of x afterwards; how many groups no scale fits."""
-    parts, unfit, prediction = [], 0, limited(prediction)
-    residual = x.float() - prediction
-    for group, largest in zip(residual.split(32, -1), sizes(residual), strict=True):
-        step = fitted(group, largest) if bits == 2 else largest / 2 ** (bits - 1)
-        byte = byte_of(step, round_up=bits != 2).clamp(min=0)
-        unfit += int((byte >= 255).sum())
-        sent = torch.where(largest.isfinite(), torch.where(byte > 254, 0.0, byte), 255.0)
-        step = ((1 + (sent - 1) % 8 / 8) * 2.0 ** ((sent - 1) // 8 - 20)).float()[..., None]
-        magnitude = (group.abs() * (1 / step)).nan_to_num(0, 1e9, 0).trunc().clamp(max=2 ** (bits - 1) - 1)
-        value = torch.where(group < 0, -magnitude - 0.5, magnitude + 0.5) * step
-        value = torch.where(sent[..., None] == 0, 0.0, value)
-        parts.append(torch.where(sent[..., None] == 255, math.nan, value))
-    return rounded(prediction + torch.cat(parts, -1), x.dtype), unfit
-
-
-def mean_error(x: Tensor, prediction: Tensor) -> float:
+def mean_error(x: Tensor, last: Tensor) -> float:
     """The geometric mean over groups of how large the largest error of a group is beside its largest value."""
-    eighths = [
-        byte_of(one, True).clamp(0, 254) - byte_of(other, True).clamp(0, 254)
-        for one, other in zip(sizes(x - prediction), sizes(x), strict=True)
-    ]
-    return 2.0 ** (sum(int(one.sum()) for one in eighths) / (8 * sum(one.numel() for one in eighths)))
+    notes = torch.zeros(NOTES, dtype=torch.int64)
+    TORCH.note_change(x, last.clone(), notes)
+    return 2.0 ** (int(notes[2]) / (8 * int(notes[3])))
 
 
 @dataclass
@@ -152,14 +105,14 @@ class Reference:
         known.append(self.reconstructed(name, x, known, sampled) if self.follows else self.first(x))
         if name not in late:
             return known[-1]
-        return rounded(predicted(x, known[:-1], self.linear() / 2), x.dtype)
+        return continued(known[:-1], self.linear() / 2)
 
     def first(self, x: Tensor) -> Tensor:
         """What is had of a tensor of which nothing was known: with 2 bits later, 8 of the whole tensor now."""
         if self.bits != 2 or self.plain:
             return x
-        new, unfit = recoded(x, torch.zeros_like(x).float(), 8)
-        self.unfit = self.unfit or unfit > 0
+        new, unfit = recoded(x, [torch.zeros_like(x)], 0.0, 8)
+        self.unfit = self.unfit or unfit
         return new
 
     def linear(self) -> float:
@@ -170,12 +123,12 @@ class Reference:
         if self.bits is None:
             if self.arrival == "adaptive":
                 rows = sampled(name)
-                self.changes[name] = mean_error(x[:, rows].float(), known[-1][:, rows].float())
+                self.changes[name] = mean_error(x[:, rows], known[-1][:, rows])
             return x
-        new, unfit = recoded(x, predicted(x, known, self.linear()), self.bits)
-        self.unfit = self.unfit or unfit > 0
+        new, unfit = recoded(x, known, self.linear(), self.bits)
+        self.unfit = self.unfit or unfit
         if self.arrival == "adaptive":
-            self.changes[name] = mean_error(x.float(), known[-1].float())
+            self.changes[name] = mean_error(x, known[-1])
         return new
 
     def factor(self) -> float:

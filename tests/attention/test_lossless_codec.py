@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from attention_worlds import RUN, TROUBLED, Call, Ranks, World
+from attention_worlds import LAYER, RUN, TROUBLED, Call, Ranks, World
 from covering import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from cocodiff.attention import lossless as codecs
+from cocodiff.kernels.lossless import PARTS
 
 ROUTES = [
     {"exchange": "flat"},
@@ -127,6 +128,8 @@ def test_first_calls_are_coded_too():
         first, of_whole = (sum(one[0]["attention"].values()) for one in (sent, whole))
         assert first < 0.75 * of_whole
         assert all(notes.merged([notes])["coded_fraction"] == 1 for notes in codec.report().values())
+        # of the rank that needs most, not of all ranks together: less than a whole tensor takes
+        assert 0 < max(codec.state_of(LAYER).needed.values()) < 2 * world.channels * PARTS
 
 
 @pytest.mark.parametrize("kind", ["noise", "jumps"])
@@ -136,6 +139,14 @@ def test_no_call_sends_more_than_whole_tensors_and_a_fiftieth(kind):
         total, of_whole = ([0, *(sum(one["attention"].values()) for one in each)] for each in (sent, whole))
         for number in range(len(RUN)):
             assert total[number + 1] - total[number] <= 1.02 * (of_whole[number + 1] - of_whole[number])
+
+
+def test_a_layer_that_begins_anew_forgets_what_its_last_call_needed():
+    state = codecs.SiteState()
+    state.take_notes([(0, 160, 0, 0)] * 4)
+    assert {*state.needed.values()} == {160}
+    state.begin_anew()
+    assert not state.needed
 
 
 @pytest.mark.parametrize("machine", ["aurora", pytest.param("local", marks=pytest.mark.exhaustive)])

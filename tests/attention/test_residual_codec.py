@@ -16,7 +16,7 @@ from covering import covering
 from residual_reference import check
 from worlds import topology_of
 
-from cocodiff.attention.stateful import continuation
+from cocodiff.attention.stateful import CodedStep, LayerState, continuation
 from cocodiff.attention.strategy import LayerKey
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.comm.trace import Trace
@@ -25,7 +25,9 @@ from cocodiff.engine.assemble import build_strategy
 from cocodiff.exchange.codec import StepInfo
 from cocodiff.kernels import Kernels
 from cocodiff.kernels.residual import coded_width
+from cocodiff.models.adapter import image_and_text
 from cocodiff.topology.axes import Mesh
+from cocodiff.topology.layout import Layout
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 
@@ -169,13 +171,6 @@ def test_bytes_are_those_of_the_codes(world, exchange):
             assert sum(sent["notes"].values()) == 128 * (world.size - 1) * calls
 
 
-@pytest.mark.parametrize(("bits", "coded", "run"), [(2, 0.15, 0.17), (4, 0.28, 0.30)])
-@pytest.mark.parametrize("channels", [64, 128])
-def test_shares_of_the_bytes_of_bf16(bits, coded, run, channels):
-    first, share = (coded_width(channels, of) / (2 * channels) if of <= 8 else 1 for of in (4 * bits, bits))
-    assert share <= coded and (first + 49 * share) / 50 <= run
-
-
 def test_states_are_given_back():
     world = World(3)
 
@@ -206,6 +201,49 @@ def test_states_are_given_back():
 )
 def test_the_continuation_goes_by_the_noise_levels(sigmas, factor):
     assert continuation(sigmas[-3:]) == pytest.approx(factor)
+
+
+X = torch.empty(1, 4, 2, 8)
+LAYOUTS = [Layout.build(topology_of("local", 2), image_and_text(image, 3), 2) for image in (5, 6)]
+
+
+@pytest.mark.parametrize(
+    ("like", "layout", "step", "anew", "inference", "follows"),
+    [
+        (X, 0, 2, False, False, 2),
+        (X, 0, 4, False, False, 2),  # steps between left the layer out
+        (X, 0, 1, False, False, 0),
+        (X, 0, 2, True, False, 0),
+        (X[:, :3], 0, 2, False, False, 0),
+        (X.bfloat16(), 0, 2, False, False, 0),
+        (X, 1, 2, False, False, 0),
+        (X, 0, 2, False, True, 0),
+    ],
+)
+def test_a_call_follows_the_last_one_where_all_is_alike(like, layout, step, anew, inference, follows):
+    for unfit in (0, 1):
+        state = LayerState()
+        for before in (0, 1):
+            state.begin(X, LAYOUTS[0], StepInfo(0, before, 9), False)
+        state.take_notes([(0, 0, 0, 0), (unfit, 0, 0, 0)] * 2)
+        with torch.inference_mode(inference):
+            state.begin(like, LAYOUTS[layout], StepInfo(0, step, 9), anew)
+        assert (state.follows, len(state.levels)) == ((0, 1) if unfit or not follows else (2, 3))
+
+
+def test_what_is_told_of_a_step_is_of_its_calls():
+    """A coded call of which the output alone is waited for, and a whole one; and without displacement."""
+    late, now = CodedStep(), CodedStep()
+    for step in (late, now):
+        step.add(coded=True, share=0.25, linear=4)
+        step.add()
+    late.displace(frozenset("qkv"), 0.25)
+    late.displace()
+    told = CodedStep.merged([late, late])
+    assert told == CodedStep.merged([late])
+    assert (told["coded_fraction"], told["linear_fraction"], told["sent_fraction"]) == (0.5, 1.0, 5 / 8)
+    assert (told["displaced_fraction"], told["displaced_sets"]) == (3 / 8, {"": 0.5, "qkv": 0.5})
+    assert (told["exposed_fraction"], CodedStep.merged([now])["exposed_fraction"]) == (4.25 / 8, 5 / 8)
 
 
 def test_layers_decide_each_for_itself():

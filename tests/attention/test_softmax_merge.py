@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from seams import kernels_of_parts
+from seams import attend_in_chunks, attend_plainly, kernels_of_parts
 from torch.nn.functional import scaled_dot_product_attention
 
 from cocodiff.attention import local, sums
 from cocodiff.attention.local import no_keys, partial_attention
-from cocodiff.attention.sums import _in_chunks, _plain, kernel_of
+from cocodiff.attention.sums import kernel_of
 from cocodiff.kernels import Kernels
 
 
@@ -64,7 +64,7 @@ def test_the_plain_kernel_says_what_the_cpus_does(masked):
     mask = torch.rand(2, 1, 1, 5) < 0.7 if masked else None
     bias = torch.zeros(2, 1, 1, 5).masked_fill(~mask, -math.inf) if masked else None
     expected = partial_attention(*(x.transpose(1, 2) for x in (q, k, v)), mask)
-    for found, x in zip(_plain(q, k, v, bias), expected, strict=True):
+    for found, x in zip(attend_plainly(q, k, v, bias), expected, strict=True):
         torch.testing.assert_close(found.transpose(1, 2), x)
 
 
@@ -84,7 +84,7 @@ def test_chunks_err_no_more_than_the_definition_in_the_same_dtype(monkeypatch, m
     wide = [x.double() for x in (q, k, v)]
     scores = wide[0] @ wide[1].transpose(-1, -2) / 8 + (0.0 if bias is None else bias.double())
     expected, expected_lse = scores.softmax(-1) @ wide[2], scores.logsumexp(-1)
-    out, lse = _in_chunks(q, k, v, bias)
+    out, lse = attend_in_chunks(q, k, v, bias)
     rounded = (q @ k.transpose(-1, -2) / 8 + (0.0 if bias is None else bias)).softmax(-1) @ v
     plain = (rounded.double() - expected).abs().max()
     assert out.dtype == dtype and lse.dtype == torch.float32
@@ -94,26 +94,26 @@ def test_chunks_err_no_more_than_the_definition_in_the_same_dtype(monkeypatch, m
 
 
 def no_sums(q, k, v, bias):
-    return _plain(q, k, v, bias)[0], None
+    return attend_plainly(q, k, v, bias)[0], None
 
 
 def empty_sums(q, k, v, bias):
-    return _plain(q, k, v, bias)[0], torch.empty(0)
+    return attend_plainly(q, k, v, bias)[0], torch.empty(0)
 
 
 def padded_sums(q, k, v, bias):
-    out, lse = _plain(q, k, v, bias)
+    out, lse = attend_plainly(q, k, v, bias)
     return out, torch.nn.functional.pad(lse, (0, 7))
 
 
 def fewer_keys(q, k, v, bias):
-    return _plain(q, k[:, :, 1:], v[:, :, 1:], None if bias is None else bias[..., 1:])
+    return attend_plainly(q, k[:, :, 1:], v[:, :, 1:], None if bias is None else bias[..., 1:])
 
 
 def no_mask(q, k, v, bias):
     if bias is not None:
         raise NotImplementedError("it takes no mask")
-    return _plain(q, k, v, bias)
+    return attend_plainly(q, k, v, bias)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -121,11 +121,11 @@ def no_mask(q, k, v, bias):
     ("kernels", "masked", "taken"),
     [
         ((no_sums,), False, "in chunks of 8 Mi scores (no_sums: sums of shape None)"),
-        ((empty_sums, _plain), False, "_plain"),
-        ((padded_sums, _plain), True, "_plain"),
+        ((empty_sums, attend_plainly), False, "attend_plainly"),
+        ((padded_sums, attend_plainly), True, "attend_plainly"),
         ((fewer_keys,), True, "in chunks of 8 Mi scores (fewer_keys: output that are off by"),
-        ((no_mask, _plain), True, "_plain"),
-        ((no_mask, _plain), False, "no_mask"),
+        ((no_mask, attend_plainly), True, "attend_plainly"),
+        ((no_mask, attend_plainly), False, "no_mask"),
     ],
 )
 def test_a_devices_kernel_is_the_first_that_gives_right_sums(monkeypatch, kernels, masked, taken, dtype):
@@ -138,7 +138,7 @@ def test_a_devices_kernel_is_the_first_that_gives_right_sums(monkeypatch, kernel
         q, k, v = torch.randn(3, 2, 9, 3, 64).to(dtype).unbind()
         mask = torch.arange(9)[None, None, None].expand(2, 1, 1, 9) < 6 if masked else None
         out, _ = partial_attention(q, k, v, mask)
-        expected, _ = _plain(
+        expected, _ = attend_plainly(
             *(x.transpose(1, 2) for x in (q, k[:, :6] if masked else k, v[:, :6] if masked else v)), None
         )
         torch.testing.assert_close(out.transpose(1, 2), expected, rtol=0, atol=2e-2)

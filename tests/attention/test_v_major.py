@@ -6,12 +6,13 @@ import math
 import os
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from attention_worlds import Call, OfRank, Ranks, World
+from attention_worlds import Call, Ranks, World
 from covering import examples
 from hypothesis import given
 from hypothesis import strategies as st
@@ -82,11 +83,6 @@ def selecting(world: World, schedule: str | dict[str, Any], **settings: Any) -> 
     return Ranks(world, selection="v_major", **named, **{"order": "v_first", **settings})
 
 
-def same_bits(some: list[OfRank], others: list[OfRank]) -> bool:
-    pairs = [zip(one.outputs, other.outputs, strict=True) for one, other in zip(some, others, strict=True)]
-    return all(torch.equal(a, b) for pair in pairs for a, b in pair)
-
-
 def check(world: Drifting, steps: int, schedule: str, **settings: Any) -> None:
     calls, ranks = run_of(steps), selecting(world, schedule, **settings)
     of_ranks, config = ranks.call(calls), ranks.config
@@ -123,15 +119,6 @@ def test_equals_one_process(
     image, text = (23, 7) if frames else (image, text)
     world = Drifting(size, heads, image, 4, batch, machine, text=text, text_first=text_first, frames=frames)
     check(world, steps, schedule, scoring=scoring, exchange="tapa" if scoring == "card" else exchange, **settings)
-
-
-@pytest.mark.parametrize(("size", "chunks"), [(2, 1), (3, 1), (12, 1), (6, 3)])
-@pytest.mark.parametrize("schedule", ["always full", "nothing stays"])
-@pytest.mark.parametrize(("scoring", "reference"), [("source", "sent"), ("card", "prev")])
-def test_with_nothing_stable_it_is_the_full_exchange(size, chunks, schedule, scoring, reference):
-    world, calls = Drifting(size, 13, 29, text=5), run_of(6)
-    ours = selecting(world, schedule, scoring=scoring, reference=reference, chunks=chunks).call(calls)
-    assert same_bits(ours, Ranks(world, order="v_first", chunks=chunks).call(calls))
 
 
 @pytest.mark.parametrize(
@@ -196,6 +183,14 @@ def test_a_second_image_sees_nothing_of_the_first():
         assert codec.bytes_held() == 0
 
 
+def test_a_call_after_a_step_that_left_the_layer_out_is_whole():
+    calls, schedule = run_of(8), {"schedule": "fixed", "ratio": 0.6, "warmup": 1, "sync_interval": 0}
+    for one in selecting(Drifting(3, 6, 29), schedule).call([*calls[:3], *calls[4:6]]):
+        total = [0, *(sum(sent["attention"].values()) for sent in one.sent)]
+        of_calls = [after - before for before, after in pairwise(total)]
+        assert [count == of_calls[0] for count in of_calls] == [True, False, False, True, False]
+
+
 @pytest.mark.parametrize(("scoring", "reference"), [("source", "sent"), ("card", "prev")])
 def test_what_travels_is_what_was_selected(scoring, reference):
     """Plane bytes of q, k and v, summed over ranks, follow r(t) exactly; the output's and the selection's come on top.
@@ -210,18 +205,6 @@ def test_what_travels_is_what_was_selected(scoring, reference):
     out = 20 * cards * planes * B * (2 + 8) * row
     chosen = 17 * B * world.image * (4 if scoring == "source" else 1) * 5  # scores by rank, or masks by card
     assert sum(one.sent[-1]["attention"]["plane"] for one in of_ranks) == qkv + out + chosen
-
-
-@pytest.mark.parametrize(("image", "text"), [(1536, 29), pytest.param(4096, 77, marks=pytest.mark.exhaustive)])
-def test_a_fixed_three_quarters_sends_a_third(image, text):
-    """Of q, k and v over 20 steps, two of them warm, a sync every ten, with all overheads."""
-    schedule = {"schedule": "fixed", "ratio": 0.75, "warmup": 2, "sync_interval": 10}
-    world = Drifting(12, 12, image, 32, 1, "aurora", text=text)
-    lossy, exact = selecting(world, schedule).call(run_of(20)), Ranks(world).call(run_of(1))
-    spent, one_step = (sum(one.sent[-1]["attention"]["plane"] for one in found) for found in (lossy, exact))
-    whole = one_step * 20
-    out = whole / 4
-    assert (spent - out) / (whole - out) <= 0.38
 
 
 def test_ties_go_to_the_first_positions():

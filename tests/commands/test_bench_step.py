@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cocodiff_bench import alltoall, model_step
-from cocodiff_bench.common import of_benchmarks, of_slowest_rank
+from cocodiff_bench import alltoall, model_step, step
+from cocodiff_bench.common import of_benchmarks, of_slowest_rank, rows
 from tiny_models import sd3_inpaint_pipeline
 
 from cocodiff.cli.main import main
@@ -30,6 +31,15 @@ def test_one_rank_is_compared_with_plain_diffusers(tmp_path: Path, capsys: pytes
     assert flat["variant"] == "flat" and set(flat["bytes"].values()) == {0}
     assert flat["ratio_vs_diffusers"] > 0 and flat["ratio_vs_flat"] == 1
     assert "ms a step" in capsys.readouterr().out
+
+
+def test_a_call_of_a_pipeline_has_the_batch_and_the_steps_that_were_asked_for() -> None:
+    told: list[dict[str, Any]] = []
+    pipe = SimpleNamespace(pipe=lambda **given: told.append(given), arguments=lambda batch: {"prompts": batch})
+    step.restore_once(pipe, 3, 32, 7)
+    (given,) = told
+    assert given["image"].shape == (3, 3, 32, 32) and given["mask_image"].shape == (3, 1, 32, 32)
+    assert (given["num_inference_steps"], given["prompts"]) == (7, 3)
 
 
 SHAPE = """
@@ -64,6 +74,9 @@ def test_random_weights_of_a_models_shape(family: str, parallel: int, tmp_path: 
     assert all((row["size"], row["nodes"], row["batch"]) == (64, 1, 1) for row in rows.values())
     sent = {name: sum(row["bytes"].values()) for name, row in rows.items()}
     assert sent["library"] == sent["flat"] == sent["flat_serial"] > sent["cocodiff"] > 0
+    rows_of_a_call = 2 if family.startswith("SD3") else 1
+    # of both ranks in a mean step: q, k, v and the output of 11 tokens with 2 heads of 32 numbers of 4 bytes
+    assert sent["flat"] == 2 * 4 * 11 * 2 * 32 * 4 * (1 + parallel) * rows_of_a_call * (2 if "Qwen" in family else 1)
     assert rows["no messages"]["communication_share"] == 0
 
 
@@ -80,6 +93,11 @@ def test_a_call_takes_as_long_as_on_the_slowest_rank() -> None:
     own = [{"flat": [1.0, 5.0]}, {"flat": [3.0, 2.0]}]
     found = loopback.run_ranks(2, lambda transport: of_slowest_rank(own[transport.rank], transport))
     assert found[0] == {"flat": [3.0, 5.0]}
+
+
+def test_a_row_tells_the_median_and_the_first_and_last_tenth() -> None:
+    (row,) = rows("a case", {"flat": [float(number) for number in (*range(5, 11), *range(5))]}, {}, {})
+    assert [row[name] for name in ("median_s", "p10_s", "p90_s", "n")] == [5, 1, 9, 11]
 
 
 # bench attention ------------------------------------------------------------------------------------------------------

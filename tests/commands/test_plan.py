@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from tiny_models import sd3_transformer
 from tiny_pipelines import wan_pipeline
 from worlds import topology_of
 
+from cocodiff.cli.doctor.command import needed
 from cocodiff.cli.main import main
 from cocodiff.config.config import load_machine
 from cocodiff.planner.calibrate import AllToAll, Constants, slowed
@@ -118,6 +120,32 @@ def test_what_is_known_of_real_models_by_hand(plan: Plan) -> None:
     assert told["memory_mib"]["rank"]["weights"] * 2**20 == 2 * 2 * 14288753728
 
 
+def test_doctor_needs_what_a_plan_says(plan: Plan) -> None:
+    """In a size and a batch that are not the default ones, of a model with two rows for an image."""
+    told, _ = plan("--memory --model sd3.5 --size 512 --batch 3 --preset flat --guidance_parallel 1 --dtype bf16")
+    values = {"model": "sd3.5", "size": 512, "batch": 3}
+    found = needed(values, topology_of("aurora", 12), SimpleNamespace(rank=0))
+    assert found == told["memory_mib"]["rank"]["total"] * 2**20
+
+
+def test_the_longer_text_of_two_branches_bounds_the_batch(plan: Plan) -> None:
+    words = "--memory --model toy-cfg.yaml --size 512 --preset tapa --guidance_parallel 2"
+    texts = ((24, 24), (24, 4000), (4000, 4000))
+    most = [plan(words, f"--text_tokens {a} --negative_tokens {b}")[0]["largest_batch"] for a, b in texts]
+    assert most[0] > most[1] == most[2] > 1
+
+
+def test_a_part_that_stays_is_planned_as_it_is_given(plan: Plan) -> None:
+    """Where a threshold decides: what stays is not sent."""
+    words = f"--model toy.yaml {JOB} --preset cocodiff --schedule threshold".replace("--preset tapa ", "")
+    sent = []
+    for stable in (0.25, 0.75):
+        told, _ = plan(words, "--stable", stable)
+        assert told["assumed"]["stable"] == stable
+        sent.append(told["time"]["bytes_per_step"]["plane"])
+    assert sent[0] > sent[1] > 0
+
+
 def test_without_a_folder_a_plan_is_printed_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -170,10 +198,12 @@ def measured(rows: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.full
-def test_calibration_finds_the_constants_that_made_the_measurements(plan: Plan) -> None:
-    """Rows as bench alltoall writes them, made by a machine whose links reach some parts of their rates."""
-    topology = topology_of("aurora", 12)
-    truth = Constants(latency_us=300.0, message_us=40.0, sibling=0.5, plane=0.8)
+@pytest.mark.parametrize(("nodes", "rate"), [(1, "plane"), (2, "nic")])
+def test_calibration_finds_the_constants_that_made_the_measurements(plan: Plan, nodes: int, rate: str) -> None:
+    """Rows as bench alltoall writes them, made by a machine whose links reach some parts of their rates; on two nodes
+    nothing depends on the planes, which stay as they are."""
+    topology = topology_of("aurora", 12 * nodes)
+    truth = Constants(latency_us=300.0, message_us=40.0, sibling=0.5, plane=0.8, nic=0.6)
     machine, rows = truth.machine(topology.machine), []
     for size in (0.25, 6):
         for name in ("flat", "tapa", "split"):
@@ -183,13 +213,16 @@ def test_calibration_finds_the_constants_that_made_the_measurements(plan: Plan) 
             rows.append(row | {"case": f"{size}MB", "variant": name, "median_s": exchange.seconds(machine)})
         rows.append({"case": f"{size}MB", "variant": "gloo", "median_s": 1.0})
     measured(rows)
-    told, _ = plan("--calibrate bench.json")
+    told, _ = plan("--nodes", nodes, "--calibrate bench.json")
     found = told["calibration"]
-    assert found["fitted"] == ["latency_us", "message_us", "sibling", "plane"] and found["rms"] < 0.01
+    assert found["fitted"] == ["latency_us", "message_us", "sibling", rate] and found["rms"] < 0.01
     for name in found["fitted"]:
         assert found["constants"][name] == pytest.approx(getattr(truth, name), rel=0.05)
     again = load_machine("plan/machine.yaml")
-    assert again.links.plane_gb_s == pytest.approx(11.5 * 0.8, rel=0.05) and again.planes == topology.machine.planes
+    reached = {"plane": 11.5, "nic": 25.0} | {rate: {"plane": 11.5 * 0.8, "nic": 25 * 0.6}[rate]}
+    for name, gb_s in reached.items():
+        assert getattr(again.links, f"{name}_gb_s") == pytest.approx(gb_s, rel=0.05)
+    assert again.planes == topology.machine.planes
 
 
 @pytest.mark.full
@@ -207,3 +240,4 @@ def test_calibration_says_what_it_cannot_know(plan: Plan) -> None:
     emulated, unscaled = (load_machine(f"plan/machine{end}.yaml").links for end in ("", "-unscaled"))
     assert (emulated.plane_gb_s, unscaled.plane_gb_s) == pytest.approx((0.0115, 11.5), rel=0.01)
     assert unscaled.latency_us == pytest.approx(emulated.latency_us / 1000, rel=0.01)
+    assert Constants(300, 40, 0.5, 0.8, 0.6).faster(10) == Constants(30, 4, 0.5, 0.8, 0.6)

@@ -1,6 +1,7 @@
 """`cocodiff verify`: a table, and an exit code for scripts."""
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import cocodiff
 from cocodiff.cli.main import main
 from cocodiff.cli.verify import load
 from cocodiff.config.errors import UserError
+from cocodiff.engine import verification
 from cocodiff.engine.verification import recorded_calls
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
@@ -53,6 +55,17 @@ def test_a_call_is_made_in_the_models_dtype(tmp_path):
     PLANNED["cogvideox"].model().bfloat16().save_pretrained(tmp_path / "model")
     torch.save(PLANNED["cogvideox"].call(), tmp_path / "call.pt")
     assert verified(str(tmp_path / "model"), str(tmp_path / "call.pt")) == 0
+
+
+def test_every_option_comes_to_the_verification(monkeypatch):
+    told: list[Any] = []
+    found = SimpleNamespace(exit_code=1)
+    monkeypatch.setattr(verification, "verify", lambda *given, **how: told.append((*given, how)) or found)
+    monkeypatch.setattr("cocodiff.cli.verify.load", lambda model: f"the pipeline {model}")
+    words = "--model m --ranks 3 5 --compile --steps 7 --height 32 --width 48 --frames 9 --prompt teeth"
+    assert main(["verify", *words.split()]) == 1
+    call = {"prompt": "teeth", "num_inference_steps": 7, "height": 32, "width": 48, "num_frames": 9}
+    assert told == [("the pipeline m", call, {"ranks": [3, 5], "compile": True})]
 
 
 def test_a_class_without_a_plan(tmp_path, capsys):

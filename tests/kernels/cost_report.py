@@ -40,28 +40,13 @@ STREAM_BYTES = {"code_strips": 9, "read_streams": 7}
 
 
 @dataclass(frozen=True)
-class Message:
-    """Bytes that one message moves for a thread. block: at one address for all lanes."""
+class Loop:
+    """One pass: the bytes that it moves, those of them that are in wide messages, and the cycles in which its other
+    instructions are started."""
 
     bytes: int
-    block: bool
-
-
-@dataclass(frozen=True)
-class Loop:
-    """Of one pass: its messages, and the cycles in which its other instructions are started."""
-
-    messages: tuple[Message, ...]
+    wide_bytes: int
     cycles: int
-
-    @property
-    def bytes(self) -> int:
-        return sum(one.bytes for one in self.messages)
-
-    def share(self, block: bool) -> float:
-        """Of the bytes, those of wide messages; with `block` of wide block messages alone."""
-        wide = [one.bytes for one in self.messages if one.bytes >= WIDE_BYTES and (one.block or not block)]
-        return sum(wide) / self.bytes if self.bytes else 0.0
 
 
 @dataclass(frozen=True)
@@ -75,16 +60,19 @@ class Row:
     moved: int
     itemsize: int = 2
 
-    @property
-    def instructions(self) -> float:
-        """Of one lane for a number."""
-        return self.loop.cycles * GPU_LANES / self.numbers if self.loop else 0.0
-
     def seconds(self, tensor_bytes: float) -> tuple[float, float]:
         """On a tile, for a tensor of so many bytes: of its traffic and of its instructions; the longer one counts."""
         assert self.loop is not None
         passes = tensor_bytes / (self.numbers * self.itemsize)
         return passes * self.moved / MEMORY_BYTES_S, passes * self.loop.cycles / (ENGINES * CYCLES_S)
+
+    def __str__(self) -> str:
+        told = f"{self.usage}"
+        if self.loop is not None:
+            traffic, instructions = (1e6 * one for one in self.seconds(1e6))
+            a_number = self.loop.cycles * GPU_LANES / self.numbers
+            told += f", {a_number:.1f} instructions a number; us/MB: traffic {traffic:.2f}, these {instructions:.2f}"
+        return told
 
 
 def loops(assembly: str) -> Iterator[Loop]:
@@ -100,20 +88,20 @@ def loops(assembly: str) -> Iterator[Loop]:
         if any(begin <= inner[0] and inner[1] <= end for inner in jumps - {(begin, end)}):
             continue
         body = [line for line in lines[begin:end] if line.strip() and not LABEL.match(line) and not NO_WORK.match(line)]
-        messages = [Message(*_bytes_of(found)) for line in body if (found := MESSAGE.search(line))]
-        cycles = sum(_cycles(line) for line in body if "send." not in line)
-        yield Loop(tuple(messages), cycles)
+        messages = [_bytes_of(found) for line in body if (found := MESSAGE.search(line))]
+        wide_bytes = sum(count for count in messages if count >= WIDE_BYTES)
+        yield Loop(sum(messages), wide_bytes, sum(_cycles(line) for line in body if "send." not in line))
 
 
 def hot_loop(assembly: str) -> Loop:
     """The loop that moves the most bytes in wide messages."""
-    return max(loops(assembly), key=lambda loop: loop.share(block=False) * loop.bytes)
+    return max(loops(assembly), key=lambda loop: loop.wide_bytes)
 
 
-def _bytes_of(found: re.Match[str]) -> tuple[int, bool]:
+def _bytes_of(found: re.Match[str]) -> int:
+    """What a message moves for a thread: of a block message, at one address for all lanes, the vector alone."""
     lanes, _, bits, vector, transposed = found.groups()
-    own = int(bits) // 8 * int(vector or 1)
-    return (own, True) if transposed else (own * int(lanes), False)
+    return int(bits) // 8 * int(vector or 1) * (1 if transposed else int(lanes))
 
 
 def _cycles(line: str) -> int:
@@ -160,27 +148,5 @@ def row_of(usage: Usage, path: str) -> Row:
     return Row(usage, loop, NUMBERS, NUMBERS * moved, sizes[0])
 
 
-def table_of(rows: list[Row]) -> list[str]:
-    """The report in Markdown. Times are for a tensor of 1 MB: of its traffic and of its instructions."""
-    lines = [
-        "| kernel | SIMD | registers | spills, B | private, B | local, B | B a message | wide | block "
-        "| instr. a number | traffic, us/MB | instr., us/MB | bound by |",
-        f"|{' --- |' * 13}",
-    ]
-    for row in rows:
-        use = row.usage
-        cells = [f"`{use.name}`", use.simd, use.registers, use.spill, use.private, use.local]
-        if row.loop is None:
-            cells += [""] * 6 + ["latency"]
-        else:
-            traffic, instructions = (1e6 * one for one in row.seconds(1e6))
-            share = f"{row.loop.share(block=False):.0%}", f"{row.loop.share(block=True):.0%}"
-            cells += [row.loop.bytes // len(row.loop.messages), *share, f"{row.instructions:.1f}"]
-            cells += [f"{traffic:.2f}", f"{instructions:.2f}"]
-            cells += ["memory" if traffic >= instructions else "instructions"]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return lines
-
-
 if __name__ == "__main__":
-    print("\n".join(table_of(report("pvc", find_ocloc()))))
+    print(*report("pvc", find_ocloc()), sep="\n")

@@ -49,8 +49,7 @@ L8:
         mov (16|M0)              r1.0<1>:f     0:w
 """
     loop = hot_loop(assembly)
-    assert (loop.bytes, loop.cycles) == (256 + 64, 1 + 2 + 4 + 1)
-    assert loop.share(block=False) == 1 and loop.share(block=True) == 256 / 320
+    assert (loop.bytes, loop.wide_bytes, loop.cycles) == (256 + 64, 256 + 64, 1 + 2 + 4 + 1)
     row = Row(Usage("a", 16, 128, 0, 0, 0), loop, numbers=128, moved=512, itemsize=2)
     traffic, instructions = row.seconds(256e6)
     assert traffic == pytest.approx(512e6 / 1e12) and instructions == pytest.approx(8e6 / (448 * 1.6e9))
