@@ -43,7 +43,7 @@ def expected() -> dict[str, Expected]:
     return {name: Expected.of(case) for name, case in CASES.items()}
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize(
     ("name", "size"),
     all_but(

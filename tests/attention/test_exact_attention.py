@@ -153,7 +153,7 @@ def bytes_of(world: Exact, mesh: Mesh, exchange: str) -> dict[str, float]:
     chunks=st.sampled_from((1, 1, 2, 3, 5)),
     data=st.data(),
 )
-@examples(25, exhaustive=200)
+@examples(18, exhaustive=200)
 def test_equals_attention_in_one_piece(
     kind, topology, more, text, heads, batch, masked, text_first, ahead, dtype, data, **settings
 ):

@@ -22,7 +22,7 @@ def test_results_of_a_generated_input_are_right_in_every_format(turn: int) -> No
 
 
 @pytest.mark.processes
-@pytest.mark.sample(12)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("turn", range(44))
 def test_a_command_with_a_generated_input_ends_right(turn: int) -> None:
     judge(2 * turn + 1)

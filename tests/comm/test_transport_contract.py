@@ -45,8 +45,11 @@ def test_loopback_through_host_memory_and_with_checksums():
     assert run_ranks(SIZE, work, timeout_s=60.0) == [None] * SIZE
 
 
-def test_gloo_between_forked_ranks(tmp_path):
-    done = forked("forked", "gloo", "host", "gloo=alltoall", "gloo=alltoall+sums", folder=tmp_path, module="contract")
+@pytest.mark.parametrize(
+    "names", [("gloo", "gloo=alltoall+sums"), pytest.param(("host", "gloo=alltoall"), marks=pytest.mark.full)]
+)
+def test_gloo_between_forked_ranks(tmp_path, names):
+    done = forked("forked", *names, folder=tmp_path, module="contract")
     assert_succeeded(done)
     assert "contract holds" in done.stdout
 

@@ -63,6 +63,7 @@ def test_a_run_goes_on_to_its_results(tmp_path: Path) -> None:
 CLOSED = (">&-", "2>&-", "<&- >&- 2>&-")
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("closed", CLOSED)
 @pytest.mark.parametrize(
     ("words", "code", "out", "err"),

@@ -68,7 +68,7 @@ def ask_unfinished(job: Job, chance: random.Random) -> None:
     assert contents(job.out) == before
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(
     ("number", "command", "fault", "moment"),
     [
