@@ -174,7 +174,7 @@ def latents(pipe: Any, arguments: dict[str, Any]) -> torch.Tensor:
     return images[0] if isinstance(images, list) else images
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", PIPELINES)
 def test_equals_one_process(name):
     pipe, arguments = PIPELINES[name]()

@@ -40,7 +40,7 @@ def test_ranks_that_make_different_calls_are_told_which(
 
 
 @pytest.mark.processes
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "transport"),
     [("interrupted", "gloo"), ("barrier", "gloo"), ("caught in a call", "mpi"), ("caught between calls", "mpi-rma")],

@@ -262,7 +262,9 @@ def test_a_coding_keeps_each_branch_where_it_is_computed(family, settings):
             assert torch.equal(output[part : part + 1], expected)
 
 
-@pytest.mark.parametrize(("ranks", "absent"), [(12, ("sibling", "cross_plane", "node")), (24, ("node",))])
+@pytest.mark.parametrize(
+    ("ranks", "absent"), [(12, ("sibling", "cross_plane", "node")), pytest.param(24, ("node",), marks=pytest.mark.full)]
+)
 def test_no_attention_byte_passes_between_the_parts(ranks, absent):
     """On one node of Aurora a part is a plane, on two a node. It sends over each link what the same ranks send alone
     that make one call a step, and in the first step both."""

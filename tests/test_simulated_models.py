@@ -183,7 +183,7 @@ def check(simulated: Any, case: tuple[Any, ...], late: float = 0.0, messages: st
     assert all(torch.equal(outputs, expected[0]) for outputs in of_ranks)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_the_cpus_bits_and_no_access_without_an_order(simulated, case):
     check(simulated, case)

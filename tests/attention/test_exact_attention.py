@@ -177,6 +177,7 @@ def test_equals_attention_in_one_piece(
         ("aurora", 24, (1,), {"exchange": "split", "chunks": 2, "order": "v_first"}),
     ],
 )
+@pytest.mark.sample(6)
 def test_larger_worlds(machine, size, mesh, settings):
     topology = topology_of(machine, size)
     heads = 26 if mesh[0] == 1 else 13

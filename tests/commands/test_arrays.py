@@ -205,7 +205,7 @@ ranks._run_rank = run_failing
 @pytest.mark.parametrize(
     ("number", "ranks", "said"),
     [
-        (signal.SIGKILL, 2, "rank 1 was killed by SIGKILL"),
+        pytest.param(signal.SIGKILL, 2, "rank 1 was killed by SIGKILL", marks=pytest.mark.full),
         (signal.SIGKILL, 1, "rank 0 was killed by SIGKILL"),
         (None, 2, "rank 1 failed: OSError: the disk is on fire"),
     ],

@@ -68,7 +68,7 @@ def ask_unfinished(job: Job, chance: random.Random) -> None:
     assert contents(job.out) == before
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("number", "command", "fault", "moment"),
     [
@@ -162,7 +162,7 @@ HARMS: dict[str, dict[Callable[[Path], object], int | None]] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("command", "word"),
     [*(("inpaint, one rank", word) for word in FORMATS), ("samples", ""), ("generate, one rank", "")],
