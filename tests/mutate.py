@@ -189,12 +189,14 @@ class Nearest:
         )
 
     def __call__(self, fault: Fault, seconds: float) -> list[str]:
-        """List tests that run the statement of a fault, those that run little else first; else tests that import it."""
+        """List tests that run the statement of a fault, those that run little else first, and then those of the files
+        that import its module: a process that is killed leaves no record."""
         lines = self._files.get(f"{self._root}/{fault.file}", {})
         statement = range(fault.lines[0], fault.lines[1] + 1)
         reached = {_test(name) for line in statement for name in lines.get(line, ())} & {*self._seconds}
+        beside = {name for name in self._seconds if name.partition("::")[0] in importers(fault.file)}
         chosen: list[str] = []
-        for name in sorted(reached, key=lambda name: (self._size[name], name)):
+        for name in sorted(reached | beside, key=lambda name: (name not in reached, self._size[name], name)):
             if sum(map(self._seconds.__getitem__, chosen)) + self._seconds[name] <= seconds or not chosen:
                 chosen.append(name)
         return chosen or importers(fault.file)

@@ -157,7 +157,7 @@ class Ranks:
                     strategy.codec.begin_step(call.moment)
                 outputs.append(strategy.attend(self.world.qkv(call, tensors, rank), call.layer).clone())
                 assert self.config.arrival != "now" or not self.messages.unwaited(rank)
-                sent.append({purpose: trace.bytes(purpose) for purpose in ("attention", "notes")})
+                sent.append({purpose: trace.bytes(purpose) for purpose in ("attention", "notes", "whole")})
             then(rank, strategy.codec)
             return OfRank(outputs, sent, strategy.codec)
 

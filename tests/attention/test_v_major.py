@@ -205,6 +205,7 @@ def test_what_travels_is_what_was_selected(scoring, reference):
     out = 20 * cards * planes * B * (2 + 8) * row
     chosen = 17 * B * world.image * (4 if scoring == "source" else 1) * 5  # scores by rank, or masks by card
     assert sum(one.sent[-1]["attention"]["plane"] for one in of_ranks) == qkv + out + chosen
+    assert sum(one.sent[-1]["whole"]["plane"] for one in of_ranks) == 20 * 4 * cards * planes * B * (2 + 8) * row
 
 
 def test_ties_go_to_the_first_positions():

@@ -50,6 +50,7 @@ def check_transport(transport: Transport) -> None:
 def check_group(group: Group) -> None:
     check_all_to_all(group)
     check_send_recv_to_some(group)
+    check_what_is_sent_is_the_senders_again(group)
     check_messages_stay_in_order(group)
     check_all_gather(group)
     check_barrier(group)
@@ -91,6 +92,18 @@ def check_send_recv_to_some(group: Group) -> None:
     assert torch.equal(arrived, message(before, group.index, 7))
     group.send_recv([], []).wait()
     group.send_recv([(torch.empty(0), after)], [(torch.empty(0), before)]).wait()
+
+
+def check_what_is_sent_is_the_senders_again(group: Group) -> None:
+    """What is written into a tensor once its sending has ended reaches nobody, though the receiver comes late."""
+    sent, arrived = torch.ones(5), torch.empty(5)
+    if group.index == 0:
+        group.send_recv([(sent, 1)], []).wait()
+        sent.zero_()
+    elif group.index == 1:
+        time.sleep(0.1)
+        group.send_recv([], [(arrived, 0)]).wait()
+        assert arrived.tolist() == [1.0] * 5
 
 
 def check_messages_stay_in_order(group: Group) -> None:

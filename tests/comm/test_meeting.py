@@ -10,6 +10,7 @@ from contextlib import suppress
 import pytest
 from watches import Watches
 
+from cocodiff.comm import health
 from cocodiff.comm.health import Watch
 from cocodiff.config.errors import PeerLost, UserError
 
@@ -83,10 +84,15 @@ def test_different_settings_are_refused(watches) -> None:
     assert all("rank 2 was started differently from rank 0: preset is flat there" in str(error) for error in errors)
 
 
-def test_no_rank_0_to_join(watches):
+@pytest.mark.parametrize(("start_s", "refused_s"), [(0.5, 60.0), (60.0, 0.5)])
+def test_no_rank_0_to_join(watches, start_s, refused_s, monkeypatch):
+    """Who is refused for long does not wait for the others as long as a start may take."""
+    monkeypatch.setattr(health, "REFUSED_S", refused_s)
+    began = time.monotonic()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-        (error,) = watches.open(range(1, 2), 2, port=port, start_s=0.5)
+        (error,) = watches.open(range(1, 2), 2, port=port, start_s=start_s)
+    assert time.monotonic() - began < 30.0
     assert isinstance(error, PeerLost) and error.rank == 0
     assert f"does not answer at 127.0.0.1:{port}" in str(error)
