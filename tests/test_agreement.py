@@ -13,6 +13,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from tiny_models import FAMILIES
 from tiny_pipelines import PIPELINES, TEXT_WIDTH
+from torch import Tensor
 
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.config.errors import UserError
@@ -89,6 +90,11 @@ def with_another_class_of_vae(pipe: Any) -> None:
     pipe.vae = PIPELINES["klein"](heads=12).vae
 
 
+def with_noise_of_its_own(pipe: Any, step: int, time: Tensor, given: dict[str, Tensor]) -> dict[str, Tensor]:
+    """As of a solver that draws fresh noise."""
+    return {"latents": given["latents"] + 0.1}
+
+
 def shifted(pipe: Any) -> None:
     pipe.scheduler = FlowMatchEulerDiscreteScheduler.from_config(pipe.scheduler.config, shift=2.0)
 
@@ -113,6 +119,10 @@ CALLS: dict[str, tuple[Callable[[Any, bool], Any], str]] = {
     "prompt": (painting({"prompt_embeds": torch.full((1, 3, TEXT_WIDTH), 0.3)}), "another encoder_hidden_states than"),
     "steps": (painting({"num_inference_steps": 4}), r"\(on rank 1 number of steps is 4 instead of 3\)"),
     "size": (painting({"height": 48}), r"hidden_states is float32 \[1, 96, 16\] instead of float32 \[1, 64, 16\]"),
+    "noise of the second step": (
+        painting({"callback_on_step_end": with_noise_of_its_own}, branches=2),
+        "another hidden_states than the rest",
+    ),
     "scale": (painting({"guidance_scale": 9.0}), r"guidance_scale is 9\.0 instead of 3\.5"),
     "guidance": (painting({"true_cfg_scale": 3.0}), r"step and branch is \[0, 1\] instead of \[1, 0\]"),
     "seed of the second run": (later(seed=5), "another hidden_states than the rest"),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from cocodiff_studies import network
 from hypothesis import given, settings
 from worlds import TRIPLE, topologies, topology_of
 
@@ -160,3 +162,14 @@ def test_nics_are_data_or_taken_in_turns():
 def test_impossible_links_are_named(links, said):
     with pytest.raises(UserError, match=said):
         Machine("short", tiles=2, planes=(0, 1), cards=2, links=Links(**links))
+
+
+def test_what_is_expected_of_one_stream_is_its_slowest_links_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "stream_rate", lambda *_: 1.0)
+    emulated: Any = SimpleNamespace(topology=topology_of("aurora", 24), scale=1.0)
+    links = emulated.topology.machine.links
+    found = {rate.kind: rate.nominal for rate in network.measure_rates(emulated)}
+    sides = {"sibling": links.sibling_gb_s, "plane": links.plane_gb_s, "node": links.nic_gb_s}
+    assert sides["sibling"] != sides["plane"]
+    sides["cross_plane"] = min(sides["sibling"], sides["plane"])
+    assert found == {kind: pytest.approx(8000 * gb_s) for kind, gb_s in sides.items()}

@@ -19,7 +19,7 @@ from PIL import Image
 from warm import forked
 from words import refusal, words
 
-from cocodiff.jobs.pipelines import no_prompt
+from cocodiff.jobs.pipelines import Request, no_prompt
 from cocodiff.models import pipelines_of
 from cocodiff.models.family import GENERATE
 
@@ -200,3 +200,11 @@ def test_mistakes_are_said_in_one_line(
     index = tmp_path / "fill" / "model_index.json"
     index.write_text(index.read_text().replace("FluxFillPipeline", "FluxPipeline"))
     assert "takes 48 channels and gives 16" in refused("--model", tmp_path / "fill")
+
+
+def test_what_a_run_goes_on_with_is_the_image_and_not_its_name(tmp_path: Path) -> None:
+    contents = []
+    for name, content in (("a.png", b"one"), ("b.png", b"one"), ("a.png", b"another")):
+        (tmp_path / name).write_bytes(content)
+        contents.append(Request("model", GENERATE, ("a",), image=str(tmp_path / name)).content)
+    assert contents[0] == contents[1] != contents[2]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -239,6 +239,21 @@ def test_frames_share_a_plan_and_each_keeps_what_is_known_of_it() -> None:
     assert len(again) == 4 and len({*shown[0][2]}) == 4
 
 
+def check_encoded(pipe: Any, prompt: Mapping[str, Any]) -> None:
+    """Check that what a prompt has been turned into makes the image that its words make."""
+    pipe.set_progress_bar_config(disable=True)
+    settings = {"height": 32, "width": 32, "num_inference_steps": 2, "output_type": "np", "guidance_scale": 3.0}
+    drawn = [torch.Generator().manual_seed(0) for _ in range(2)]
+    whole = pipe(prompt="a tooth", generator=drawn[0], **settings).images
+    assert np.array_equal(pipe(**repeated(prompt, 1), generator=drawn[1], **settings).images, whole)
+
+
+def test_a_prompt_and_none_with_pooled_texts_of_both() -> None:
+    pipe = tiny_pipelines.sd3_pipeline(**tiny_pipelines.clip_text())
+    (prompt,) = encode(pipelines_of("StableDiffusion3Pipeline", "s"), pipe, ["a tooth"], True, torch.device("cpu"))
+    check_encoded(pipe, prompt)
+
+
 def test_a_prompt_of_a_class_that_no_family_tells_of() -> None:
     """Z-Image's prompts are lists, and what its `encode_prompt` returns is told by what it looks like."""
     text = tiny_pipelines.qwen3_text()
@@ -246,11 +261,7 @@ def test_a_prompt_of_a_class_that_no_family_tells_of() -> None:
     pipelines = pipelines_of("ZImagePipeline", "z", "ZImageTransformer2DModel")
     (prompt,) = encode(pipelines, pipe, ["a tooth"], True, torch.device("cpu"))
     assert [*prompt] == ["prompt_embeds", "negative_prompt_embeds"]
-    pipe.set_progress_bar_config(disable=True)
-    settings = {"height": 32, "width": 32, "num_inference_steps": 2, "output_type": "np", "guidance_scale": 3.0}
-    drawn = [torch.Generator().manual_seed(0) for _ in range(2)]
-    whole = pipe(prompt="a tooth", generator=drawn[0], **settings).images
-    assert np.array_equal(pipe(**repeated(prompt, 1), generator=drawn[1], **settings).images, whole)
+    check_encoded(pipe, prompt)
     pooled, mask, embeds = torch.zeros(1, 4), torch.ones(1, 3, dtype=torch.long), torch.zeros(1, 3, 4)
     ltx = pipelines_of("LTXPipeline", "m", "LTXVideoTransformer3DModel")
     assert ltx.video is not None and ltx.video.frames == 161

@@ -71,6 +71,7 @@ BOUNDED = f"inpaint --input {SLICE} --quality {{}}"
         ("plan --memory --model flux.1 --machine local", "machine local has no fixed size: add --ranks N"),
         ("plan --memory --model flux.1 --preset fast", "unknown preset 'fast'"),
         ("plan --memory --model flux.1 --dtype int8", "--dtype"),
+        *((f"generate --model sd3.5 --prompt a --{name} 0", f"--{name} 0: ") for name in ("steps", "height", "fps")),
         ("bench attention --tokens 0", "--tokens 0"),
         ("bench attention --ways token", "on 1 rank(s): choose from naive"),
         ("bench attention --ways naive --ranks 2", "choose from flat"),

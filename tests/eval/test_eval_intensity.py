@@ -250,7 +250,11 @@ def test_biharmonic_beats_filling_and_solves_large_holes_coarser(monkeypatch: py
     mask_YX = center_mask((96, 80))
     fine_YX = baseline.biharmonic(np.where(mask_YX, np.nan, image_YX), mask_YX)
     assert np.abs(fine_YX - image_YX).max() < 0.5 * np.abs(fill_from_outside(image_YX, mask_YX) - image_YX).max()
+    small_YX = np.zeros_like(mask_YX)
+    small_YX[40:48, 30:38] = True
+    small_hole_YX = baseline.biharmonic(image_YX, small_YX)
     monkeypatch.setattr(baseline, "LARGEST_HOLE", 500)
+    np.testing.assert_array_equal(baseline.biharmonic(image_YX, small_YX), small_hole_YX)
     coarse_YX = baseline.biharmonic(np.where(mask_YX, np.nan, image_YX), mask_YX)
     np.testing.assert_array_equal(coarse_YX[~mask_YX], image_YX[~mask_YX])
     assert np.abs(coarse_YX - fine_YX).max() < 0.05

@@ -14,7 +14,7 @@ from torch import nn
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.engine.engine import parallelize
 from cocodiff.kernels import Kernels
-from cocodiff.models.streams import Rotary, norm_rope
+from cocodiff.models.streams import FusedLinear, Rotary, norm_rope
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank", "sycl_on_cpu")
 
@@ -57,6 +57,14 @@ def hooked() -> nn.Module:
     norm = nn.RMSNorm(D, 1e-6)
     norm.register_forward_hook(lambda *_: None)
     return norm
+
+
+def test_a_fused_layer_that_does_more_than_multiply_is_called_whole():
+    layer, x_BLC = nn.Linear(4, 6), torch.randn(1, L, 4)
+    layer.register_forward_hook(lambda module, inputs, output: 2 * output)
+    fused = FusedLinear(layer, x_BLC)
+    later_BLC = fused.channels(4, None)  # asked for before the first ones
+    assert torch.equal(torch.cat([fused.channels(0, 4), later_BLC], -1), layer(x_BLC))
 
 
 @pytest.mark.parametrize(
