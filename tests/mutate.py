@@ -194,12 +194,12 @@ class Nearest:
         lines = self._files.get(f"{self._root}/{fault.file}", {})
         statement = range(fault.lines[0], fault.lines[1] + 1)
         reached = {_test(name) for line in statement for name in lines.get(line, ())} & {*self._seconds}
-        beside = {name for name in self._seconds if name.partition("::")[0] in importers(fault.file)}
-        chosen: list[str] = []
+        importing, chosen = importers(fault.file), list[str]()
+        beside = {name for name in self._seconds if name.partition("::")[0] in importing}
         for name in sorted(reached | beside, key=lambda name: (name not in reached, self._size[name], name)):
             if sum(map(self._seconds.__getitem__, chosen)) + self._seconds[name] <= seconds or not chosen:
                 chosen.append(name)
-        return chosen or importers(fault.file)
+        return chosen or importing
 
 
 def _test(context: str) -> str:
