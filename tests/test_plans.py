@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers.models import transformers
-from diffusers.models._modeling_parallel import ContextParallelOutput
+from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 from on_ranks import Call, check_alike, check_exact, on_ranks, outputs_of, refused
 from planned_models import PLANNED, Planned, mask
 from seams import choose_backend, plan_of_diffusers
@@ -112,6 +112,12 @@ def test_tokens_are_gathered_where_a_plan_of_ours_or_of_diffusers_has_them(gathe
     model = toy()
     model.proj_out = Turned(24, 24)
     check_exact(3, model, [toy_inputs(True)], {"tapa": {}}, plan=PLAN | {"proj_out": gather})
+
+
+def test_a_tensor_of_other_dimensions_than_diffusers_plan_has_stays_whole():
+    expected = ContextParallelInput(split_dim=0, expected_dims=3, split_output=False)
+    call = toy_inputs(True) | {"timestep": torch.tensor([0.5, 0.9])}
+    check_exact(2, toy(), [call], {"tapa": {}}, plan=PLAN | {"": PLAN[""] | {"timestep": expected}})
 
 
 @pytest.mark.parametrize("ring", [1, 3])

@@ -115,7 +115,9 @@ def test_nothing_is_lost_where_every_block_overflows(how, monkeypatch):
     monkeypatch.setattr(codecs, "MARGIN", -100.0)
     monkeypatch.setattr(codecs.math, "log2", lambda x: -1000.0)
     world = Data(6, heads=12, dtype=torch.bfloat16, kind="noise")
-    for _, _, codec in same_bits(world, TROUBLED, delayed=True, predictor="taylor", **how):
+    for sent, whole, codec in same_bits(world, TROUBLED, delayed=True, predictor="taylor", **how):
+        bytes_sent, bytes_whole = (sum(one[-1]["attention"].values()) for one in (sent, whole))
+        assert bytes_sent > 0.7 * bytes_whole  # of noise, with its rests
         rows = [notes.merged([notes]) for notes in codec.report().values()]
         assert sum(row["coded_fraction"] for row in rows) > 5
         assert all(row["overflows"] >= 2 * row["coded_fraction"] for row in rows)

@@ -202,6 +202,10 @@ def test_ranks_that_were_stopped_themselves_accuse_nobody(asleep_s: float, at: s
     world.pass_time(2.0)
     assert world.errors() == {"None"}
     assert world.ranks[0].own.seen(world.ranks[0].own.now()).waits_s == pytest.approx(2.5, abs=0.5)
+    world.now += asleep_s  # a second time
+    world.pass_time(2.0)
+    assert world.errors() == {"None"}
+    assert world.ranks[0].own.seen(world.ranks[0].own.now()).waits_s == pytest.approx(4.5, abs=0.5)
 
 
 # Who keeps the others waiting -----------------------------------------------------------------------------------------

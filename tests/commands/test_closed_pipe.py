@@ -4,6 +4,7 @@ a run's results, after a mistake with a line, and with the code of each."""
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ import tifffile
 from cocodiff.cli.main import main, run_command
 from cocodiff.comm.launch import Launch
 from cocodiff.config.errors import OwnRankError, UserError
-from cocodiff.jobs.children import STOP_S, STOPS
+from cocodiff.jobs.children import STOP_S, STOPS, stop_requests
 from cocodiff.jobs.terminal import progress_bar, reading_bar, say
 
 
@@ -175,3 +176,10 @@ def test_a_program_that_does_not_heed_its_parents_end_is_ended(tmp_path: Path) -
         parent.kill()
         gone, _ = psutil.wait_procs([program], 3 * STOP_S)
     assert gone and not folder.exists()
+
+
+def test_signals_have_their_handlers_again_after_an_error() -> None:
+    before = [signal.getsignal(number) for number in STOPS]
+    with pytest.raises(RuntimeError), stop_requests():
+        raise RuntimeError
+    assert [signal.getsignal(number) for number in STOPS] == before

@@ -14,7 +14,7 @@ import pytest
 import tifffile
 import torch
 from cocodiff_eval.harness import training
-from cocodiff_eval.harness.patches import Patches, Split
+from cocodiff_eval.harness.patches import Patches, Split, cut_patches
 from launching import with_options
 from safetensors.numpy import load_file
 from scipy.ndimage import gaussian_filter
@@ -152,3 +152,12 @@ def test_what_cannot_be_trained_is_said_in_a_line(
     assert "the mask is empty" in refused("--mask", tmp_path / "none.tif")
     monkeypatch.setattr(training, "loss_of", lambda model, *_: next(model.parameters()).sum() * float("nan"))
     assert "training has diverged; start again with a lower --rate" in refused()
+
+
+def test_patches_that_are_held_out_lie_in_the_last_slices() -> None:
+    """Of a volume deeper than what is read at once; each slice holds its number."""
+    read = SimpleNamespace(shape=(320, 40, 40), path="a", name="a", read=lambda index: np.full((40, 40), index / 512))
+    mask = SimpleNamespace(reader=lambda index: np.zeros((40, 40), bool))
+    task: Any = SimpleNamespace(stack=read, mask=mask, scale=SimpleNamespace(known01=lambda image_YX, _: image_YX))
+    own, held = cut_patches([task], 32, (60, 40), (0,), lambda indices, _: indices)
+    assert own.image01_NHW.max() * 512 < 240 and held.image01_NHW.min() * 512 >= 280

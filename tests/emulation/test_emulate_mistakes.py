@@ -14,6 +14,7 @@ from cocodiff_bench.command import module_of
 from cocodiff_bench.model_step import FITTED, over_schedule
 from cocodiff_studies import emulate as emulation
 from cocodiff_studies.emulate import is_this_cocodiff
+from cocodiff_studies.namespaces import Namespace
 from launching import assert_succeeded, fake
 from warm import forked
 
@@ -166,3 +167,16 @@ def test_auto_needs_a_table_of_the_machine(tmp_path):
     path.write_text("local: {1: [[0.5, tapa], [null, flat]]}")
     assert load_exchange_table("local", 1, str(path)) == [(0.5, "tapa"), (float("inf"), "flat")]
     assert Config(exchange="auto", exchange_table=str(path)).exchange == "auto"
+
+
+@pytest.mark.usefixtures("emulation")
+def test_a_namespace_that_is_left_keeps_no_file_open() -> None:
+    def opened() -> int:
+        return len([*Path("/proc/self/fd").iterdir()])
+
+    before, namespace = opened(), Namespace()
+    for _ in range(3):
+        with namespace.inside():
+            pass
+    namespace.close()
+    assert opened() == before
