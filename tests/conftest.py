@@ -65,7 +65,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def sample(cases: list[Any]) -> list[Any]:
     """As many of a test's cases as its marker says; each in turn brings the most values of parameters that are new."""
     most, chosen, seen = cases[0].get_closest_marker("sample").args[0], [], set()
-    values = {case: {*case.callspec.indices.items()} for case in cases}
+    # pytest's own numbers of values are those of the cases. A value is one object in all of its cases.
+    values = {case: {(name, id(value)) for name, value in case.callspec.params.items()} for case in cases}
     while values and len(chosen) < most:
         chosen.append(max(values, key=lambda case: len(values[case] - seen)))
         seen |= values.pop(chosen[-1])

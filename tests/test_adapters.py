@@ -193,7 +193,7 @@ HUNG: dict[str, Callable[[], Hung]] = {
 }
 
 
-@pytest.mark.sample(11)
+@pytest.mark.sample(22)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("name", HUNG)
 def test_equals_one_process(name, size):

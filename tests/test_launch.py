@@ -152,3 +152,15 @@ def test_emulations_are_required_of_a_root_who_may_make_them(
     fake(checkout / ".venv/bin/python", 'echo "required: $COCODIFF_REQUIRE_EMULATION" >>runs')
     launch(checkout, "launch/test", PATH=f"{checkout / 'bin'}:{os.environ['PATH']}", COCODIFF_REQUIRE_EMULATION="")
     assert (checkout / "runs").read_text().splitlines()[-1] == f"required: {required}"
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("letter", ["a", "b", "c", "d"])
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_every_value_is_among_the_cases_that_the_first_tier_takes(
+    letter: str, number: int, request: pytest.FixtureRequest
+) -> None:
+    name = request.node.originalname
+    taken = [item.callspec.params for item in request.session.items if getattr(item, "originalname", "") == name]
+    if len(taken) == 4:  # neither all of them nor one that was asked for
+        assert {case["letter"] for case in taken} == {*"abcd"} and {case["number"] for case in taken} == {1, 2, 3}
