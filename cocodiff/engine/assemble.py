@@ -65,7 +65,7 @@ def build_strategy(
 ) -> Ulysses:
     """The attention of one rank by the settings, on any transport, virtual ones too: Ulysses among the ranks of its
     group, with a ring where there are several groups. local: what computes, see `Ulysses`."""
-    exchange = ring = None
+    exchange, ring, local = None, None, local or LocalAttention()
     group, slot = mesh.group_and_slot(transport.rank)
     topology, ranks = mesh.parts[group], mesh.groups[group]
     members = transport if ranks == tuple(range(transport.size)) else Part(transport, ranks)

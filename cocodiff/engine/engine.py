@@ -44,6 +44,7 @@ from cocodiff.topology.axes import Axes
 from cocodiff.topology.layout import Segments
 
 if TYPE_CHECKING:
+    from cocodiff.attention.trial import DeviceTrial
     from cocodiff.engine.compiling import Compiler
     from cocodiff.engine.step_cache import FirstBlockCache
     from cocodiff.engine.weights import SplitBlock
@@ -139,6 +140,8 @@ class Engine:
         self._results: Results | None = None  # of all ranks, when the last block ended
         self._undo = ExitStack()  # what entering, or leaving, the block takes off the models
         self._sized: set[tuple[Any, ...]] = set()  # the calls for which there is memory
+        self._tried: set[tuple[Any, ...]] = set()  # the calls whose shape the device was tried at
+        self.device_trial: DeviceTrial | None = None  # the last trial of the devices of all ranks
 
     def _new_compiler(self) -> Compiler | None:
         """None where nothing is compiled: a run imports nothing of it."""
@@ -340,6 +343,7 @@ class Engine:
         guided = getattr(self._pipe, "do_classifier_free_guidance", None)
         self._guided.begin_call(self.counter, sample, arguments.get("return_dict"), guided)
         self.sequence.segments = self.adapter.segments(model, arguments)
+        self._try_device(arguments, sample)
         self._compare_with_others(arguments)
         own_rows = self._guided.own_rows(arguments, len(sample))
         self._begin_step(arguments)
@@ -361,6 +365,26 @@ class Engine:
         self.adapter.check_call(self.model, arguments)
         if self.size > 1:
             checks.check_no_gradients(self.model, arguments)
+
+    def _try_device(self, arguments: Arguments, sample: Tensor) -> None:
+        """Try accelerators at the shape of a run's first calls. Attention goes in chunks where a rank's is wrong.
+        Raises UserError where a rank's copies are: nothing can be relied on then."""
+        sequence, ranks = self.sequence, self._guided.comparing(self.counter.branch)
+        masked = any(name.endswith("mask") and isinstance(x, Tensor) for name, x in arguments.items())
+        key = sequence, sequence.segments, sample.shape, sample.dtype, masked
+        late = key in self._tried or self.counter.calls > COMPARED_CALLS
+        if ranks is None or late or sample.device.type in ("cpu", "meta"):
+            return
+        from cocodiff.attention.trial import DeviceTrial, Shape, try_device
+
+        self._tried.add(key)
+        local, shape = sequence.strategy.local, Shape.of_call(sequence, self.adapter.heads(self.model), sample, masked)
+        own = try_device(local, shape, sample.device, self._new_kernels(self.config.kernels))
+        found = self.device_trial = ranks.over_all(own, DeviceTrial.merged, "the trial of devices")
+        found.check_copies(sample.device.type)
+        if found.error > 1 and not local.in_chunks:
+            warnings.warn(f"attention is wrong on a {sample.device.type} device: {found} ({shape})", stacklevel=2)
+            local.in_chunks = True
 
     def _compare_with_others(self, arguments: Arguments) -> None:
         """Refuses a call whose inputs differ. The second tells who guides in two calls, the third what noise came."""
