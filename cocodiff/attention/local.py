@@ -79,31 +79,15 @@ class LocalAttention:
         """Attention to all keys: [B, S, H, D]. mask_B11S: bool, the keys that are attended to."""
         if self.in_chunks:
             return self.part(q_BSHD, k_BSHD, v_BSHD, mask_B11S).out_BLHD
-        q_BHSD, k_BHSD, v_BHSD, mask_B11S = _by_heads(q_BSHD, k_BSHD, v_BSHD, mask_B11S)
+        q_BHSD, k_BHSD, v_BHSD, mask_B11S = by_heads(q_BSHD, k_BSHD, v_BSHD, mask_B11S)
         return scaled_dot_product_attention(q_BHSD, k_BHSD, v_BHSD, attn_mask=mask_B11S).transpose(1, 2)
 
     def part(self, q_BLHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, mask_B11S: Tensor | None = None) -> Partial:
         """Attention to these keys alone; its result is taken over."""
         return partial_attention(q_BLHD, k_BSHD, v_BSHD, mask_B11S, self.in_chunks)
 
-    def kernel_names(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, ways: Iterable[str]) -> list[str]:
-        """Return the names of what `whole` and `part` compute such tensors with. ways: "whole", "parts" or both."""
-        of_parts = _kernel_of(q, mask is not None, self.in_chunks)[1]
-        return [_sdpa_backend(q, k, v, mask) if way == "whole" and not self.in_chunks else of_parts for way in ways]
 
-
-def _sdpa_backend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> str:
-    """Return the name of the kernel that torch's SDPA takes for such tensors, as far as torch tells."""
-    from torch.nn.attention import SDPBackend
-
-    q, k, v, mask = _by_heads(q, k, v, mask)
-    try:
-        return f"SDPA's {SDPBackend(torch._fused_sdp_choice(q, k, v, attn_mask=mask)).name.lower()}"
-    except (RuntimeError, AttributeError, TypeError, ValueError):
-        return "SDPA"
-
-
-def _by_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def by_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """As torch's kernels take them, [B, H, S, D]. A batch of queries may hold groups of heads one after the other, that
     share keys, values and mask."""
     groups = len(q) // len(k)
@@ -120,7 +104,7 @@ def bias_of(mask_B11S: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return torch.zeros_like(mask_B11S, dtype=dtype).masked_fill_(~mask_B11S, -math.inf)
 
 
-def _kernel_of(q: Tensor, masked: bool, in_chunks: bool) -> tuple[SumsKernel, str]:
+def parts_kernel(q: Tensor, masked: bool, in_chunks: bool) -> tuple[SumsKernel, str]:
     """Return the device's best kernel that tells the sums, or matrix products instead, and its name."""
     if q.device.type in _KERNELS and not in_chunks:
         return _KERNELS[q.device.type], f"{q.device.type}'s kernel for parts"
@@ -137,8 +121,8 @@ def partial_attention(
     in_chunks: by matrix products instead."""
     if not k_BSHD.shape[1]:
         return no_keys(q_BLHD)
-    q_BHLD, k_BHSD, v_BHSD, mask_B11S = _by_heads(q_BLHD, k_BSHD, v_BSHD, mask_B11S)
-    kernel, _ = _kernel_of(q_BLHD, mask_B11S is not None, in_chunks)
+    q_BHLD, k_BHSD, v_BHSD, mask_B11S = by_heads(q_BLHD, k_BSHD, v_BSHD, mask_B11S)
+    kernel, _ = parts_kernel(q_BLHD, mask_B11S is not None, in_chunks)
     out_BHLD, lse_BHL = kernel(q_BHLD, k_BHSD, v_BHSD, bias_of(mask_B11S, q_BLHD.dtype))
     out_BLHD, lse_BLH = out_BHLD.transpose(1, 2), lse_BHL.transpose(1, 2)
     if mask_B11S is not None:

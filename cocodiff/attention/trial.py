@@ -10,15 +10,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 from torch.nn.functional import conv2d, linear
 
-from cocodiff.attention.local import LocalAttention, bias_of
+from cocodiff.attention.local import LocalAttention, bias_of, by_heads, parts_kernel
 from cocodiff.attention.sums import CLOSE, attend_plainly
 from cocodiff.config.errors import UserError
 from cocodiff.kernels import Kernels
 from cocodiff.kernels.device import MULTIPLIER
 
 PEAK = 9.0  # queries are so many times as large as keys: few keys have most of the weight, and one that lacks is seen
+FAILED = 1e6  # the error of attention that gives no numbers
 UNKNOWN_TOKENS = 1031  # of a call whose segments are known when attention is reached
 COMPARED_ROWS, LAST_ROWS = 128, 8  # queries that float32 attends with: evenly spread ones, and those of the last tile
 IMAGE, FILTERS = (1, 32, 32, 32), (32, 32, 3, 3)  # of a convolution
@@ -90,12 +92,11 @@ def try_device(local: LocalAttention, shape: Shape, device: torch.device, kernel
     wide[0] *= PEAK
     q_BLHD, k_BSHD, v_BSHD = (x[:, :, :H] for x in wide)
     mask_B11S = (torch.arange(S, device=device) < S - S // 7).expand(B, 1, 1, S) if shape.masked else None
-    attends = {"whole": lambda *x: (local.whole(*x),), "parts": local.part}
+    attends: dict[str, Callable[..., Sequence[Tensor]]] = {"whole": lambda *x: (local.whole(*x),), "parts": local.part}
     names = [name for name in attends if getattr(shape, name)]
     rows = [*range(0, L, -(-L // COMPARED_ROWS)), *range(max(0, L - LAST_ROWS), L)]
-    exact = attend_plainly(
-        *(x.float().transpose(1, 2) for x in (q_BLHD[:, rows], k_BSHD, v_BSHD)), bias_of(mask_B11S, torch.float32)
-    )
+    q_BHLD, k_BHSD, v_BHSD = (x.float().transpose(1, 2) for x in (q_BLHD[:, rows], k_BSHD, v_BSHD))
+    exact = attend_plainly(q_BHLD, k_BHSD, v_BHSD, bias_of(mask_B11S, torch.float32))
     x, weight = (drawn((size, shape.width), 4, shape.dtype, device) for size in (shape.rows, 2 * shape.width))
     image, filters = (drawn(size, 5, shape.dtype, device) for size in (IMAGE, FILTERS))
     calls: dict[str, Callable[[], Sequence[Tensor]]] = {
@@ -107,8 +108,18 @@ def try_device(local: LocalAttention, shape: Shape, device: torch.device, kernel
     limit = CLOSE.get(shape.dtype, CLOSE[torch.float32])
     error = max(_error(found[f"attention ({name})"], exact, rows) for name in names) / limit
     wandering = tuple(name for name, call in calls.items() if not _same_bits(found[name], _attempt(call)))
-    kernel_names = ", ".join(local.kernel_names(q_BLHD, k_BSHD, v_BSHD, mask_B11S, names))
-    return DeviceTrial(kernel_names, error, wrong_copies(kernels, shape, device), wandering)
+    kernels_taken = {"parts": parts_kernel(q_BLHD, shape.masked, local.in_chunks)[1]}
+    kernels_taken["whole"] = kernels_taken["parts"] if local.in_chunks else _sdpa(q_BLHD, k_BSHD, v_BSHD, mask_B11S)
+    attention = ", ".join(kernels_taken[name] for name in names)
+    return DeviceTrial(attention, error, wrong_copies(kernels, shape, device), wandering)
+
+
+def _sdpa(*tensors: Any) -> str:
+    """Return the name of the kernel that torch's SDPA takes for q, k, v and a mask, as far as torch tells."""
+    try:
+        return f"SDPA's {SDPBackend(torch._fused_sdp_choice(*by_heads(*tensors))).name.lower()}"
+    except (RuntimeError, AttributeError, TypeError, ValueError):
+        return "SDPA"
 
 
 def _attempt(call: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
@@ -120,10 +131,10 @@ def _attempt(call: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
 
 
 def _error(found: Sequence[Tensor], exact: Sequence[Tensor], rows: list[int]) -> float:
-    """Return the greatest difference from what is exact in some rows, infinite where that cannot be told."""
+    """Return the greatest difference from what is exact in some rows, FAILED where there are no numbers."""
     pairs = [(a[:, rows].float(), b.transpose(1, 2)) for a, b in zip(found, exact, strict=False)]
-    difference = max((float((a - b).abs().max()) for a, b in pairs), default=math.inf)
-    return math.inf if math.isnan(difference) else difference
+    difference = max((float((a - b).abs().max()) for a, b in pairs), default=FAILED)
+    return FAILED if math.isnan(difference) else min(FAILED, difference)
 
 
 def _same_bits(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:

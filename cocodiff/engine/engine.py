@@ -36,6 +36,7 @@ from cocodiff.engine.progress import StepCounter
 from cocodiff.engine.sequence import SequenceRanks
 from cocodiff.exchange.codec import StepInfo, merge_notes
 from cocodiff.kernels import Kernels
+from cocodiff.kernels.device import set_repeatable
 from cocodiff.models import checks, experts_of, family_of
 from cocodiff.models.adapter import Arguments
 from cocodiff.models.checks import replace, replace_forward, signature_of
@@ -204,6 +205,7 @@ class Engine:
             self._check_model(model.named_modules())
             if self.compiler is not None:
                 self.compiler.check(model)
+        self._undo.callback(set_repeatable(self.transport.device, self.config.deterministic))
         try:
             for take_off in chain(self._share_vae(), *starmap(self._put_on, enumerate(self._models))):
                 self._undo.callback(take_off)
@@ -402,7 +404,8 @@ class Engine:
         if self.counter.calls == 1:
             facts["digest of weights"] = [weights_digest(model, self._split.get(model, ())) for model in self._models]
             arguments = arguments | parts_of(self._pipe)
-        check_agreement(facts | arguments, ranks, f"the transformer's {self.counter.here}")
+        wandering = self.device_trial.wandering if self.device_trial is not None else ()
+        check_agreement(facts | arguments, ranks, f"the transformer's {self.counter.here}", wandering)
 
     def _begin_step(self, arguments: Arguments) -> None:
         counter, number = self.counter, self._models.index(self.model)

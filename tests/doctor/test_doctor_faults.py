@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import topology_of
 
+from cocodiff.attention.trial import DeviceTrial
 from cocodiff.cli.doctor import facts
 from cocodiff.cli.doctor.checks import (
     CHECKS,
@@ -48,6 +49,7 @@ def healthy_rank(rank: int, world: int, host: str) -> RankFacts:
     first = 4 + 4 * local if local < 6 else 56 + 4 * (local - 6)
     own = {"rank": rank, "world": world, "host": host, "local_rank": local, "tile": f"uuid-{local}", "nics": NICS}
     own |= {"card": Card(f"0000:{local // 2:02x}:00.0", (socket,)), "cores": tuple(range(first, first + 4))}
+    own |= {"device_trial": DeviceTrial("SDPA's overrideable", 0.1)}
     own |= {"sockets": (socket,), "device": f"xpu:{local}"} | ({"sycl": ""} if local else {})
     return RankFacts(**NODES["aurora"] | own)
 
@@ -173,6 +175,17 @@ WRONG: dict[str, tuple[Change, str, str]] = {
     "no SYCL": (ranks(0, sycl="", no_sycl="no icpx"), "warn sycl", "x1 icpx build"),
     "a wrong kernel": (ranks(0, kernel_trials=(WRONG_KERNEL,)), "FAULT kernels", "l1_score 70] 1550 0.5 float32 torch"),
     "no kernel of sums": (ranks(0, sums={"bfloat16": "in chunks of 8"}), "warn kernels", "x1 bfloat16 chunks"),
+    "copies that lose their pitch": (
+        ranks(3, device_trial=DeviceTrial("SDPA", 0.1, ("transposed",))),
+        "FAULT computing",
+        "transposed 3 driver",
+    ),
+    "attention that is wrong": (ranks(3, 4, device_trial=DeviceTrial("SDPA", 7.5)), "warn computing", "7.50 3-4"),
+    "bits that differ": (
+        ranks(3, device_trial=DeviceTrial("SDPA", 0.1, (), ("convolutions",))),
+        "warn computing",
+        "convolutions 3",
+    ),
     "a blocked host": (job(issues=BLOCKED), "warn host", "4 900 1000 1 blocked_us: 40.9"),
     "stopped": (job(order=None, stopped="rank 1 failed: read early"), "FAULT order", "1 early --transport"),
 }
@@ -236,6 +249,7 @@ JUST_ENOUGH: dict[str, Change] = {
     "ranks on a tile, by its host": both(ranks(5, tile="uuid-4"), ranks(library="host memory over mpi")),
     "a value that switches nothing on": setting(CCL_OP_SYNC="0"),
     "SYCL that was not wanted": ranks(0, sycl="", no_sycl="torch was asked for", kernels="torch"),
+    "attention at the limit": ranks(3, device_trial=DeviceTrial("SDPA", 1.0)),
     "more tiles than the machine has": ranks(tiles_seen=13),
 }
 
@@ -337,3 +351,10 @@ def test_a_host_is_read_from_what_the_system_tells(host: Path, monkeypatch: pyte
     monkeypatch.setattr(facts, "properties_of", lambda device: SimpleNamespace())
     monkeypatch.setattr(facts.os, "environ", {"ZE_AFFINITY_MASK": "2", "CUDA_VISIBLE_DEVICES": ""})
     assert facts.card_of(tile) is None and facts.tile_of(tile) == "2/3"
+
+
+@pytest.mark.parametrize(("cost", "told"), [(1.04, False), (1.3, True)])
+def test_what_repeatable_products_cost_is_told_where_it_is_much(cost: float, told: bool) -> None:
+    findings = examine(ranks(5, deterministic_cost=cost)(healthy_job()))
+    said = [one.text for one in findings if one.check == "computing" and "deterministic" in one.text]
+    assert wrong(findings) == [] and [f"{cost:.2f}" in text for text in said] == [True] * told

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partialmethod
 from pathlib import Path
 
+from cocodiff.attention.trial import DeviceTrial
 from cocodiff.cli.doctor.facts import Facts, Issue, RankFacts, by_value, name_ranks
 from cocodiff.comm.connect import overlap_killers
 from cocodiff.comm.host import THROUGH_HOST
@@ -27,6 +28,7 @@ HIERARCHY = ("ZE_FLAT_DEVICE_HIERARCHY", "ZE_AFFINITY_MASK")  # decide what coun
 HIDDEN_LEAST = 0.5  # of the shorter of the two; an overlap that works hides nearly all
 GIB = 2**30
 LEAST_FREE = {"cpu": GIB // 4, "accelerator": 4 * GIB}  # the embedded model's run; a small one of a large model
+COSTLY = 1.05  # how many times as long products may take to give the same bits again, without a word
 TAKEN = 0.1  # of a tile's memory that somebody else holds
 
 
@@ -415,6 +417,28 @@ def check_kernels(facts: Facts, found: Findings) -> None:
     found.otherwise(NOTE, "torch's operations on the CPU: nothing to compare them with")
 
 
+def check_computing(facts: Facts, found: Findings) -> None:
+    """Attention, strided copies and repeated operations of every rank's device."""
+    of_ranks = [(rank.device_trial, rank.rank) for rank in facts.ranks if rank.device_trial]
+    alike = by_key(((one.copies, one.wandering, one.error > 1), (one, rank)) for one, rank in of_ranks)
+    for (copies, wandering, wrong), some in alike.items():
+        text = f"{DeviceTrial.merged(one for one, _ in some)} on {name_ranks([rank for _, rank in some])}"
+        if copies:
+            found.fault(f"{text}; copies that differ: {', '.join(copies)}", "use a newer driver, or --device cpu")
+        elif wrong:
+            found.warning(text, "use another torch or driver: a run does without these kernels, and is slower")
+        elif wandering:
+            found.warning(text, "expect repeated runs to differ in their last bits, or use another torch or driver")
+    if of_ranks:
+        best = DeviceTrial.merged(one for one, _ in of_ranks)
+        found.otherwise(GOOD, f"{best} on {name_ranks([rank for _, rank in of_ranks])}")
+    cost = max((rank.deterministic_cost for rank in facts.ranks if not rank.on_cpu), default=1.0)
+    if cost > COSTLY:
+        found.note(
+            f"products that add up in one order take {cost:.2f} times as long: --deterministic false does without"
+        )
+
+
 def _difference(trial: KernelTrial) -> str:
     told = "equal" if trial.difference == 0 else f"differs by up to {trial.difference:.2g}"
     return f"{told} ({trial.wrong})" if trial.wrong else told
@@ -436,6 +460,7 @@ CHECKS: dict[str, Callable[[Facts, Findings], None]] = {
     "memory": check_memory,
     "sycl": check_sycl,
     "kernels": check_kernels,
+    "computing": check_computing,
 }
 
 

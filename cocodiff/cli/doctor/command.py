@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -116,6 +116,9 @@ def gather(values: dict[str, Any], launch: Launch, transport: Any) -> Facts:
     step = partial(patience, values["patience_s"], transport.rank, transport.health)
     with step("reading this rank's facts"):
         own = gather_rank(transport, launch, values["kernels"], look_at_sycl=launch.local_rank == 0)
+    with step("attention, copies and products of the device"):
+        trial, cost = trials.compute(transport.device, transport.size, *shape_of(values))
+        own = replace(own, device_trial=trial, deterministic_cost=cost)
     if transport.size == 1:
         return Facts([own], topology, needed=needed(values, topology, transport))
     try:
@@ -161,6 +164,14 @@ def patience(seconds: float, rank: int, health: Any, what: str) -> Iterator[None
         timer.cancel()
 
 
+def shape_of(values: dict[str, Any]) -> tuple[int, int, int]:
+    """Return heads, their size and the tokens of --model; without one those of an image of 1024 x 1024 in FLUX.1."""
+    from cocodiff.jobs.model_shapes import load_shape
+
+    shape = load_shape(values["model"] or "flux.1")
+    return shape.heads, shape.head_dim, sum(one.tokens for one in shape.segments(values["size"]))
+
+
 def needed(values: dict[str, Any], topology: Topology, transport: Any) -> int | None:
     """Bytes of the fullest rank for --model at an exact preset; None without one."""
     if not values["model"] or transport.rank:
@@ -196,7 +207,12 @@ def write(
     folder = output.open()
     known = {
         "machine": facts.topology.machine.name,
-        "ranks": [asdict(rank) | {"kernel_trials": [t._asdict() for t in rank.kernel_trials]} for rank in facts.ranks],
+        "ranks": [
+            asdict(rank)
+            | {"kernel_trials": [one._asdict() for one in rank.kernel_trials]}
+            | {"device_trial": rank.device_trial and rank.device_trial._asdict()}
+            for rank in facts.ranks
+        ],
         "alltoalls": [*map(asdict, facts.alltoalls)],
         "overlap": None if facts.overlap is None else asdict(facts.overlap) | {"hidden": facts.overlap.hidden},
         "stopped": facts.stopped,

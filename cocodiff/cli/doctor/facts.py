@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from cocodiff.attention.sums import TRIED, kernel_of
+from cocodiff.attention.trial import DeviceTrial
 from cocodiff.comm.launch import Launch, emulated, system_mpiexec
 from cocodiff.comm.mpi import lacking_shared_memory
 from cocodiff.config.grouping import by_key
@@ -103,6 +104,8 @@ class RankFacts:
     drawback: str = ""
     no_shared_memory: str = ""
     sums: dict[str, str] = field(default_factory=dict)
+    device_trial: DeviceTrial | None = None  # attention, copies and repeated products at the run's shape
+    deterministic_cost: float = 1.0  # how many times as long products take that add up in one order
 
     @property
     def on_cpu(self) -> bool:

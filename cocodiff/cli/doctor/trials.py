@@ -11,11 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cocodiff.attention.local import LocalAttention
+from cocodiff.attention.trial import DeviceTrial, Shape, drawn, try_device
 from cocodiff.cli.doctor.facts import AllToAll, Issue, Overlap
 from cocodiff.comm.checked import CheckedGroup, WrongMessage
 from cocodiff.comm.health import Health
 from cocodiff.comm.transport import Group, Pending, Transport
 from cocodiff.config.errors import OwnRankError
+from cocodiff.kernels import Kernels
+from cocodiff.kernels.device import set_repeatable
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
 REPEATS = 3
@@ -23,6 +27,7 @@ AT_ONCE = 12  # calls under way: as many as a block of a model with guidance and
 SIDE = 2048  # of the matrices that keep an accelerator busy
 # Bytes to each peer: on a CPU all ranks' messages pass through one memory.
 SIZES = {"cpu": (64, 4096, 65536), "other": (64, 4096, 262144, 4 * 2**20)}
+CPU_HEADS, CPU_TOKENS = 4, 577  # of attention, at most
 OVERLAP_BYTES = {"cpu": 256 * 1024, "other": 8 * 2**20}
 BUSY_S = 0.02  # for which a stream is held up, many times as long as the message takes
 ORDER_BYTES, ROUNDS = 2**16, 6
@@ -227,6 +232,27 @@ def issues(transport: Transport, group: Group) -> list[Issue]:
             of_ranks = transport.gather_object(own) or [own]
             found.append(Issue(name, length, 2 * peers, *map(max, zip(*of_ranks, strict=True))))
     return found
+
+
+def compute(device: torch.device, ranks: int, heads: int, head_dim: int, tokens: int) -> tuple[DeviceTrial, float]:
+    """Try this rank's device at a run's shape, a CPU at a smaller one. Return the trial, and how many times as long
+    products take that add up in one order."""
+    if device.type == "cpu":
+        heads, tokens = min(heads, CPU_HEADS), min(tokens, CPU_TOKENS)
+    own, rows = -(-heads // ranks), -(-tokens // ranks)
+    shape = Shape(1, tokens, tokens, own, head_dim, torch.bfloat16, rows, heads * head_dim, parts=True)
+    x, weight = (drawn((n, shape.width), 7, shape.dtype, device) for n in (rows, shape.width))
+    seconds = []
+    for in_one_order in (False, True):
+        set_repeatable(device, in_one_order)
+        x @ weight.T
+        synchronise(device)
+        started = time.perf_counter()
+        for _ in range(REPEATS):
+            x @ weight.T
+        synchronise(device)
+        seconds.append(time.perf_counter() - started)
+    return try_device(LocalAttention(), shape, device, Kernels()), seconds[1] / seconds[0]
 
 
 def synchronise(device: torch.device) -> None:

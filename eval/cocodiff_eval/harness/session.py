@@ -5,7 +5,7 @@ what results depend on."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
@@ -28,6 +28,7 @@ from cocodiff.planner.partitions import Partition
 from cocodiff_eval.harness.quality import Quality
 
 if TYPE_CHECKING:
+    from cocodiff.attention.trial import DeviceTrial
     from cocodiff.engine.engine import Engine
     from cocodiff_eval.harness.job import Job, JobResult
 
@@ -255,6 +256,7 @@ def open_session(prepared: Prepared, transport: Any) -> Session:
     """The model, its engines and the folder of results; returns when all ranks are ready."""
     from cocodiff.engine.engine import Engine
     from cocodiff.engine.guidance import PARTS
+    from cocodiff.kernels.device import set_repeatable
 
     # Alone, the process that ranks are forked from does so, when none of them writes any more.
     if detect().kind != "alone":
@@ -266,6 +268,7 @@ def open_session(prepared: Prepared, transport: Any) -> Session:
     wanted = {config.split for config in modes.values()}
     alike = wanted.pop() if len(wanted) == 1 else None  # else each engine splits and joins them for itself
     parts = PARTS if any(config.guidance_parallel == PARTS for config in modes.values()) else 1
+    set_repeatable(transport.device, all(config.deterministic for config in modes.values()))  # for encoders as well
     split = None if alike is None else replica.splits_weights(alike, parts)
     model = load_requested(prepared.request, prepared.values["dtype"], transport, split)
     engines = Engines(modes, lambda config: Engine(model.pipe, config, replica.transport))
@@ -291,12 +294,21 @@ def finish(
     transport = session.replica.whole
     own = {mode: {**engine.trace.record(), "rank": transport.rank} for mode, engine in session.engines.items()}
     gathered = transport.gather_object(own) or []
+    tried = {mode: engine.device_trial for mode, engine in session.engines.items() if engine.device_trial}
+    trials = transport.gather_object(tried) or []
     if session.folder is not None:
+        records = {**(records or {}), "devices": _devices(session.engines.modes, trials)}
         # settings that were tried by some replicas alone have no engine on others
         of_ranks = {mode: [of[mode] for of in gathered if mode in of] for mode in session.engines.modes}
         save_traces(session.folder / "trace.json", {mode: records for mode, records in of_ranks.items() if records})
-        _write_results(session, session.folder, done, records or {}, told, report)
+        _write_results(session, session.folder, done, records, told, report)
     transport.broadcast_object(None)
+
+
+def _devices(modes: Iterable[str], trials: Sequence[Mapping[str, DeviceTrial]]) -> list[str]:
+    """Return a line for each mode: what the ranks' accelerators were found to compute."""
+    found = {mode: [of_rank[mode] for of_rank in trials if mode in of_rank] for mode in modes}
+    return [f"{mode}: {type(some[0]).merged(some)}" for mode, some in found.items() if some]
 
 
 def _write_results(
@@ -323,6 +335,7 @@ def _write_results(
         "seed": str(values["seed"]),
         **({"samples": str(values["samples"])} if values.get("samples", 1) > 1 else {}),
         **({"hidden regions": "; ".join(verdicts)} if verdicts else {}),
+        **({"devices": "; ".join(records["devices"])} if records["devices"] else {}),
         "cocodiff": __version__,
     }
     write_report(folder / "report.html", document, facts=facts, **report)
