@@ -27,7 +27,7 @@ AT_ONCE = 12  # calls under way: as many as a block of a model with guidance and
 SIDE = 2048  # of the matrices that keep an accelerator busy
 # Bytes to each peer: on a CPU all ranks' messages pass through one memory.
 SIZES = {"cpu": (64, 4096, 65536), "other": (64, 4096, 262144, 4 * 2**20)}
-CPU_HEADS, CPU_TOKENS = 4, 577  # of attention, at most
+MOST = {"cpu": (4, 577), "other": (2**10, 2**20)}  # heads and tokens of attention
 OVERLAP_BYTES = {"cpu": 256 * 1024, "other": 8 * 2**20}
 BUSY_S = 0.02  # for which a stream is held up, many times as long as the message takes
 ORDER_BYTES, ROUNDS = 2**16, 6
@@ -237,8 +237,7 @@ def issues(transport: Transport, group: Group) -> list[Issue]:
 def compute(device: torch.device, ranks: int, heads: int, head_dim: int, tokens: int) -> tuple[DeviceTrial, float]:
     """Try this rank's device at a run's shape, a CPU at a smaller one. Return the trial, and how many times as long
     products take that add up in one order."""
-    if device.type == "cpu":
-        heads, tokens = min(heads, CPU_HEADS), min(tokens, CPU_TOKENS)
+    heads, tokens = map(min, (heads, tokens), of_device(MOST, device))
     own, rows = -(-heads // ranks), -(-tokens // ranks)
     shape = Shape(1, tokens, tokens, own, head_dim, torch.bfloat16, rows, heads * head_dim, parts=True)
     x, weight = (drawn((n, shape.width), 7, shape.dtype, device) for n in (rows, shape.width))
