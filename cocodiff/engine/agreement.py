@@ -43,7 +43,9 @@ def check_agreement(values: dict[str, Any], transport: Transport, at: str, wande
     own = [Compared((name, form(value), _bits(value)), described(value)) for name, value in values.items()]
     message = transport.over_all(own, disagreement, at)
     if message is not None and wandering:
-        message += f"; {', '.join(wandering)} give other bits here when repeated: send inputs from one rank to all"
+        message += (
+            f"; {', '.join(wandering)} differ when repeated here: choose guidance_parallel 1, send one rank's inputs"
+        )
     if message is not None:
         raise UserError(message)
 
