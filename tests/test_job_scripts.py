@@ -19,7 +19,11 @@ from cocodiff.comm.launch import detect
 ROOT = Path(__file__).parents[1]
 LAUNCH = ROOT / "launch"
 JOBS = ("aurora.pbs", "campaign.pbs", "generic.pbs", "slurm.sbatch")
-SHELL = [*(path for path in sorted(LAUNCH.iterdir()) if path.name != "constraints.txt"), ROOT / ".ci/run"]
+SHELL = [
+    *(path for path in sorted(LAUNCH.iterdir()) if path.name != "constraints.txt"),
+    ROOT / ".ci/run",
+    ROOT / "tests/kernels/ocloc",
+]
 GUIDE = (ROOT / "docs/aurora.md").read_text()
 
 

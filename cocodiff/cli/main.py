@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn
 
+from cocodiff_sycl.build import keep_kernels
+
 from cocodiff import __version__
 from cocodiff.comm.launch import Launch, detect
 from cocodiff.comm.presence import Presence
@@ -77,6 +79,7 @@ def run_command(words: Sequence[str], launch: Launch | None = None) -> int:
         if presence is not None:
             presence.announce()  # before anything is imported: a rank that dies meanwhile is noticed by the others
         check_choice("subcommand", words[0], COMMANDS)
+        keep_kernels()  # before a command imports torch
         command = import_module(MODULES.get(words[0], f"cocodiff.cli.{words[0]}"))
         return int(command.start(words[1:], launch))
     except UserError as error:

@@ -171,6 +171,7 @@ WRONG: dict[str, tuple[Change, str, str]] = {
     "memory that nobody knows": (ranks(free=None), "warn memory", ""),
     "SYCL asked for": (ranks(0, sycl="", no_sycl="no icpx", kernels="sycl"), "FAULT sycl", "x1 icpx build"),
     "no SYCL": (ranks(0, sycl="", no_sycl="no icpx"), "warn sycl", "x1 icpx build"),
+    "kernels not kept": (ranks(0, compiles_again="set SYCL..."), "warn sycl", "x1 1550 SYCL..."),
     "a wrong kernel": (ranks(0, kernel_trials=(WRONG_KERNEL,)), "FAULT kernels", "l1_score 70] 1550 0.5 float32 torch"),
     "no kernel of sums": (ranks(0, sums={"bfloat16": "in chunks of 8"}), "warn kernels", "x1 bfloat16 chunks"),
     "a blocked host": (job(issues=BLOCKED), "warn host", "4 900 1000 1 blocked_us: 40.9"),

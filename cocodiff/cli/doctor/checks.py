@@ -383,7 +383,11 @@ def check_memory(facts: Facts, found: Findings) -> None:
 def check_sycl(facts: Facts, found: Findings) -> None:
     """Which of SYCL and torch moves data, on each host that looked, and why."""
     for host, rank in facts.firsts(lambda rank: rank.sycl or rank.no_sycl):
-        if rank.sycl:
+        if remedy := rank.compiles_again:
+            found.warning(
+                f"{host}: SYCL kernels on {rank.sycl}, which every start compiles: libsycl keeps none", remedy
+            )
+        elif rank.sycl:
             found.good(f"{host}: SYCL kernels on {rank.sycl}")
         elif rank.kernels == "sycl":
             remedy = "run cocodiff kernels build on a node, or choose kernels auto or torch"
@@ -404,8 +408,7 @@ def check_kernels(facts: Facts, found: Findings) -> None:
             verdicts = "; ".join(f"{verdict} in {', '.join(dtypes)}" for verdict, dtypes in told.items())
             text = f"{host}: {op} {trials[0].shapes} on {where}: {verdicts}"
             if rank.sycl and any(trial.wrong for trial in trials):
-                remedy = "choose kernels torch; remove native-*.bin from the kernels' cache and run doctor again"
-                found.fault(text, remedy)
+                found.fault(text, "choose kernels torch")
             else:
                 found.good(text)
     for host, rank in facts.firsts(lambda rank: rank.sums):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cocodiff_sycl.build import keep_remedy
 
 from cocodiff.attention.sums import TRIED, kernel_of
 from cocodiff.comm.launch import Launch, emulated, system_mpiexec
@@ -67,6 +68,7 @@ class RankFacts:
     card: of this rank's tile, None where the system does not tell. cores and sockets: those that this rank may use.
     host_cores: all cores of the host. free and total: bytes of memory; of a tile that ranks share, this one's part.
     sycl: what SYCL kernels run on, or "" with the reason in `no_sycl`; both "" where this rank did not look.
+    compiles_again: where every start compiles the SYCL kernels, what has libsycl keep them; else "".
     kernel_trials: operations of SYCL against torch's; where there is none, an accelerator's torch against the CPU's.
     sums: by dtype, what computes attention in parts, where that depends on torch's version (`attention.sums`).
     mpi_library: path of the libmpi that is loaded; system_mpi: an mpiexec of no Python environment; python_prefix: the
@@ -98,6 +100,7 @@ class RankFacts:
     mpi_library: str
     system_mpi: str
     python_prefix: str
+    compiles_again: str = ""
     kernel_trials: tuple[KernelTrial, ...] = ()
     device_name: str = ""
     drawback: str = ""
@@ -230,6 +233,7 @@ def gather_rank(transport: Any, launch: Launch, kernels: str, look_at_sycl: bool
         mpi_library=loaded_mpi(),
         system_mpi=system_mpiexec() or "",
         python_prefix=sys.prefix,
+        compiles_again="" if opened is None or opened.library.kept else keep_remedy(),
         kernel_trials=tuple(tried),
         device_name="" if on_cpu else str(properties_of(device).name),
         drawback=getattr(transport, "drawback", ""),
