@@ -129,23 +129,26 @@ def test_kernels_that_are_gone_are_compiled_again_and_kept(top: Path) -> None:
 
 
 @pytest.mark.parametrize("keeps", [True, False])
-def test_ranks_that_start_together_wait_for_the_first_alone(keeps, sycl_on_cpu: SyclOps, monkeypatch, tmp_path):
+@pytest.mark.parametrize("before", [None, "gone.bin"])
+def test_ranks_that_start_together_wait_for_the_first_alone(before, keeps, sycl_on_cpu: SyclOps, monkeypatch, tmp_path):
     """The first compiles under a lock, twice where that keeps more; the others take what it left, or where it left
-    nothing compile side by side."""
+    nothing compile side by side. So it is where a marker names what is gone."""
     monkeypatch.setenv(CACHE, str(tmp_path / "kernels"))
-    lock, running, most, compiled = threading.Lock(), 0, 0, list[int]()
+    if before is not None:
+        (tmp_path / "built-a_device").write_text(before)
+    lock, running, compiled, beside = threading.Lock(), 0, list[int](), list[int]()
 
     def compile_slowly(*_: object) -> int:
-        nonlocal running, most
+        nonlocal running
         with lock:
             running += 1
-            most = max(most, running)
             compiled.append(threading.get_ident())
         time.sleep(0.2)
         if keeps:
             (tmp_path / "kernels").mkdir(exist_ok=True)
             (tmp_path / "kernels" / "0.bin").touch()
         with lock:
+            beside.append(running)
             running -= 1
         return 1
 
@@ -160,7 +163,8 @@ def test_ranks_that_start_together_wait_for_the_first_alone(keeps, sycl_on_cpu: 
     for thread in threads:
         thread.join()
     first = 2 if keeps else 1
-    assert len(set(compiled[:first])) == 1 and len(compiled) == first + 11 and most > 1
+    assert len(set(compiled[:first])) == 1 and len(compiled) == first + 11
+    assert {*beside[:first]} == {1} and max(beside) > 1
     assert read_marker(tmp_path / "built-a_device") is keeps and {rank.kept for rank in ranks} == {keeps}
 
 
