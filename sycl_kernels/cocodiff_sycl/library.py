@@ -243,10 +243,9 @@ class Library:
 
 
 def _device_remedy() -> str:
-    selector = os.environ.get("ONEAPI_DEVICE_SELECTOR")
-    if selector and "cpu" not in selector:  # as of Aurora's module
-        return f"ONEAPI_DEVICE_SELECTOR={selector} hides a CPU: add ;opencl:cpu"
-    return "a CPU needs intel-opencl-rt, as in cocodiff[sycl]"
+    remedy, selector = "a CPU needs intel-opencl-rt, as in cocodiff[sycl]", os.environ.get("ONEAPI_DEVICE_SELECTOR")
+    # Aurora's module sets one of GPUs alone.
+    return remedy + (f", and a place in ONEAPI_DEVICE_SELECTOR={selector}: add ;opencl:cpu" if selector else "")
 
 
 def _error_of(c: ctypes.CDLL) -> str:

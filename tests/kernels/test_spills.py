@@ -10,14 +10,13 @@ import re
 import pytest
 from cocodiff_sycl.build import kernel_source
 from cocodiff_sycl.library import GPU_LANES
-from cocodiff_sycl.ops import SyclOps
 from cost_report import Row, hot_loop
 from intel_compiler import OCLOC, Usage, compile_native, find_ocloc
 
 
 @pytest.mark.processes
 @pytest.mark.skipif(OCLOC not in os.environ, reason=f"no {OCLOC}: tests/kernels/ocloc FOLDER fetches Intel's compiler")
-def test_no_kernel_spills_on_the_device(sycl_on_cpu: SyclOps, tmp_path):
+def test_no_kernel_spills_on_the_device(tmp_path):
     """All kernels of all dtypes, at the width that is launched. The CPU device never shows this."""
     usage = compile_native(kernel_source(GPU_LANES, gpu=True), "pvc", find_ocloc(), tmp_path)
     assert {one.name for one in usage} == set(re.findall(r"^KERNEL\((\w+)\)", kernel_source(GPU_LANES), re.MULTILINE))
