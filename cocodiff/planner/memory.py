@@ -156,7 +156,7 @@ class Load:
     branches: int = 1
     state: Costs | None = None
     split: Split | None = None
-    job_nodes: int = 1  # of all ranks that exchange messages, where those that share a sequence are a part of them
+    job: tuple[int, int] = (1, 1)  # ranks and nodes of a whole job, of which those that share a sequence are a part
 
     def tokens(self, name: str) -> int:
         """Of the segments of this name."""
@@ -269,8 +269,8 @@ def size_run(shape: ModelShape, topology: Topology, load: Load, mesh: Mesh | Non
     those of a Ulysses group heads."""
     mesh = mesh or Mesh.build(topology)
     caches, active = run_cache(shape, topology, load, mesh), activations(shape, mesh, load)
-    device, nodes = topology.machine.device, max(topology.nodes, load.job_nodes)
-    library = int(MIB * ((topology.size > 1) * device.library_mib + (nodes > 1) * device.across_mib))
+    device, (ranks, nodes) = topology.machine.device, max((topology.size, topology.nodes), load.job)
+    library = int(MIB * ((ranks > 1) * device.library_mib + (nodes > 1) * device.across_mib))
     held = {"weights": weights_held(shape, load), "library": library}
     return [replace(one, activations=most, **held) for one, most in zip(caches, active, strict=True)]
 

@@ -85,10 +85,12 @@ def test_a_faulty_environment_ends_with_1_and_remedies(tmp_path: Path) -> None:
 
 def test_what_doctor_writes_gives_access_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     secrets = {"PMI_SHARED_SECRET": "s3cret", "AWS_ID": "1", "https_proxy": "http://me:s3cret@proxy:3128"}
+    secrets |= {"PYTORCH_XPU_ALLOC_CONF": "expandable_segments:True"}
     for name, value in secrets.items():
         monkeypatch.setenv(name, value)
     told = environment()
     assert told["https_proxy"] == "http://...@proxy:3128" and "s3cret" not in str(told) and "AWS_ID" not in told
+    assert told["PYTORCH_XPU_ALLOC_CONF"] == "expandable_segments:True", "a check reads it"
 
 
 @pytest.mark.parametrize(
