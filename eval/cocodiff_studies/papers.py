@@ -110,8 +110,7 @@ def run_paper(values: dict[str, Any]) -> dict[str, Any]:
     say("\n".join(lines_of(fits)))
     constants = fits["flat_serial"].constants
     # Figure 11 does not tell what launches and the host's waits for them cost, nor what its library kept of a tile.
-    unknown = dict.fromkeys(("launch_us", "wait_us", "library_mib", "across_mib"), 0.0)
-    free = replace(machine, device=replace(machine.device, **unknown))
+    free = replace(machine, device=replace(machine.device, launch_us=0, wait_us=0, library_mib=0, across_mib=0))
     planned = Planned(constants.machine(free))
     rows = [row for where, runs in CASES.items() for run in runs for row in planned.rows(where, run)]
     say("\nplanned with these constants: ms a step, and in % what the all-to-all takes of it")
