@@ -293,19 +293,22 @@ true"""
     fake(tmp_path / "venv/bin/pip", "exit 1")
     words = {"MODELS": "sd3.5", "SIZES": "768", "VENV": "venv", "NODES": "1", "OUT": "out"}
 
-    def start() -> tuple[int, list[str]]:
+    def start() -> tuple[str, list[str]]:
+        """The names of what failed, and the benchmarks that were started."""
         record.unlink(missing_ok=True)
         done = started(tmp_path / "launch/campaign.pbs", **words)
-        return done.returncode, [line for line in record.read_text().splitlines() if " bench " in line]
+        failed = re.findall(r"failed: (.*); submit", done.stderr)
+        assert done.returncode == len(failed), done.stderr
+        return " ".join(failed), [line for line in record.read_text().splitlines() if " bench " in line]
 
-    code, first = start()
-    assert code == 1 and len(first) == 5  # the all-to-all, three batches and the largest one
+    failed, first = start()
+    assert failed == "step-1-sd3.5-768-2" and len(first) == 5  # the all-to-all, three batches and the largest one
     assert (tmp_path / "out/step-1-sd3.5-768-4/refused").read_text() == "too large\n"
     assert not (tmp_path / "out/step-1-sd3.5-768-2").exists()
     (tmp_path / "mended").touch()
-    code, second = start()
-    assert code == 0 and len(second) == 1 and "--size 768 --batch 2" in second[0]
-    assert start() == (0, [])
+    failed, second = start()
+    assert failed == "" and len(second) == 1 and "--size 768 --batch 2" in second[0]
+    assert start() == ("", [])
 
 
 def contents(folder: Path) -> dict[str, str]:

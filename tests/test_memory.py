@@ -353,6 +353,13 @@ def test_a_run_that_cannot_fit_is_refused_before_it_starts(settings, remedy, mon
             run_on(monkeypatch, free, **settings)
 
 
+def test_a_run_is_not_refused_for_what_the_library_has_taken_before(monkeypatch, tmp_path):
+    """What is free is told without that."""
+    machine = tmp_path / "m.yaml"
+    machine.write_text("{name: m, tiles: 1, planes: [0], device: {library_mib: 4096}}")
+    assert run_on(monkeypatch, 2**30, machine=str(machine)) == 3
+
+
 def activations_of_the_run() -> int:
     model = FAMILIES["sd3"][0](4)
     shape = shape_of_config(family_of(model), model.config, 1)
