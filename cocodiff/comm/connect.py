@@ -57,7 +57,8 @@ def overlap_killers(environment: Mapping[str, str], library: str, device: str) -
         ("CUDA_LAUNCH_BLOCKING", device == "cuda", "makes every kernel launch wait for its end"),
     ]
     on = {name for name, _, _ in switches if environment.get(name, "").strip().lower() in ("1", "true", "yes", "on")}
-    found = [Killer(f"{name}=1", harm, f"unset {name}") for name, matters, harm in switches if matters and name in on]
+    # Aurora's module sets CCL_OP_SYNC for collectives that are wrong without.
+    found = [Killer(f"{n}=1", why, f"unset {n} unless modules set it") for n, read, why in switches if read and n in on]
     if library in ONECCL and device == "xpu" and environment.get("CCL_ATL_TRANSPORT", "").lower() == "ofi":
         harm = "makes oneCCL synchronous on GPU buffers"
         found.append(Killer("CCL_ATL_TRANSPORT=ofi", harm, "export CCL_ATL_TRANSPORT=mpi"))

@@ -19,8 +19,8 @@ from typing import Any
 
 from cocodiff.comm.launch import Launch
 from cocodiff.config.config import shipped_names
-from cocodiff.config.errors import check_choice
-from cocodiff.jobs.folder import OutputFolder
+from cocodiff.config.errors import OwnRankError, UserError, check_choice
+from cocodiff.jobs.folder import REFUSED, OutputFolder
 from cocodiff.jobs.options import parse, with_settings
 from cocodiff.jobs.ranks import run_holding, settle
 from cocodiff.jobs.terminal import say
@@ -73,6 +73,12 @@ def import_engine(_values: Values) -> None:
 
 
 def run(benchmark: Any, values: Values, output: OutputFolder, transport: Any) -> None:
-    """One rank's part; returns when rank 0 has written the results."""
-    benchmark.measure(values, output, transport)
+    """One rank's part; returns when rank 0 has written the results. Where these ranks cannot measure it, such as what
+    does not fit a tile, rank 0 writes the reason to a file: a launcher may change the exit code."""
+    try:
+        benchmark.measure(values, output, transport)
+    except UserError as error:
+        if transport.rank == 0 and not isinstance(error, OwnRankError):
+            (output.final / REFUSED).write_text(f"{error}\n")
+        raise
     transport.broadcast_object(None)

@@ -94,5 +94,6 @@ def test_rank_0_says_so_in_one_line_at_the_start(monkeypatch, caplog):
             of_rank = SimpleNamespace(library="xccl", rank=rank, device=XPU, drawback="")
             tell_of_blocking(of_rank)
     assert [record.getMessage() for record in caplog.records] == [
-        "messages will not be hidden: CCL_OP_SYNC=1 makes every oneCCL call wait for its end (unset CCL_OP_SYNC)"
+        "messages will not be hidden: CCL_OP_SYNC=1 makes every oneCCL call wait for its end "
+        "(unset CCL_OP_SYNC unless modules set it)"
     ]

@@ -6,7 +6,9 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,9 @@ from cocodiff.cli.doctor import command as doctor
 from cocodiff.cli.doctor.facts import environment
 from cocodiff.cli.main import main
 from cocodiff.comm.health import Health
+from cocodiff.config.config import load_machine
 from cocodiff.config.errors import OwnRankError
+from cocodiff.config.machine import Topology
 
 pytestmark = pytest.mark.processes
 
@@ -85,10 +89,23 @@ def test_a_faulty_environment_ends_with_1_and_remedies(tmp_path: Path) -> None:
 
 def test_what_doctor_writes_gives_access_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     secrets = {"PMI_SHARED_SECRET": "s3cret", "AWS_ID": "1", "https_proxy": "http://me:s3cret@proxy:3128"}
+    secrets |= {"PYTORCH_XPU_ALLOC_CONF": "expandable_segments:True"}
     for name, value in secrets.items():
         monkeypatch.setenv(name, value)
     told = environment()
     assert told["https_proxy"] == "http://...@proxy:3128" and "s3cret" not in str(told) and "AWS_ID" not in told
+    assert told["PYTORCH_XPU_ALLOC_CONF"] == "expandable_segments:True", "a check reads it"
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_what_a_model_needs_has_what_the_library_of_messages_takes(nodes: int) -> None:
+    """By the machine's file, also more across nodes."""
+    values, aurora = {"model": "sd3.5", "size": 1024, "batch": 1}, Topology.build(load_machine("aurora"), 12 * nodes)
+    device = replace(aurora.machine.device, library_mib=0, across_mib=0)
+    silent = replace(aurora, machine=replace(aurora.machine, device=device))
+    with_library, without = (doctor.needed(values, one, SimpleNamespace(rank=0)) for one in (aurora, silent))
+    assert with_library is not None and without is not None
+    assert with_library - without == (384 + 1024 * (nodes - 1)) * 2**20
 
 
 # Forked ranks, on each of which opening the kernels for the first time takes so many seconds; tells which ones do.

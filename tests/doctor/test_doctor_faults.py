@@ -153,16 +153,30 @@ WRONG: dict[str, tuple[Change, str, str]] = {
     "wrong numbers": (wrong_trials(1, 12), "FAULT all-to-all", "bfloat16 4096 3 [5] --transport"),
     "wrong where calls overlap": (wrong_trials(12), "FAULT all-to-all", "bfloat16 4096 --messages alltoall"),
     "wrong in many cases": (wrong_trials(*[1] * 5), "FAULT all-to-all", "bfloat16 ...:"),
-    "nothing hidden": (job(overlap=Overlap(1.0, 2.0, 2.51)), "FAULT overlap", "49% 1000.0 2000.0 2510.0"),
+    "nothing hidden": (job(overlap=Overlap(1.0, 2.0, 2.51)), "warn overlap", "49% 1000.0 2000.0 2510.0"),
     "nothing hidden in safe mode": (
         both(SAFE, job(overlap=Overlap(1.0, 1.0, 2.0))),
         "warn overlap, warn settings",
-        "0% SAFE",
+        "0% CCL_OP_SYNC=1",
     ),
-    "calls that wait": (setting(CCL_OP_SYNC="1"), "FAULT settings", "CCL_OP_SYNC=1 unset"),
-    "calls that wait on one rank": (setting(7, CCL_OP_SYNC="1"), "FAULT settings", "CCL_OP_SYNC=1"),
-    "safe mode": (SAFE, "warn settings", "CCL_OP_SYNC=1 SAFE"),
-    "ofi": (setting(CCL_ATL_TRANSPORT="ofi"), "FAULT settings", "ofi CCL_ATL_TRANSPORT=mpi"),
+    "calls that wait": (setting(CCL_OP_SYNC="1"), "warn settings", "CCL_OP_SYNC=1 unset"),
+    "calls that wait on one rank": (setting(7, CCL_OP_SYNC="1"), "warn settings", "CCL_OP_SYNC=1"),
+    "ofi": (setting(CCL_ATL_TRANSPORT="ofi"), "warn settings", "ofi CCL_ATL_TRANSPORT=mpi"),
+    "memory that grows": (
+        setting(PYTORCH_ALLOC_CONF="max_split_size_mb:64, expandable_segments: True"),
+        "FAULT settings",
+        "PYTORCH_ALLOC_CONF=max_split_size_mb:64 unset",
+    ),
+    "memory of XPU that grows, on one rank": (
+        setting(7, PYTORCH_XPU_ALLOC_CONF="expandable_segments:true"),
+        "FAULT settings",
+        "PYTORCH_XPU_ALLOC_CONF",
+    ),
+    "memory that grows by CUDA's name": (
+        setting(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"),
+        "FAULT settings",
+        "PYTORCH_CUDA_ALLOC_CONF",
+    ),
     "another library's": (both(setting(CCL_OP_SYNC="1"), ranks(library="gloo")), "warn settings", "CCL_OP_SYNC gloo"),
     "oneCCL without PALS": (setting(CCL_PROCESS_LAUNCHER="none"), "warn settings", "PALS pmix"),
     "no room": (ranks(4, 6, free=GIB), "FAULT memory, warn memory", "1.00 4, 4.00 4, 6"),
@@ -236,9 +250,18 @@ JUST_ENOUGH: dict[str, Change] = {
     "copies of a host": both(ranks(library="host memory over mpi"), job(issues=BLOCKED)),
     "ranks on a tile, by its host": both(ranks(5, tile="uuid-4"), ranks(library="host memory over mpi")),
     "a value that switches nothing on": setting(CCL_OP_SYNC="0"),
+    "memory that does not grow": setting(PYTORCH_ALLOC_CONF="expandable_segments:False,max_split_size_mb:64"),
+    "a like setting of something else": setting(OTHER_ALLOC_CONF="expandable_segments:True"),
     "SYCL that was not wanted": ranks(0, sycl="", no_sycl="torch was asked for", kernels="torch"),
     "more tiles than the machine has": ranks(tiles_seen=13),
 }
+
+
+def test_memory_that_grows_is_no_fault_where_oneccl_does_not_send_it() -> None:
+    grows = setting(PYTORCH_ALLOC_CONF="expandable_segments:True")
+    on_cuda = ranks(device="cuda:0", library="nccl")
+    for change in (both(on_cuda, grows), both(ON_CPU, grows)):
+        assert [one for one in wrong(examine(change(healthy_job()))) if one.check == "settings"] == []
 
 
 @pytest.mark.parametrize("name", JUST_ENOUGH)
