@@ -62,7 +62,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
     check_counts(values, "ranks", "batch", "size")
     if not values["patience_s"] > 0:
         raise UserError(f"--patience_s {values['patience_s']}: give a number of seconds above 0")
-    settle(values, launch)
+    launch, _ = settle(values, launch)
     config = engine_record()(**engine_settings(values))
     load_machine(config.machine)
     output = OutputFolder(values["out"], values["overwrite"])

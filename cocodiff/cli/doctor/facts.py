@@ -17,7 +17,7 @@ import torch
 
 from cocodiff.attention.sums import TRIED, kernel_of
 from cocodiff.comm.launch import Launch, emulated, system_mpiexec
-from cocodiff.comm.mpi import lacking_shared_memory
+from cocodiff.comm.mpi_start import lacking_shared_memory
 from cocodiff.config.grouping import by_key
 from cocodiff.config.machine import Topology
 from cocodiff.config.text_table import spans
@@ -78,7 +78,6 @@ class RankFacts:
     local_rank: int
     launcher: str
     local_size: int | None
-    world: int | None
     versions: dict[str, str | None]
     environment: dict[str, str]
     library: str
@@ -210,7 +209,6 @@ def gather_rank(transport: Any, launch: Launch, kernels: str, look_at_sycl: bool
         local_rank=launch.local_rank,
         launcher=launch.kind,
         local_size=launch.local_size,
-        world=launch.size,
         versions=versions(),
         environment=environment(),
         library=getattr(transport, "library", "none") if transport.size > 1 else "none",
