@@ -9,6 +9,8 @@ from collections.abc import Iterable
 
 import pytest
 
+from cocodiff.comm.launch import Launch
+from cocodiff.jobs.ranks import settle
 from cocodiff.jobs.terminal import THREADS, limit_threads, threads
 
 ME, LAUNCHER = 0, os.getppid()
@@ -61,6 +63,16 @@ def test_ranks_that_are_forked_here_divide_what_this_process_has(monkeypatch):
     Kernel(monkeypatch, range(4, 8), 208, NODE)
     limit_threads(4)
     assert threads() == dict.fromkeys(THREADS, "1")
+
+
+@pytest.mark.parametrize(
+    ("launch", "share"), [(Launch("mpi", 13, 24, 1, 12), 4), (Launch("torchrun", 13, 24, 1, 12), 4), (Launch(), 2)]
+)
+def test_commands_know_who_has_started_their_ranks(monkeypatch, launch, share):
+    Kernel(monkeypatch, range(4, 8), 208, NODE)
+    monkeypatch.setattr("gc.disable", lambda: None)
+    settle({"log_level": "info", "ranks": 2}, launch)
+    assert threads() == dict.fromkeys(THREADS, str(share))
 
 
 def forbid(*_: object) -> None:

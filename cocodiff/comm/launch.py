@@ -52,7 +52,7 @@ class Meeting:
 @dataclass(frozen=True)
 class Launch:
     """kind: "alone", "forked", "torchrun" (or srun) or "mpi". Rank and size may be None where MPI's does not say.
-    guessed: the size is that of a job which starts this node's number of ranks on every one of its nodes."""
+    guessed: the size is that of a launch with as many ranks as here on every node of the job: it may have fewer."""
 
     kind: str = "alone"
     rank: int | None = 0
@@ -99,8 +99,8 @@ def detect(environment: Mapping[str, str] | None = None) -> Launch:
 
 
 def _without_size(env: Mapping[str, str], rank: int) -> Launch:
-    """The launch of a rank whose MPI launcher tells no size. Where the number of this rank shows that COCODIFF_RANKS is
-    wrong, the size is None: ranks below it cannot see that, and all are told when they have met."""
+    """Return the launch of a rank whose MPI launcher tells no size. Where this rank's number shows that COCODIFF_RANKS
+    is wrong, the size is None: ranks of lower numbers cannot see that, and all hear it when they have met."""
     size, local_size, guessed = _number(env, (RANKS,)), _number(env, LOCAL_SIZE), False
     if size is None and "PALS_LOCAL_SIZE" in env and local_size:
         with suppress(OSError, ValueError):  # the file has a line for each node; some schedulers' one for each rank

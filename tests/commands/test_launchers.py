@@ -132,6 +132,29 @@ def test_several_ranks_of_unknown_number_are_too_many_for_verify(monkeypatch: py
     assert "verify starts its ranks itself" in capsys.readouterr().err
 
 
+JOINS = """
+    import torch
+    from cocodiff.comm.connect import connect
+    from cocodiff.comm.health import Limits
+    from cocodiff.comm.launch import detect
+
+    launch = detect()
+    transport = connect(launch, "mpi", torch.device("cpu"), {}, Limits(start_s=60.0))
+    print(f"told {launch.size}, found {transport.size}")
+    transport.close()
+"""
+
+
+@pytest.mark.full
+def test_a_script_is_not_refused_for_what_is_only_a_guess(tmp_path: Path) -> None:
+    """As on one node of a job of two."""
+    (tmp_path / "nodes").write_text("x1.host\nx2.host\n")
+    (tmp_path / "joins.py").write_text(textwrap.dedent(JOINS))
+    done = pals(2, f"PBS_NODEFILE={tmp_path / 'nodes'}", tmp_path / "joins.py")
+    assert_succeeded(done)
+    assert done.stdout.count("told 4, found 2") == 2
+
+
 COUNTS = """
     import os, sys, time
     from pathlib import Path
