@@ -1,5 +1,5 @@
 """How this process was started: alone, forked by us, by torchrun, or by an MPI launcher; on an emulated machine or not;
-and where an MPI launcher is. Reads the environment only."""
+and where an MPI launcher is. Reads the environment, and the list of nodes that it names, alone."""
 
 from __future__ import annotations
 
