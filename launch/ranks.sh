@@ -153,6 +153,7 @@ start_ranks() {
     if [ -n "${CPU_BIND:-}" ]; then bind=("--cpu-bind=verbose,list:$CPU_BIND"); fi
     case $LAUNCHER in
         pals)
+            export COCODIFF_RANKS=$ranks # cocodiff: PALS tells a rank how many there are on its node alone
             run mpiexec --pmi=pmix --envall --line-buffer -n "$ranks" --ppn "$RANKS_PER_NODE" --hostfile "$HOSTFILE" \
                 ${bind[@]+"${bind[@]}"} ${more[@]+"${more[@]}"} "$VENV/bin/cocodiff" "$@"
             ;;

@@ -17,8 +17,6 @@ from typing import NamedTuple
 import pytest
 from launching import fake, find_mpiexec
 
-from cocodiff.comm.launch import detect
-
 ROOT = Path(__file__).parents[1]
 LAUNCH = ROOT / "launch"
 JOBS = ("aurora.pbs", "campaign.pbs", "generic.pbs", "slurm.sbatch")
@@ -476,8 +474,16 @@ def launcher_flags(line: str) -> list[str]:
     return [word.partition("=")[0] for word in words if word.startswith("-")]
 
 
-@pytest.mark.parametrize("rank", [0, 13])
-def test_what_pals_tells_is_understood(rank):
-    told = {"PALS_RANKID": str(rank), "PALS_LOCAL_RANKID": str(rank % 12), "PALS_SIZE": "24", "PALS_LOCAL_SIZE": "12"}
-    launch = detect(told)
-    assert (launch.kind, launch.rank, launch.local_rank, launch.local_size) == ("mpi", rank, rank % 12, 12)
+def test_ranks_of_each_start_are_told_how_many_they_are(tmp_path):
+    """A campaign starts ranks on one node after those on all of them."""
+    shutil.copytree(LAUNCH, tmp_path / "launch")
+    fake(tmp_path / "bin/module")
+    fake(tmp_path / "bin/mpiexec", 'echo "told $COCODIFF_RANKS: $*"')
+    fake(tmp_path / "venv/bin/cocodiff")
+    fake(tmp_path / "venv/bin/pip", "exit 1")
+    words = {"MODELS": "sd3.5", "SIZES": "768", "BATCHES": "1", "VENV": "venv", "NODES": "2", "OUT": "out"}
+    for script, sizes in (("campaign.pbs", {12, 24}), ("aurora.pbs", {12})):
+        done = started(tmp_path / "launch" / script, COCODIFF_RANKS="7", **words | {"NODES": str(max(sizes) // 12)})
+        assert done.returncode == 0, done.stderr
+        starts = re.findall(r"(?m)^told (\d+): .* -n (\d+) --ppn 12 .*/bin/cocodiff ", done.stdout)
+        assert {(int(told), int(ranks)) for told, ranks in starts} == {(size, size) for size in sizes}

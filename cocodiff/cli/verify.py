@@ -41,8 +41,8 @@ OPTIONS = (
 def start(words: Sequence[str], launch: Launch) -> int:
     values = parse("verify", ABOUT, OPTIONS, words)
     check_counts(values, "steps", "height", "width", "frames", "ranks")
-    if (launch.size or 1) > 1:
-        raise UserError(f"verify starts its ranks itself, and here are {launch.size} of them: start it once")
+    if launch.size != 1:
+        raise UserError(f"verify starts its ranks itself, and here are {launch.size or 'some'} of them: start it once")
     quiet_libraries(values["log_level"])
     from cocodiff.engine.verification import verify
 

@@ -255,16 +255,20 @@ def _meet_at_store(launch: Launch, limits: Limits) -> _Meeting:
 
 def _meet_over_mpi(launch: Launch, limits: Limits) -> _Meeting:
     """MPI tells rank 0's word, and where the ranks will find torch.distributed's store."""
-    from cocodiff.comm.mpi import broadcast_over_mpi, initialised_mpi
+    from cocodiff.comm.mpi_start import broadcast_over_mpi, check_told_size, initialised_mpi
     from cocodiff.comm.presence import Presence, limited_start
 
-    with limited_start(limits, launch.rank, Presence.of_job(launch), "MPI_Init"):
+    presence = Presence.of_job(launch)
+    with limited_start(limits, launch.rank, presence, "MPI_Init"):
         mpi = initialised_mpi()
         world = mpi.COMM_WORLD
+        check_told_size(launch, world)
         rank, size = world.Get_rank(), world.Get_size()
         one_host = world.Split_type(mpi.COMM_TYPE_SHARED).Get_size() == size
         listener = _listen(one_host, size) if rank == 0 else None
         word = broadcast_over_mpi(world, _invitation(listener, one_host) if listener is not None else None)
+    if presence is not None:
+        presence.withdraw()
     return _accepted(rank, size, word, listener, None)
 
 
@@ -378,7 +382,7 @@ def _initialise(meeting: _Meeting, backend: str, device: torch.device, limits: L
 
 def _store_over_mpi(meeting: _Meeting, limits: Limits) -> Any:
     """A store on rank 0, at a port that is free there and that MPI tells the others."""
-    from cocodiff.comm.mpi import broadcast_over_mpi, initialised_mpi
+    from cocodiff.comm.mpi_start import broadcast_over_mpi, initialised_mpi
 
     limit, port = timedelta(seconds=limits.start_s), None
     if meeting.rank == 0:

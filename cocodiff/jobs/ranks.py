@@ -25,7 +25,8 @@ from functools import partial
 from typing import Any
 
 from cocodiff.comm.launch import Launch, Meeting
-from cocodiff.comm.peers import BEAT_S
+from cocodiff.comm.mpi_start import count_ranks
+from cocodiff.comm.peers import BEAT_S, Limits
 from cocodiff.config.config import Config
 from cocodiff.config.errors import OwnRankError, PeerLost, UserError
 from cocodiff.jobs.children import StopRequest, check_room, fork, signal_all, stop_requests
@@ -349,15 +350,18 @@ def read_loss(text: str) -> PeerLost | None:
 # Of every command that runs on ranks ----------------------------------------------------------------------------------
 
 
-def settle(values: dict[str, Any], launch: Launch) -> int:
-    """Quiets libraries and shares cores, before torch is imported. Returns how many ranks. Raises UserError."""
+def settle(values: dict[str, Any], launch: Launch) -> tuple[Launch, int]:
+    """Quiets libraries and shares cores, before torch is imported. Returns the launch, whose size MPI was asked for
+    where nobody has told it, and how many ranks there are. Raises UserError."""
     gc.disable()  # until ranks run: a tenth of the time would go into a search for garbage among what imports leave
     quiet_libraries(values["log_level"])
+    if launch.size is None or launch.guessed:
+        launch = count_ranks(launch, Limits(values["timeout_s"], values.get("start_timeout_s", Limits.start_s)))
     ranks = (values["ranks"] if launch.kind == "alone" else launch.size) or 1
-    limit_threads(launch.local_size or ranks)
+    limit_threads(launch.local_size or ranks, launched=launch.kind != "alone")
     if launch.kind == "alone":
         check_room(ranks)
-    return ranks
+    return launch, ranks
 
 
 def run_holding(

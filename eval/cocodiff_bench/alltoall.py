@@ -191,7 +191,7 @@ def flat_serial(transport: Any) -> Variant:
 
 
 def mpi_alltoall(_transport: Any) -> Variant:
-    from cocodiff.comm.mpi import initialised_mpi
+    from cocodiff.comm.mpi_start import initialised_mpi
 
     world = initialised_mpi().COMM_WORLD.Dup()
 

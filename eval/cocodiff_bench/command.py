@@ -53,12 +53,11 @@ def start(words: Sequence[str], launch: Launch) -> int:
     benchmark = import_module(f"cocodiff_bench.{module_of(words)}")
     values = parse(f"bench {words[0]}", benchmark.ABOUT, with_settings(benchmark.OPTIONS, of_benchmarks), words[1:])
     given = os.environ.get("OMP_NUM_THREADS")
-    settle(values, launch)
+    launch, ranks = settle(values, launch)
     if not given:  # some benchmarks have imported torch by now
         import torch
 
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    ranks = (values["ranks"] or 1) if launch.kind == "alone" else launch.size
     config = engine_config(values)
     benchmark.check(values, ranks)
     output = OutputFolder(values["out"], values["overwrite"])

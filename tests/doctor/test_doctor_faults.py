@@ -42,11 +42,11 @@ NICS = tuple(Nic(f"cxi{n}", (n // 4,)) for n in range(8))
 Change = Callable[[Facts], Facts]
 
 
-def healthy_rank(rank: int, world: int, host: str) -> RankFacts:
+def healthy_rank(rank: int, host: str) -> RankFacts:
     local = rank % 12
     socket = local // 6
     first = 4 + 4 * local if local < 6 else 56 + 4 * (local - 6)
-    own = {"rank": rank, "world": world, "host": host, "local_rank": local, "tile": f"uuid-{local}", "nics": NICS}
+    own = {"rank": rank, "host": host, "local_rank": local, "tile": f"uuid-{local}", "nics": NICS}
     own |= {"card": Card(f"0000:{local // 2:02x}:00.0", (socket,)), "cores": tuple(range(first, first + 4))}
     own |= {"sockets": (socket,), "device": f"xpu:{local}"} | ({"sycl": ""} if local else {})
     return RankFacts(**NODES["aurora"] | own)
@@ -54,7 +54,7 @@ def healthy_rank(rank: int, world: int, host: str) -> RankFacts:
 
 def healthy_job(world: int = 12, host_of: Callable[[int], int] = lambda rank: rank // 12) -> Facts:
     return Facts(
-        [healthy_rank(rank, world, f"x{host_of(rank) + 1}") for rank in range(world)],
+        [healthy_rank(rank, f"x{host_of(rank) + 1}") for rank in range(world)],
         topology_of("aurora", world),
         [AllToAll("float32", 64, 1e-3)],
         Overlap(1.0, 1.0, 1.05),
@@ -110,7 +110,6 @@ WRONG: dict[str, tuple[Change, str, str]] = {
     "no diffusers": (ranks(versions={"diffusers": None}), "FAULT versions", "diffusers >=0.42"),
     "mixed torch": (ranks(3, versions={"torch": "2.11.0"}), "FAULT versions", "torch 2.11.0 3"),
     "another torch's IPEX": (ranks(versions={IPEX: "2.8.10"}), "warn versions", "IPEX 2.8.10 2.10.0a0"),
-    "foreign MPI": (ranks(world=144), "FAULT launch", "144 12"),
     "uneven hosts": (two_hosts(lambda rank: rank // 11 % 2), "FAULT launch, FAULT tiles, warn cores", "x1 13 12 --ppn"),
     "round-robin": (two_hosts(lambda rank: rank % 2), "FAULT launch, FAULT tiles, warn cores", "x2 2 nodes"),
     "more hosts than nodes": (
@@ -138,6 +137,7 @@ WRONG: dict[str, tuple[Change, str, str]] = {
     "far from its card": (ranks(7, sockets=(0,), cores=(50,)), "FAULT cores", "7 0 x1 0000:03:00.0 1 --cpu-bind"),
     "unbound": (ranks(sockets=(0, 1), cores=tuple(range(208))), "warn cores", "0-11 --cpu-bind"),
     "shared cores": (ranks(1, cores=(7, 12)), "warn cores", "0-2 x1 --cpu-bind"),
+    "idle cores": (setting(3, 4, OMP_NUM_THREADS="1"), "warn cores", "3-4 x1 OMP_NUM_THREADS=4"),
     "workers on a rank's core": (setting(CCL_WORKER_AFFINITY="4,42"), "warn cores", "4,42 0 x1"),
     "an unknown NIC": (setting(3, FI_CXI_DEVICE_NAME="cxi9"), "FAULT nics", "3 cxi9 x1 cxi0, cxi7"),
     "a NIC far away": (setting(3, FI_CXI_DEVICE_NAME="cxi4"), "FAULT nics", "3 0, cxi4 1"),
@@ -226,7 +226,7 @@ def test_every_check_can_find_something_wrong() -> None:
         healthy_job(),
         setting(CCL_TOPO_COLOR=f"card:{{0,1}},{{2,3}};{PLANES}")(healthy_job(24)),
         both(ON_CPU, job(overlap=Overlap(1.0, 1.0, 2.0), issues=BLOCKED))(healthy_job()),
-        Facts([replace(healthy_rank(0, 1, "x1"), launcher="alone", local_size=None)], topology_of("aurora", 12)),
+        Facts([replace(healthy_rank(0, "x1"), launcher="alone", local_size=None)], topology_of("aurora", 12)),
     ],
     ids=["aurora", "two nodes", "cpu", "alone"],
 )
@@ -245,6 +245,9 @@ JUST_ENOUGH: dict[str, Change] = {
     "nine tenths of a tile free": ranks(free=36 * GIB, total=40 * GIB),
     "half hidden": job(overlap=Overlap(2.0, 1.0, 2.5)),
     "calls that return in time": job(issues=[Issue("a", 64, 10, 2e-4, 2e-4), Issue("a", 64, 1, 1e-3, 2e-3)]),
+    "a thread for each core": setting(OMP_NUM_THREADS="4"),
+    "a thread of ranks on the same cores": both(ranks(cores=(4, 5)), setting(OMP_NUM_THREADS="1"), ON_CPU),
+    "threads that are told by levels": setting(OMP_NUM_THREADS="2,1"),
     "a NIC of the rank's socket": setting(3, FI_CXI_DEVICE_NAME="cxi3, cxi4"),
     "a colour of more tiles than ranks": setting(CCL_TOPO_COLOR=f"{PLANES},{{12,13}}"),
     "copies of a host": both(ranks(library="host memory over mpi"), job(issues=BLOCKED)),

@@ -13,6 +13,7 @@ from cocodiff.cli.doctor.facts import Facts, Issue, RankFacts, by_value, name_ra
 from cocodiff.comm.connect import overlap_killers
 from cocodiff.comm.host import THROUGH_HOST
 from cocodiff.config.grouping import by_key
+from cocodiff.jobs.terminal import THREADS
 from cocodiff.kernels.trial import KernelTrial
 
 FAULT, WARNING, NOTE, GOOD = "fault", "warning", "note", "ok"
@@ -92,11 +93,8 @@ def check_versions(facts: Facts, found: Findings) -> None:
 
 
 def check_launch(facts: Facts, found: Findings) -> None:
-    """Did launcher, MPI and transport find the same ranks?"""
+    """Are there as many ranks on every host as the launcher and the machine file say?"""
     first, hosts, size, nodes = facts.ranks[0], facts.hosts(), len(facts.ranks), facts.topology.nodes
-    if first.world is not None and first.world != size:
-        text = f"the launcher started {first.world} rank(s), but they found {size} of them together"
-        found.fault(text, "use the mpiexec that belongs to the loaded MPI library, and mpi4py built on that library")
     for host, ranks in hosts.items():
         told = {rank.local_size for rank in ranks if rank.local_size is not None}
         if told and told != {len(ranks)}:
@@ -168,7 +166,7 @@ def check_tiles(facts: Facts, found: Findings) -> None:
 
 
 def check_cores(facts: Facts, found: Findings) -> None:
-    """Ranks far from their cards; ranks on the same cores."""
+    """Ranks far from their cards; ranks on the same cores; cores of a rank alone that its threads are too few for."""
     for rank in facts.ranks:
         if rank.card and _apart(rank.sockets, rank.card.sockets):
             where = f"its card {rank.card.address} is on socket {_join(rank.card.sockets)}"
@@ -180,6 +178,10 @@ def check_cores(facts: Facts, found: Findings) -> None:
         if shared := _sharing(bound):
             alike = all(rank.on_cpu for rank in bound)
             found.add(NOTE if alike else WARNING, f"{name_ranks(shared)} share cores on {host}", "" if alike else BIND)
+        alone = [rank for rank in bound if rank.rank not in shared and rank.environment.get(THREADS[0], "").isdigit()]
+        if idle := [rank.rank for rank in alone if int(rank.environment[THREADS[0]]) < len(rank.cores)]:
+            text = f"{name_ranks(idle)} on {host} compute in fewer threads than they have cores to themselves"
+            found.warning(text, f"export {THREADS[0]}={min(len(rank.cores) for rank in alone)}")
         affinity = ranks[0].environment.get("CCL_WORKER_AFFINITY", "")
         workers = {int(core) for core in affinity.split(",") if core.strip().isdigit()}
         if hit := [rank.rank for rank in ranks if not rank.on_cpu and workers & set(rank.cores)]:

@@ -67,7 +67,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
     for name in ("patience_s", "compile_s"):
         if not values[name] > 0:
             raise UserError(f"--{name} {values[name]}: give a number of seconds above 0")
-    settle(values, launch)
+    launch, _ = settle(values, launch)
     config = engine_record()(**engine_settings(values))
     load_machine(config.machine)
     output = OutputFolder(values["out"], values["overwrite"])

@@ -18,7 +18,7 @@ from cocodiff_sycl.build import keep_remedy
 
 from cocodiff.attention.sums import TRIED, kernel_of
 from cocodiff.comm.launch import Launch, emulated, system_mpiexec
-from cocodiff.comm.mpi import lacking_shared_memory
+from cocodiff.comm.mpi_start import lacking_shared_memory
 from cocodiff.config.grouping import by_key
 from cocodiff.config.machine import Topology
 from cocodiff.config.text_table import spans
@@ -80,7 +80,6 @@ class RankFacts:
     local_rank: int
     launcher: str
     local_size: int | None
-    world: int | None
     versions: dict[str, str | None]
     environment: dict[str, str]
     library: str
@@ -213,7 +212,6 @@ def gather_rank(transport: Any, launch: Launch, kernels: str, look_at_sycl: bool
         local_rank=launch.local_rank,
         launcher=launch.kind,
         local_size=launch.local_size,
-        world=launch.size,
         versions=versions(),
         environment=environment(),
         library=getattr(transport, "library", "none") if transport.size > 1 else "none",
