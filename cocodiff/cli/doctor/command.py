@@ -1,7 +1,7 @@
 """`cocodiff doctor`: checks this machine and the way the ranks were started; ends with 1 where something is wrong.
 
-Under mpiexec, torchrun or PALS it looks at those ranks, else at --ranks of its own. It imports neither diffusers nor
-transformers: twelve ranks would wait for those longer than for all checks.
+Under mpiexec, torchrun or PALS it looks at those ranks, else at --ranks of its own. Its ranks import neither diffusers
+nor transformers, for which twelve would wait longer than for all checks: a process for each host tries all packages.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def gather(values: dict[str, Any], launch: Launch, transport: Any) -> Facts:
     topology = Topology.build(load_machine(values["machine"]), transport.size, launch.local_size)
     step = partial(patience, values["patience_s"], transport.rank, transport.health)
     with step("reading this rank's facts"):
-        own = gather_rank(transport, launch, values["kernels"], look_at_sycl=launch.local_rank == 0)
+        own = gather_rank(transport, launch, values["kernels"], look_at_host=launch.local_rank == 0)
     if transport.size == 1:
         return Facts([own], topology, needed=needed(values, topology, transport))
     try:
