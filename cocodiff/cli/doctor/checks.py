@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partialmethod
 from pathlib import Path
 
-from cocodiff.cli.doctor.facts import REQUIRED, Facts, Issue, RankFacts, by_value, name_ranks
+from cocodiff.cli.doctor.facts import LATE, REQUIRED, Facts, Issue, RankFacts, by_value, name_ranks
 from cocodiff.comm.connect import overlap_killers
 from cocodiff.comm.host import THROUGH_HOST
 from cocodiff.config.grouping import by_key
@@ -86,7 +86,9 @@ def check_versions(facts: Facts, found: Findings) -> None:
     for host, rank in facts.firsts(lambda rank: rank.unimported):
         for package, reason in rank.unimported.items():
             text, remedy = f"{host}: {package} does not import ({reason})", remedy_of(package.partition(".")[0])
-            if package in REQUIRED:
+            if reason.startswith(LATE):
+                found.warning(text, "run doctor again: files that were read before are read faster")
+            elif package in REQUIRED:
                 found.fault(text, remedy)
             else:
                 found.warning(f"{text}; runs that need it end, others do without", remedy)

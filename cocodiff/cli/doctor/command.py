@@ -126,12 +126,10 @@ def gather(values: dict[str, Any], launch: Launch, transport: Any) -> Facts:
             order = trials.order(transport, group)
         with step("gathering the facts of all ranks"):
             ranks = transport.gather_object(own) or [own]
-        with step("all-to-alls"):
-            alltoalls = trials.all_to_alls(transport, group)
+        alltoalls = trials.all_to_alls(transport, group, step)
         with step("messages beside other work"):
             overlap = trials.overlap(transport, group)
-        with step("calls that send and receive"):
-            issues = trials.issues(transport, group)
+        issues = trials.issues(transport, group, step)
     except (PeerLost, OwnRankError) as error:
         return Facts([own], topology, stopped=str(error))
     return Facts(ranks, topology, alltoalls, overlap, order, issues, needed(values, topology, transport))

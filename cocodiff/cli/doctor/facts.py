@@ -36,7 +36,8 @@ REQUIRED = (
     *("PIL", "jinja2", "yaml", "tqdm"),
 )
 OPTIONAL = ("h5py", "numcodecs", "zarr", "imagecodecs", "matplotlib", "mrcfile", "imageio_ffmpeg", "mpi4py.MPI")
-IMPORTS_S = 90.0  # for all of them; on two cores they take 5 s
+IMPORTS_S = 60.0  # for all of them; on two cores they take 5 s
+LATE = "it did not end within"
 TRY_IMPORTS = """
 import sys
 from importlib import import_module
@@ -278,11 +279,13 @@ def unimported(names: Sequence[str], limit_s: float = IMPORTS_S) -> dict[str, st
     that is not through `limit_s` seconds after its start, is the last one that is tried."""
     left = [name for name in names if name in REQUIRED or find_spec(name.partition(".")[0])]
     # A process that a rank starts has its variables: MPI would take it for the rank, were it started there.
-    run = partial(subprocess.run, env=os.environ | {"MPI4PY_RC_INITIALIZE": "0"}, capture_output=True, timeout=limit_s)
+    run: Callable[..., Any] = partial(
+        subprocess.run, env=os.environ | {"MPI4PY_RC_INITIALIZE": "0"}, capture_output=True, timeout=limit_s
+    )
     try:
         output, end = run([sys.executable, "-c", TRY_IMPORTS, *left]).stdout, "it ended the process"
     except subprocess.TimeoutExpired as late:
-        output, end = late.stdout or b"", f"it did not end within {limit_s:g} s"
+        output, end = late.stdout or b"", f"{LATE} {limit_s:g} s"
     lines = [line.partition("\t") for line in output.decode(errors="replace").splitlines()]
     told = {name: why for name, tab, why in lines if name in left}
     stuck = dict.fromkeys(left[len(told) :][:1], f"{end}; none after it was tried")
