@@ -239,7 +239,7 @@ def check_backend(backend: str, device: torch.device) -> None:
     if backend == "ccl":
         try:
             import_module(CCL_BINDINGS)
-        except ImportError as error:
+        except Exception as error:
             remedy = f"install the one of this PyTorch, or use --transport {fitting[0]}"
             raise UserError(f"transport ccl needs {CCL_BINDINGS} ({error}): {remedy}") from error
     there = {"xccl": dist.is_xccl_available, "nccl": dist.is_nccl_available, "gloo": dist.is_gloo_available}

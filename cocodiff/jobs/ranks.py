@@ -29,6 +29,7 @@ from cocodiff.comm.mpi_start import count_ranks
 from cocodiff.comm.peers import BEAT_S, Limits
 from cocodiff.config.config import Config
 from cocodiff.config.errors import OwnRankError, PeerLost, UserError
+from cocodiff.config.packages import failed_import
 from cocodiff.jobs.children import StopRequest, check_room, fork, signal_all, stop_requests
 from cocodiff.jobs.folder import NOTHING_LEFT, OutputFolder
 from cocodiff.jobs.terminal import keep_libraries_off_stderr, limit_threads, note, quiet_libraries
@@ -128,6 +129,8 @@ def _end_of(error: BaseException) -> End:
     for kind, known in (("failed", OwnRankError), ("mistake", UserError), ("lost", PeerLost)):
         if isinstance(error, known):
             return End(kind, str(error))
+    if line := failed_import(error):
+        return End("mistake", line)
     return End("failed", f"{type(error).__name__}: {error}", traceback.format_exc())
 
 

@@ -110,6 +110,8 @@ WRONG: dict[str, tuple[Change, str, str]] = {
     "no diffusers": (ranks(versions={"diffusers": None}), "FAULT versions", "diffusers >=0.42"),
     "mixed torch": (ranks(3, versions={"torch": "2.11.0"}), "FAULT versions", "torch 2.11.0 3"),
     "another torch's IPEX": (ranks(versions={IPEX: "2.8.10"}), "warn versions", "IPEX 2.8.10 2.10.0a0"),
+    "a broken h5py": (ranks(0, unimported={"h5py": "no libhdf5"}), "warn versions", "x1 h5py libhdf5 hdf5/1.14.6"),
+    "a broken diffusers": (ranks(0, unimported={"diffusers": "no peft"}), "FAULT versions", "x1 diffusers peft pip"),
     "uneven hosts": (two_hosts(lambda rank: rank // 11 % 2), "FAULT launch, FAULT tiles, warn cores", "x1 13 12 --ppn"),
     "round-robin": (two_hosts(lambda rank: rank % 2), "FAULT launch, FAULT tiles, warn cores", "x2 2 nodes"),
     "more hosts than nodes": (

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from functools import partialmethod
 from pathlib import Path
 
-from cocodiff.cli.doctor.facts import Facts, Issue, RankFacts, by_value, name_ranks
+from cocodiff.cli.doctor.facts import LATE, REQUIRED, Facts, Issue, RankFacts, by_value, name_ranks
 from cocodiff.comm.connect import overlap_killers
 from cocodiff.comm.host import THROUGH_HOST
 from cocodiff.config.grouping import by_key
+from cocodiff.config.packages import remedy_of
 from cocodiff.jobs.terminal import THREADS
 from cocodiff.kernels.trial import KernelTrial
 
@@ -84,6 +85,15 @@ def check_versions(facts: Facts, found: Findings) -> None:
         if len(set(values)) > 1:
             remedy = "start every rank with the same Python: give mpiexec the environment's full path"
             found.fault(f"{package} differs: {by_value(facts.ranks, values)}", remedy)
+    for host, rank in facts.firsts(lambda rank: rank.unimported):
+        for package, reason in rank.unimported.items():
+            text, remedy = f"{host}: {package} does not import ({reason})", remedy_of(package.partition(".")[0])
+            if reason.startswith(LATE):
+                found.warning(text, "run doctor again: files that were read before are read faster")
+            elif package in REQUIRED:
+                found.fault(text, remedy)
+            else:
+                found.warning(f"{text}; runs that need it end, others do without", remedy)
     ipex, torch = first.get("intel_extension_for_pytorch"), first.get("torch") or ""
     if ipex is not None and numbers(ipex)[:2] != numbers(torch)[:2]:
         remedy = "uninstall it, or install the one of the same major and minor version"

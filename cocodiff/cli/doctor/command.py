@@ -1,7 +1,7 @@
 """`cocodiff doctor`: checks this machine and the way the ranks were started; ends with 1 where something is wrong.
 
-Under mpiexec, torchrun or PALS it looks at those ranks, else at --ranks of its own. It imports neither diffusers nor
-transformers: twelve ranks would wait for those longer than for all checks.
+Under mpiexec, torchrun or PALS it looks at those ranks, else at --ranks of its own. Its ranks import neither diffusers
+nor transformers, for which twelve would wait longer than for all checks: a process for each host tries all packages.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def gather(values: dict[str, Any], launch: Launch, transport: Any) -> Facts:
         with step("compiling SYCL kernels", compile_s, COMPILE_REMEDY):
             sycl_path(transport.device, path)
     with step("reading this rank's facts"):
-        own = gather_rank(transport, launch, values["kernels"], look_at_sycl=launch.local_rank == 0)
+        own = gather_rank(transport, launch, values["kernels"], look_at_host=launch.local_rank == 0)
     if transport.size == 1:
         return Facts([own], topology, needed=needed(values, topology, transport))
     try:
@@ -142,12 +142,10 @@ def gather(values: dict[str, Any], launch: Launch, transport: Any) -> Facts:
             order = trials.order(transport, group)
         with step("gathering the facts of all ranks"):
             ranks = transport.gather_object(own) or [own]
-        with step("all-to-alls"):
-            alltoalls = trials.all_to_alls(transport, group)
+        alltoalls = trials.all_to_alls(transport, group, step)
         with step("messages beside other work"):
             overlap = trials.overlap(transport, group)
-        with step("calls that send and receive"):
-            issues = trials.issues(transport, group)
+        issues = trials.issues(transport, group, step)
     except (PeerLost, OwnRankError) as error:
         return Facts([own], topology, stopped=str(error))
     return Facts(ranks, topology, alltoalls, overlap, order, issues, needed(values, topology, transport))
