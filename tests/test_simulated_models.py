@@ -151,13 +151,24 @@ def at_case(case: tuple[Any, ...]) -> Iterator[tuple[int, dict[str, Any], str, i
         yield size, settings | {"guidance_parallel": parts, **SELECTIONS[codec]}, family, calls
 
 
-def on_devices(simulated: Any, size: int, work: Callable[[Any], Any], late: float = 0.004, **devices: Any) -> list[Any]:
+def on_devices(
+    simulated: Any,
+    size: int,
+    work: Callable[[Any], Any],
+    late: float = 0.004,
+    each_alone: bool = False,
+    known: bool = False,
+    **devices: Any,
+) -> list[Any]:
     """What ranks with a device each return, whose every access to memory was ordered. late: seconds by which a rank may
-    come late to any batch."""
+    come late to any batch. each_alone: whether the library makes a group of each message; known: whether
+    the transport expects that."""
     from simulated_device.ranks import SimulatedTransport, run_ranks
 
     class Late(SimulatedTransport):
         late_s = late
+
+    Late.each_alone, Late.one_by_one = each_alone, known
 
     with simulated.devices(size, strict=True, **devices) as found:
         of_ranks = run_ranks(size, work, Late)
@@ -165,8 +176,8 @@ def on_devices(simulated: Any, size: int, work: Callable[[Any], Any], late: floa
     return of_ranks
 
 
-def check(simulated: Any, case: tuple[Any, ...], late: float = 0.0, messages: str = "batch", **devices: Any) -> None:
-    """messages: see `Config.messages`."""
+def check(simulated: Any, case: tuple[Any, ...], late: float = 0.0, messages: str = "auto", **library: Any) -> None:
+    """messages: see `Config.messages`. library: see `on_devices`."""
     posted: list[int] = []
 
     def work(transport: Any) -> torch.Tensor:
@@ -176,10 +187,10 @@ def check(simulated: Any, case: tuple[Any, ...], late: float = 0.0, messages: st
 
     with at_case(case) as (size, settings, family, calls):
         expected = loopback.run_ranks(size, lambda transport: outputs_of(transport, settings, family, calls))
-        of_ranks = on_devices(simulated, size, work, late, **devices)
-    # In stages, and where each rank has all of a sequence, nothing is posted together.
+        of_ranks = on_devices(simulated, size, work, late, **library)
+    # In stages, and where each rank has all of a sequence, nothing is posted together by the setting.
     together = settings["chunks"] == 1 and size // settings["guidance_parallel"] > settings["ring"]
-    assert (sum(posted) > 0) == (messages == "alltoall" and together)
+    assert (sum(posted) > 0) == (library.get("known", False) or (messages == "alltoall" and together))
     assert all(torch.equal(outputs, expected[0]) for outputs in of_ranks)
 
 
@@ -194,6 +205,20 @@ def test_the_cpus_bits_and_no_access_without_an_order(simulated, case):
 def test_no_rank_waits_without_end_in_a_library_that_blocks(simulated, case):
     """See `simulated_device.ranks`: one batch of a process at a time, whatever the time at which ranks come to it."""
     check(simulated, case, late=0.004)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("case", [*CASES, *LARGE], ids=lambda case: "-".join(map(str, case)))
+def test_no_rank_waits_without_end_where_each_message_is_a_group(simulated, case):
+    """torch 2.10 on Intel GPUs: a message's two ends wait for each other before either rank goes on to its next."""
+    check(simulated, case, late=0.002, each_alone=True)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("case", [*CASES, *LARGE], ids=lambda case: "-".join(map(str, case)))
+def test_a_library_that_is_known_to_make_a_group_of_each_message_has_calls_of_all_ranks(simulated, case):
+    """What all ranks of a group come to is one all-to-all then, rings and gathers too."""
+    check(simulated, case, late=0.002, each_alone=True, known=True)
 
 
 @pytest.mark.sample(2)

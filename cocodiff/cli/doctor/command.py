@@ -110,6 +110,7 @@ def gather(values: dict[str, Any], launch: Launch, transport: Any) -> Facts:
     """The facts of all ranks; on ranks other than 0 they are their own alone. All ranks call it."""
     from cocodiff.cli.doctor import trials
     from cocodiff.cli.doctor.facts import Facts, gather_rank
+    from cocodiff.comm.transport import TOGETHER
     from cocodiff.config.machine import Topology
 
     topology = Topology.build(load_machine(values["machine"]), transport.size, launch.local_size)
@@ -120,7 +121,7 @@ def gather(values: dict[str, Any], launch: Launch, transport: Any) -> Facts:
         return Facts([own], topology, needed=needed(values, topology, transport))
     try:
         with step("making a group of all ranks"):
-            group = transport.group(range(transport.size), values["messages"] == "alltoall")
+            group = transport.group(range(transport.size), TOGETHER[values["messages"]])
             group.barrier()
         with step("messages between streams that are kept busy"):
             order = trials.order(transport, group)
