@@ -186,7 +186,7 @@ class TorchDistTransport(LaneOwner):
         super().__init__(device, health)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.library = library or dist.get_backend()
-        self.one_by_one = self.library == "xccl" and torch.__version__.rpartition(".")[0] in ONE_BY_ONE
+        self.one_by_one = posts_one_by_one(self.library)
         self._groups: list[Any] = []
         counted = owns_group or bool(_users)
         if counted:
@@ -254,6 +254,11 @@ def check_backend(backend: str, device: torch.device) -> None:
     there = {"xccl": dist.is_xccl_available, "nccl": dist.is_nccl_available, "gloo": dist.is_gloo_available}
     if backend in there and not there[backend]():
         raise UserError(f"this PyTorch {torch.__version__} was built without {backend}: use a build for {device.type}")
+
+
+def posts_one_by_one(backend: str) -> bool:
+    """Return True if this PyTorch makes a group of oneCCL's of each message in a batch, see `ONE_BY_ONE`."""
+    return backend == "xccl" and ".".join(torch.__version__.split(".")[:2]) in ONE_BY_ONE
 
 
 def device_backend(device: torch.device) -> str:
