@@ -88,6 +88,9 @@ LARGE = [
     (24, "tapa", "joint", "by card", "now", 1, 2, "two calls", 12),
 ]
 
+# What a device's library does with batches, see `on_devices`.
+HABITS: list[dict[str, Any]] = [{}, {"each_alone": True}, {"each_alone": True, "known": True}]
+
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 
 
@@ -228,8 +231,9 @@ def test_messages_by_the_librarys_own_all_to_all(simulated, case):
     check(simulated, case, late=0.004, messages="alltoall")
 
 
+@pytest.mark.parametrize("library", HABITS, ids=lambda habit: "-".join(habit) or "batches")
 @pytest.mark.parametrize("split", [((0, 1), (2, 3)), ((0, 2), (1, 3))], ids=str)
-def test_replicas_beside_each_other_in_a_library_that_blocks(simulated, split):
+def test_replicas_beside_each_other_in_a_library_that_blocks(simulated, split, library):
     """Each has the CPU's bits, as if it were alone."""
 
     def work(transport: Any) -> torch.Tensor:
@@ -240,12 +244,14 @@ def test_replicas_beside_each_other_in_a_library_that_blocks(simulated, split):
     case = (2, "tapa", "v_first", codec, "now", 1, 1, "unguided", None)
     with at_case(case) as (size, settings, family, calls):
         expected = loopback.run_ranks(size, lambda transport: outputs_of(transport, settings, family, calls))
-        of_ranks = on_devices(simulated, 4, work)
+        of_ranks = on_devices(simulated, 4, work, **library)
     assert all(torch.equal(outputs, expected[0]) for outputs in of_ranks)
 
 
+@pytest.mark.parametrize("library", HABITS, ids=lambda habit: "-".join(habit) or "batches")
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("how", ["one", "all", "tiled", "sharded"])
-def test_a_vae_is_shared_in_a_library_that_blocks(simulated, how):
+def test_a_vae_is_shared_in_a_library_that_blocks(simulated, how, library):
     """Decoded and encoded as on CPUs, up to the rounding of its convolutions."""
     vae, latents = random_vae("kl"), random_latents("kl", 1, 9, 7)
 
@@ -258,7 +264,7 @@ def test_a_vae_is_shared_in_a_library_that_blocks(simulated, how):
             take_off()
         return [x.cpu() for x in found]
 
-    for one, other in zip(on_devices(simulated, 3, work), loopback.run_ranks(3, work), strict=True):
+    for one, other in zip(on_devices(simulated, 3, work, **library), loopback.run_ranks(3, work), strict=True):
         assert all(map(partial(torch.allclose, atol=1e-5), one, other))
 
 
