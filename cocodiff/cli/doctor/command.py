@@ -115,6 +115,7 @@ def gather(values: dict[str, Any], launch: Launch, transport: Any) -> Facts:
     """The facts of all ranks; on ranks other than 0 they are their own alone. All ranks call it."""
     from cocodiff.cli.doctor import trials
     from cocodiff.cli.doctor.facts import Facts, gather_rank, path_of, sycl_path
+    from cocodiff.comm.transport import TOGETHER
     from cocodiff.config.machine import Topology
 
     topology = Topology.build(load_machine(values["machine"]), transport.size, launch.local_size)
@@ -136,7 +137,7 @@ def gather(values: dict[str, Any], launch: Launch, transport: Any) -> Facts:
         with step("waiting for the nodes' SYCL kernels", compile_s + usual_s, COMPILE_REMEDY):
             transport.values_of_all(None, "SYCL kernels")
         with step("making a group of all ranks"):
-            group = transport.group(range(transport.size), values["messages"] == "alltoall")
+            group = transport.group(range(transport.size), TOGETHER[values["messages"]])
             group.barrier()
         with step("messages between streams that are kept busy"):
             order = trials.order(transport, group)
