@@ -102,8 +102,10 @@ class TorchDistGroup(Group):
         # With receives listed first some backends deadlock, and torch 2.10's XCCL begins a message only when the one
         # before it has ended on both sides (ProcessGroupXCCL.cpp:990). So all ranks list theirs in one order: by the
         # exclusive or of both ranks, which no two peers of a rank share; then what the lower rank sends comes first.
-        listed = [(self.index ^ peer, self.index > peer, dist.isend, x, peer) for x, peer in sends]
-        listed += [(self.index ^ peer, peer > self.index, dist.irecv, x, peer) for x, peer in recvs]
+        listed: list[tuple[int, bool, Any, Tensor, int]] = [
+            *((self.index ^ peer, self.index > peer, dist.isend, x, peer) for x, peer in sends),
+            *((self.index ^ peer, peer > self.index, dist.irecv, x, peer) for x, peer in recvs),
+        ]
         listed.sort(key=itemgetter(0, 1))
         operations = [dist.P2POp(way, x, group=group, group_peer=peer) for *_, way, x, peer in listed]
         tensors = [tensor for tensor, _ in sends + recvs]
