@@ -21,6 +21,7 @@ REMEDIES = {
     "mpi4py": "load the MPI library that mpi4py was built on, or build it again on the one that is loaded",
     "torch": "load the module that brings this torch, or install torch again",
 }
+EXTRAS = {"mrcfile": "pip install cocodiff[mrc]"}  # what installs a package that only some need
 
 
 def remedy_of(package: str) -> str:
@@ -41,7 +42,9 @@ def failed_import(error: BaseException) -> str:
     if not names or names[-1].startswith("cocodiff"):
         return ""
     reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    return f"the package {names[-1]} does not import ({reason}): {remedy_of(names[-1])}"
+    absent = isinstance(error, ModuleNotFoundError) and error.name == names[-1]
+    remedy = (absent and EXTRAS.get(names[-1])) or remedy_of(names[-1])
+    return f"the package {names[-1]} does not import ({reason}): {remedy}"
 
 
 @contextmanager

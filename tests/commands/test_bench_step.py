@@ -103,7 +103,7 @@ def test_the_librarys_own_all_to_all_is_not_what_the_command_line_leaves_to_batc
     options = with_settings(benchmark.OPTIONS, of_benchmarks)
     values = parse("bench", "", options, words)
     how = {name: benchmark.config_of(name, values).messages for name in ("flat", "library")}
-    assert how == {"flat": "batch", "library": "alltoall"}
+    assert how == {"flat": "auto", "library": "alltoall"}
 
 
 def test_a_call_takes_as_long_as_on_the_slowest_rank() -> None:
