@@ -142,8 +142,10 @@ def test_who_has_come_is_told_and_not_who_is_missing(folder: Path) -> None:
 
 def test_a_job_is_known_by_what_its_launcher_says() -> None:
     launch = Launch("mpi", 3, 24, 3, 12)
-    names = {Presence.of_job(launch, {"PALS_APID": word}).folder for word in ("a", "b", "a")}  # type: ignore[union-attr]
-    assert len(names) == 2
+    jobs = [{"PALS_APID": "a"}, {"PALS_APID": "b"}, {"PMIX_NAMESPACE": "c"}, {"I_MPI_HYDRA_UUID": "d"}]
+    jobs += [{"SLURM_JOB_ID": job, "SLURM_STEP_ID": step} for job in "78" for step in "01"]
+    names = {Presence.of_job(launch, job).folder for job in jobs * 2}  # type: ignore[union-attr]
+    assert len(names) == len(jobs)
     assert Presence.of_job(Launch("torchrun", 0, 2), {}) is None
     assert Presence.of_job(Launch("mpi", 0, None), {}) is None
 

@@ -13,9 +13,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import topology_of
 
-from cocodiff.cli.doctor import facts
+from cocodiff.cli.doctor import facts, trials
 from cocodiff.cli.doctor.checks import (
     CHECKS,
     FAULT,
@@ -366,3 +367,24 @@ def test_a_host_is_read_from_what_the_system_tells(host: Path, monkeypatch: pyte
     monkeypatch.setattr(facts, "properties_of", lambda device: SimpleNamespace())
     monkeypatch.setattr(facts.os, "environ", {"ZE_AFFINITY_MASK": "2", "CUDA_VISIBLE_DEVICES": ""})
     assert facts.card_of(tile) is None and facts.tile_of(tile) == "2/3"
+
+
+class Products(TorchDispatchMode):
+    """A device without memory on which a product of matrices takes two milliseconds."""
+
+    seconds = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seconds += 0.002 if "mm" in str(func) else 0.0
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("seconds", [0.002, 0.1])
+def test_work_takes_as_long_as_is_meant(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "synchronise", lambda device: None)
+    with Products() as device:
+        monkeypatch.setattr(trials, "time", SimpleNamespace(perf_counter=lambda: device.seconds))
+        work = trials.work_of(torch.device("meta"), seconds)
+        began = device.seconds
+        work()
+    assert device.seconds - began == pytest.approx(seconds)
