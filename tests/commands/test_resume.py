@@ -254,8 +254,9 @@ def test_something_is_said_before_anything_is_read_or_imported(
 
 # Options that `--resume` need not find as they were, or finds in what it knows of presets, inputs, tests and files.
 KNOWN_OTHERWISE = """
-    axes dry_run exact exact_slices follow_links format hidden_test image input keep_samples log_level mask out overwrite
-    parallel preset quality quality_every quality_slices quiet ranks replicas resume roi samples slices steps truth
+    axes dry_run exact exact_slices follow_links format hidden_test image input keep_samples log_level mask out
+    overwrite parallel preset quality quality_every quality_slices quiet ranks replicas resume roi samples slices
+    steps truth
 """
 
 
