@@ -7,11 +7,13 @@
 # HOSTFILE  the job's nodes, a line each; not for srun
 # CPU_BIND  cores of each local rank, as 4-7:8-11; for pals. The others bind by themselves.
 # WEIGHTS, SCRATCH   a model's folder, and where on each node a folder for its copy is made; without WEIGHTS none is
+# READERS   on more nodes than these the first one reads WEIGHTS and sends them on over MPI (pals, hydra)
 # PROXY     how compute nodes reach the world
 # HSN_SUFFIX   what makes the first node's name that of its address on the fast network
 # MPIEXEC_FLAGS   more words for the launcher
 # RESUME=1  goes on where an earlier job into OUT stopped
-# SAFE=1    oneCCL waits for each call: for large jobs that hang; nothing overlaps. For pals.
+# SAFE=1    oneCCL waits for each call: for large jobs that hang; nothing overlaps. For pals. Else what the machine's
+#           modules set stays.
 # INPUT, MASK, PRESET, STEPS, OUT, MACHINE, DEVICE, TRANSPORT   of the slices that `restore` restores
 # DRY_RUN=1 prints every line that would be run, the one that starts the ranks last, and runs none.
 #
@@ -38,6 +40,16 @@ run() {
     fi
 }
 
+# Ranks on Aurora, one on each of a node's twelve tiles, for the scripts that are for it alone.
+set_aurora() {
+    LAUNCHER=pals DEVICE=xpu TRANSPORT=xccl RANKS_PER_NODE=12 MACHINE=${MACHINE:-aurora} VENV=${VENV:-$PWD/.venv-aurora}
+    HSN_SUFFIX=.hsn.cm.aurora.alcf.anl.gov # source: ALCF's guide to torch.distributed on Aurora
+    # Four cores a rank beside its card: ranks 0-5 on socket 0, 6-11 on socket 1; cores 0 and 52 are the system's.
+    CPU_BIND=4-7:8-11:12-15:16-19:20-23:24-27:56-59:60-63:64-67:68-71:72-75:76-79
+    # shellcheck disable=SC2329 # `prepare` calls it
+    load_modules() { run module load frameworks; } # ALCF's module: Python, torch with XPU, oneCCL, Aurora MPICH, mpi4py
+}
+
 # What compute nodes need to reach the world; what is on the node itself is never behind it.
 set_proxies() {
     [ -n "${PROXY:-}" ] || return 0
@@ -56,9 +68,9 @@ set_oneccl() {
     export FI_CXI_DEFAULT_CQ_SIZE=1048576   # libfabric, fi_cxi(7)
     if [ -n "${SAFE:-}" ]; then
         export CCL_OP_SYNC=1 CCL_ATL_SYNC_COLL=1 # oneCCL: the host waits for each call; ALCF, against hangs of large jobs
-    else
-        unset CCL_OP_SYNC                   # oneCCL: makes the host wait for each call
     fi
+    # MPICH: whether it is given buffers on GPUs. cocodiff gives it none, oneCCL does where CCL_ATL_HMEM=1 says so.
+    export MPIR_CVAR_ENABLE_GPU=${CCL_ATL_HMEM:-0} # MPICH, oneCCL
     export TMPDIR=/tmp                      # unix(7): the path of a socket has at most 107 letters
 }
 
@@ -90,7 +102,7 @@ set_meeting() {
 # A command once on each node.
 on_each_node() {
     case $LAUNCHER in
-        pals) run mpiexec --hostfile "$HOSTFILE" -n "$NODES" --ppn 1 "$@" ;;
+        pals) run mpiexec --pmi=pmix --envall --hostfile "$HOSTFILE" -n "$NODES" --ppn 1 "$@" ;;
         hydra) run mpiexec -f "$HOSTFILE" -n "$NODES" -ppn 1 "$@" ;;
         srun) run srun --nodes="$NODES" --ntasks="$NODES" --ntasks-per-node=1 "$@" ;;
         emulate) run "$@" ;; # all nodes are this host
@@ -103,7 +115,7 @@ stage_weights() {
     [ -n "${WEIGHTS:-}" ] || return 0
     [ -n "${DRY_RUN:-}" ] || [ -d "$WEIGHTS" ] || fail "no folder $WEIGHTS: set WEIGHTS to a model in diffusers' layout"
     [ -n "${SCRATCH:-}" ] || fail "SCRATCH is empty: name a folder of each node for a copy of $WEIGHTS"
-    if lies_in "$WEIGHTS" "$SCRATCH"; then
+    if [[ $(realpath -m -- "$WEIGHTS")/ == "$(realpath -m -- "$SCRATCH")"/* ]]; then
         MODEL=$WEIGHTS
         on_each_node test -d "$MODEL" || fail "$MODEL lies in SCRATCH=$SCRATCH but not on every node: copy it to all of them"
         return 0
@@ -117,16 +129,18 @@ stage_weights() {
     if [ -z "${DRY_RUN:-}" ]; then
         trap 'on_each_node rm -rf -- "$STAGED" || echo "$0: $STAGED may be left on some node: remove it" >&2' EXIT
     fi
-    on_each_node mkdir -m 700 -- "$STAGED"
-    # Links are followed: a downloaded model may be a folder of links into another one.
-    on_each_node cp -rL -- "$WEIGHTS" "$MODEL"
-}
-
-# Whether one folder is or lies in another; neither needs to exist.
-lies_in() {
-    local inner outer
-    inner=$(CDPATH='' cd -- "$1" 2>/dev/null && pwd -P) && outer=$(CDPATH='' cd -- "$2" 2>/dev/null && pwd -P) || return 1
-    [[ $inner/ == "${outer%/}"/* ]]
+    on_each_node mkdir -m 700 -- "$STAGED" "$MODEL"
+    # A downloaded model may be a folder of links into another one, which are followed, and hold more than the parts that
+    # its index names, such as each part once more in another format.
+    local index=model_index.json named
+    # shellcheck disable=SC2046 # names are words
+    mapfile -t named < <(exec 2>/dev/null && CDPATH='' cd -- "$WEIGHTS" &&
+        ls -d $index $(grep -oE '"\w+" *: *\[' $index | cut -d '"' -f 2))
+    [ ${#named[@]} -gt 0 ] || named=(.)
+    # Where MPI cannot send them, each node reads them itself, which takes longer.
+    [ "$NODES" -gt "${READERS:-4}" ] && [[ $LAUNCHER = pals || $LAUNCHER = hydra ]] &&
+        on_each_node "$VENV/bin/python" -m mpi4py launch/stage.py "$WEIGHTS" "$MODEL" "${named[@]}" && return
+    on_each_node cp -rL -- "${named[@]/#/"$WEIGHTS/"}" "$MODEL"
 }
 
 # cocodiff with these words, on all ranks. Sources of the flags: PALS' mpiexec(1) and ALCF's guide to running jobs; Intel MPI's
@@ -139,6 +153,7 @@ start_ranks() {
     if [ -n "${CPU_BIND:-}" ]; then bind=("--cpu-bind=verbose,list:$CPU_BIND"); fi
     case $LAUNCHER in
         pals)
+            export COCODIFF_RANKS=$ranks # cocodiff: PALS tells a rank how many there are on its node alone
             run mpiexec --pmi=pmix --envall --line-buffer -n "$ranks" --ppn "$RANKS_PER_NODE" --hostfile "$HOSTFILE" \
                 ${bind[@]+"${bind[@]}"} ${more[@]+"${more[@]}"} "$VENV/bin/cocodiff" "$@"
             ;;

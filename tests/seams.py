@@ -5,15 +5,18 @@ Every other test file is kept from private attributes by ruff (SLF001). Prefer w
 
 from __future__ import annotations
 
-import copy
+import ctypes
+import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
+from cocodiff_sycl import library
+from cocodiff_sycl.build import host_library, kernel_option, runtime_and_folder
+from cocodiff_sycl.find import Unavailable
 
 from cocodiff.attention import local
 from cocodiff.comm import connect
@@ -182,24 +185,16 @@ def build(library: Any, about: str) -> None:
     library._build(None, about)
 
 
-def module_of(library: Any) -> Any:
-    """The kernels of a library."""
-    return library._module
-
-
-def native_module(library: Any) -> Any:
-    """The kernels that a library takes from binaries, None where it takes none."""
-    return library._native()
-
-
-def as_gpu(library: Any, folder: Path, architecture: str, native: Any = None) -> Any:
-    """The CPU device as a GPU of that name, with another cache, and nothing of its own compiled yet. native: what makes
-    kernels of binaries there."""
-    found = copy.copy(library)
-    found.folder, found._kernels, found.architecture = folder, {}, architecture
-    if native is not None:
-        found._c = SimpleNamespace(cocodiff_native=native, cocodiff_kernel=library._c.cocodiff_kernel)
-    return found
+def compile_for_cpu(source: str) -> None:
+    """Has libsycl compile SYCL source for the CPU device, in whatever environment it is, as a library of others does
+    that knows nothing of ours. Raises Unavailable."""
+    runtime, folder = runtime_and_folder()
+    if runtime.opencl_cpu is not None:
+        os.environ.setdefault("OCL_ICD_FILENAMES", str(runtime.opencl_cpu))
+    c = library._bind(host_library(runtime, folder), runtime)
+    device = ctypes.c_void_p(c.cocodiff_open(None, 1))
+    if not device or not c.cocodiff_build(device, source.encode(), kernel_option(runtime)):
+        raise Unavailable(library._first_error(c))
 
 
 # Communication --------------------------------------------------------------------------------------------------------

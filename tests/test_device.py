@@ -18,7 +18,7 @@ from cocodiff.comm.health import Health
 from cocodiff.comm.transport import Lane
 from cocodiff.config.errors import OwnRankError
 from cocodiff.kernels import device as devices
-from cocodiff.kernels.device import IPEX, HandedOver, import_ipex, rank_device, used_on_current_stream
+from cocodiff.kernels.device import IPEX, IPEX_ASKED, HandedOver, import_ipex, rank_device, used_on_current_stream
 
 XPU = torch.device("xpu", 0)
 
@@ -120,15 +120,35 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
     return install
 
 
-def test_ipex_is_imported_where_it_fits_and_never_required(installed, caplog):
-    ours = ".".join(torch.__version__.split(".")[:2])
-    installed(None)
-    assert not import_ipex()
-    installed(f"{ours}.10+xpu", ModuleType(IPEX))
-    assert import_ipex() and not caplog.records
-    installed("1.13.0", ModuleType(IPEX))  # importing that one would end the process
-    assert not import_ipex() and "is for another PyTorch" in caplog.text
-    installed(f"{ours}.10", None)  # a module of None cannot be imported
+@pytest.mark.parametrize(
+    ("of_torch", "asked", "version", "imported", "told"),
+    [
+        ("2.8.0+xpu", "", None, False, ""),
+        ("2.8.0+xpu", "", "2.8.10+xpu", True, ""),
+        ("2.9.1", "0", "2.9.0", True, ""),
+        ("2.8.0+xpu", "", "1.13.0", False, "is for another PyTorch"),  # importing that one would end the process
+        ("2.10.0a0+git449b176", "", "2.10.10+xpu", False, ""),  # Aurora's module
+        ("2.10.0a0+git449b176", "0", "2.10.10+xpu", False, ""),
+        ("2.10.0a0+git449b176", "1", "2.10.10+xpu", True, ""),
+        ("2.14.1", "", "2.8.10", False, ""),
+        ("2.14.1", "1", "2.8.10", False, "is for another PyTorch"),
+        ("2.10.0a0+git449b176", "1", None, False, "COCODIFF_IPEX"),
+    ],
+)
+def test_ipex_is_imported_where_it_fits_and_from_2_10_on_where_it_is_asked_for(
+    of_torch: str, asked: str, version: str | None, imported: bool, told: str, installed, monkeypatch, caplog
+) -> None:
+    monkeypatch.setattr(torch, "__version__", of_torch)
+    monkeypatch.setenv(IPEX_ASKED, asked)
+    installed(version, ModuleType(IPEX))
+    assert import_ipex() is imported
+    assert told in caplog.text and bool(told) is bool(caplog.records)
+
+
+def test_ipex_that_does_not_import_is_done_without(installed, monkeypatch, caplog):
+    monkeypatch.setattr(torch, "__version__", "2.8.0")
+    monkeypatch.delenv(IPEX_ASKED, raising=False)
+    installed("2.8.10", None)  # a module of None cannot be imported
     assert not import_ipex() and "could not be imported" in caplog.text
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import warnings
 from contextlib import nullcontext
@@ -16,9 +17,13 @@ from seams import hooks_of
 from tiny_models import sd3_inputs, sd3_transformer
 from tiny_pipelines import TEXT_WIDTH, sd3_pipeline
 
+from cocodiff.comm.connect import connect
+from cocodiff.comm.health import Limits
+from cocodiff.comm.launch import Launch
 from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld, run_ranks
+from cocodiff.config.config import Config
 from cocodiff.config.errors import PeerLost, UserError
-from cocodiff.engine.engine import parallelize
+from cocodiff.engine.engine import open_transport, parallelize
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 
@@ -172,3 +177,18 @@ def test_what_others_put_around_calls_inside_the_block_stays_theirs():
 def test_a_lost_rank_is_pickled_with_its_number():
     lost = pickle.loads(pickle.dumps(PeerLost(3, "died")))
     assert (lost.rank, lost.reason, str(lost)) == (3, "died", "rank 3 died")
+
+
+def test_a_transport_is_opened_with_all_that_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No argument of `connect` has its default."""
+    parameters = inspect.signature(connect)
+    monkeypatch.setattr("cocodiff.engine.engine.connect", parameters.bind)
+    limits = {"timeout_s": 7.0, "start_timeout_s": 8.0, "stall_timeout_s": 9.0}
+    config = Config(device="cpu", transport="gloo", check_messages=True, **limits)
+    launch, on_loss = Launch("torchrun", 1, 2, 1, 2), [print]
+    given: Any = open_transport(config, launch, {"inputs": "a"}, on_loss)
+    told = given.arguments.pop("settings")
+    assert told == {name: str(value) for name, value in vars(config).items()} | {"inputs": "a"}
+    wanted = {"launch": launch, "name": "gloo", "device": torch.device("cpu"), "limits": Limits(7.0, 8.0, 9.0)}
+    assert given.arguments == wanted | {"on_loss": on_loss, "check_messages": True}
+    assert {*given.arguments, "settings"} == {*parameters.parameters}

@@ -3,24 +3,47 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
-from launching import fake
-
-from cocodiff.comm.launch import detect
+from launching import fake, find_mpiexec
 
 ROOT = Path(__file__).parents[1]
 LAUNCH = ROOT / "launch"
 JOBS = ("aurora.pbs", "campaign.pbs", "generic.pbs", "slurm.sbatch")
-SHELL = [*(path for path in sorted(LAUNCH.iterdir()) if path.name != "constraints.txt"), ROOT / ".ci/run"]
+SHELL = [
+    *(path for path in sorted(LAUNCH.iterdir()) if path.suffix not in (".txt", ".py")),
+    ROOT / ".ci/run",
+    ROOT / "tests/kernels/ocloc",
+]
 GUIDE = (ROOT / "docs/aurora.md").read_text()
+
+
+class Queue(NamedTuple):
+    """What a queue accepts."""
+
+    least: int  # nodes of a job
+    most: int
+    hours: float
+    queued: int | None = None  # jobs of a user; None: as the guide does not say
+
+
+# ALCF user guides, "Running jobs on Aurora", August 2026.
+QUEUES = {
+    "debug": Queue(1, 2, 1),
+    "debug-scaling": Queue(1, 31, 1),
+    "capacity": Queue(1, 16, 168, 5),
+    "prod": Queue(256, 10624, 24),
+}
 
 
 def clean_environment(**more: str) -> dict[str, str]:
@@ -78,11 +101,12 @@ def test_weights_are_copied_to_every_node_and_used_from_there(tmp_path):
     )
     (tmp_path / "nodes").write_text("x1.host\nx2.host\n")
     lines = dry_run(script, PBS_NODEFILE="nodes", PBS_O_WORKDIR=str(tmp_path), PBS_JOBID="7[1].server")
-    each = "mpiexec --hostfile nodes -n 2 --ppn 1"
+    each = "mpiexec --pmi=pmix --envall --hostfile nodes -n 2 --ppn 1"
     assert lines[1] == f"{each} mkdir -p -- /tmp/scratch"
     ours = lines[2].removeprefix(f"{each} mkdir -m 700 -- ")
-    assert re.fullmatch(r"/tmp/scratch/cocodiff-7_1_.server-[0-9a-f]{16}", ours)
-    assert lines[3] == f"{each} cp -rL -- /flare/models/sd3.5 {ours}/sd3.5"
+    ours, _, copy = ours.partition(" ")
+    assert re.fullmatch(r"/tmp/scratch/cocodiff-7_1_.server-[0-9a-f]{16}", ours) and copy == f"{ours}/sd3.5"
+    assert lines[3] == f"{each} cp -rL -- /flare/models/sd3.5/. {ours}/sd3.5"
     assert "-n 24 --ppn 12" in lines[-1] and f"--model {ours}/sd3.5" in lines[-1] and "--no-vni" in lines[-1]
 
 
@@ -109,7 +133,7 @@ def test_other_clusters(tmp_path):
     assert " --no-python /venv/bin/cocodiff inpaint " in slurm
 
 
-ON_A_NODE = 'case "$*" in *" --ppn 1 "*) exec "${@:7}";; esac'  # an mpiexec that runs what is for each node
+ON_A_NODE = 'case "$*" in *" --ppn 1 "*) exec "${@:9}";; esac'  # an mpiexec that runs what is for each node
 
 
 def started(script: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -128,48 +152,140 @@ def job(tmp_path: Path, weights: str = "model", **fakes: str) -> subprocess.Comp
     (tmp_path / weights).mkdir(parents=True, exist_ok=True)
     (tmp_path / weights / "weights").write_text("the user's")
     (tmp_path / "nodes").write_text("x1.host\n")
-    told = f'echo "$CCL_ATL_TRANSPORT $MASTER_ADDR ${{CCL_OP_SYNC-none}} $*" >>"{record}"'
+    names = ["CCL_ATL_TRANSPORT", "MASTER_ADDR", "CCL_OP_SYNC", "CCL_ATL_SYNC_COLL", "MPIR_CVAR_ENABLE_GPU"]
+    told = f'echo "{" ".join(f"${{{name}-none}}" for name in names)} $*" >>"{record}"'
     fake(tmp_path / "bin/mpiexec", f"{told}\n{fakes.get('mpiexec', 'true')}")
     fake(tmp_path / "bin/module")
     fake(tmp_path / "venv/bin/cocodiff")
     fake(tmp_path / "venv/bin/pip", fakes.get("pip", "exit 1"))
-    return started(script, VENV="venv", CCL_OP_SYNC="1", SAFE=fakes.get("safe", ""), PBS_NODEFILE="nodes")
+    given = {name: value for name, value in fakes.items() if name.isupper()}
+    return started(script, VENV="venv", PBS_NODEFILE="nodes", **given)
 
 
-@pytest.mark.parametrize(("safe", "waits"), [("", "none"), ("1", "1")])
-def test_a_job_sets_its_environment_and_cleans_up(tmp_path, safe, waits):
-    """SAFE=1 has oneCCL wait for each call; else it does not, whatever the user has set."""
-    done = job(tmp_path, safe=safe)
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({}, "none none 0"),
+        ({"CCL_OP_SYNC": "1"}, "1 none 0"),
+        ({"CCL_OP_SYNC": "0", "SAFE": "1"}, "1 1 0"),
+        ({"MPIR_CVAR_ENABLE_GPU": "1"}, "none none 0"),
+        ({"CCL_ATL_HMEM": "1"}, "none none 1"),
+    ],
+)
+def test_a_job_sets_its_environment_and_cleans_up(tmp_path, given, found):
+    """SAFE=1 has oneCCL wait for each call; else what a module has set stays. MPI looks for GPUs where oneCCL gives
+    it their memory."""
+    done = job(tmp_path, **given)
     assert done.returncode == 0, done.stderr
     calls = (tmp_path / "record").read_text().splitlines()
     assert [call.split("--ppn ")[1].split()[0] for call in calls] == ["1", "1", "1", "12", "12", "1"]
-    assert all(call.startswith(f"mpi x1.hsn.cm.aurora.alcf.anl.gov {waits} ") for call in calls)
+    assert all(call.startswith(f"mpi x1.hsn.cm.aurora.alcf.anl.gov {found} ") for call in calls)
     assert re.search(rf"rm -rf -- {tmp_path}/scratch/cocodiff-\d+-[0-9a-f]{{16}}$", calls[-1])
 
 
-@pytest.mark.parametrize(("nodes", "measured"), [(1, 41), (2, 46), (4, 51), (8, 56)])
+@pytest.mark.parametrize(("nodes", "measured"), [(1, 41), (2, 5), (8, 5)])
 def test_a_campaign_prints_what_it_would_measure(nodes, measured):
     """Of each node count the all-to-all; on one node four models of three sizes and batches and as many images as fit,
-    on more these last ones alone."""
+    and a sweep, on more the largest ones alone."""
     lines = dry_run(LAUNCH / "campaign.pbs", VENV="/venv", NODES=str(nodes))
-    assert " doctor " in lines[1] and f" -n {12 * nodes} " in lines[1]
-    assert " sweep --config " in lines[-2] and " -n 12 " in lines[-2]
+    assert " doctor " in lines[1] and f"--out campaign/doctor-{nodes} " in lines[1]
+    assert (" sweep --config " in lines[-2]) is (nodes == 1)
     assert lines[-1].startswith("/venv/bin/cocodiff papers --paper cocodiff --runs plan --measured campaign")
     benches = [line for line in lines if " bench " in line]
     assert len(benches) == measured and len(set(benches)) == measured
-    sizes = {int(re.search(r" -n (\d+) ", line).group(1)) for line in benches}
-    assert sizes == {12 * n for n in (1, 2, 4, 8) if n <= nodes}
+    assert all(f" -n {12 * nodes} " in line for line in lines[1:-1])
+
+
+def submitted(lines: Sequence[str]) -> list[tuple[int, str, list[str]]]:
+    """Of each qsub its nodes, the queue and the words that are passed on."""
+    queue = directives(LAUNCH / "campaign.pbs")["q"]
+    found = [re.fullmatch(r"qsub -l select=(\d+)(?: -v (\S+))? launch/campaign.pbs", line) for line in lines]
+    return [(int(one[1]), queue, sorted((one[2] or "").split(","))) for one in found]
+
+
+def directives(script: Path) -> dict[str, str]:
+    """What the lines with #PBS say, by option; of -l by resource."""
+    words = re.findall(r"(?m)^#PBS -(\w) ?(\S*)", script.read_text())
+    resources = [value.partition("=")[::2] for option, value in words if option == "l"]
+    return dict(word for word in words if word[0] != "l") | dict(resources)
+
+
+def too_much(queue: str, nodes: int, hours: float, jobs: int = 1) -> list[str]:
+    """What of a job, or of so many, the queue does not accept."""
+    limits = QUEUES[queue]
+    wrong = {"nodes": not limits.least <= nodes <= limits.most, "hours": hours > limits.hours}
+    return [name for name, is_wrong in (wrong | {"jobs": jobs > (limits.queued or jobs)}).items() if is_wrong]
+
+
+def test_queues_accept_what_the_scripts_ask_for():
+    """And all that the campaign submits; those of any cluster name no queue."""
+    for script in LAUNCH.glob("*.pbs"):
+        asked = directives(script)
+        if "q" in asked:
+            hours, minutes, seconds = map(int, asked["walltime"].split(":"))
+            assert too_much(asked["q"], int(asked["select"]), hours + minutes / 60 + seconds / 3600) == [], script.name
+        else:
+            assert script.name == "generic.pbs"
+    jobs = submitted(dry_run(LAUNCH / "campaign.pbs"))
+    assert [nodes for nodes, *_ in jobs] == [1, 2, 4, 8]
+    assert [too_much(queue, nodes, 6, len(jobs)) for nodes, queue, _ in jobs] == [[]] * 4
+
+
+@pytest.mark.parametrize(
+    ("job", "wrong"),
+    [
+        (("prod", 8, 6.0), ["nodes"]),
+        (("debug", 3, 1.0), ["nodes"]),
+        (("debug", 2, 1.1), ["hours"]),
+        (("capacity", 17, 169.0, 6), ["nodes", "hours", "jobs"]),
+        (("capacity", 16, 168.0, 5), []),
+    ],
+)
+def test_what_a_queue_does_not_accept_is_found(job, wrong):
+    assert too_much(*job) == wrong
+
+
+def test_no_job_is_handed_a_whole_environment():
+    """`qsub -V` can keep a job from starting."""
+    texts = [*LAUNCH.rglob("*"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md", *(ROOT / "cocodiff").rglob("*.py")]
+    assert [path.name for path in texts if path.is_file() and re.search(r"qsub[^\n]* -V\b", path.read_text())] == []
+
+
+def test_the_campaign_submits_itself_with_what_the_user_has_chosen(tmp_path):
+    """Values with blanks and commas as they are, as qsub takes them from its environment; nothing else."""
+    shutil.copytree(LAUNCH, tmp_path / "launch")
+    record = tmp_path / "record"
+    fake(tmp_path / "bin/qsub", f'echo "$PWD qsub $*" >>"{record}"; echo "$MODELS" >>"{record}.models"')
+    chosen = {"MODELS": "sd3.5 a,b.yaml", "STEPS": "20", "OUT": "elsewhere", "OTHER": "1", "LAUNCHER": "pals"}
+    assert started(tmp_path / "launch/campaign.pbs", **chosen).returncode == 0
+    lines = record.read_text().splitlines()
+    assert all(line.startswith(f"{tmp_path} qsub ") for line in lines)
+    jobs = submitted([line.removeprefix(f"{tmp_path} ") for line in lines])
+    assert [(nodes, names) for nodes, _, names in jobs] == [(n, ["MODELS", "OUT", "STEPS"]) for n in (1, 2, 4, 8)]
+    assert set(Path(f"{record}.models").read_text().splitlines()) == {"sd3.5 a,b.yaml"}
+    fake(tmp_path / "bin/qsub", "exit 3")
+    assert started(tmp_path / "launch/campaign.pbs").returncode == 3, "a job that is not accepted"
+
+
+def test_all_variables_of_the_campaign_reach_its_jobs():
+    text = (LAUNCH / "campaign.pbs").read_text()
+    names = set(re.findall(r"(?m)^(\w+)=\$\{\1", text))
+    assert {"MODELS", "WEIGHTS", "PROXY"} <= names
+    told = dry_run(LAUNCH / "campaign.pbs", **dict.fromkeys(names | {"SAFE", "VENV", "MACHINE"}, "x"))
+    assert [set(chosen) for *_, chosen in submitted(told)] == [names | {"SAFE", "VENV", "MACHINE"}] * 4
 
 
 def test_a_campaign_goes_on_where_it_was_cut_short(tmp_path):
-    """What does not fit a tile is noted and not tried again, what failed is."""
+    """What rank 0 has noted as refused is not tried again, whatever the launcher's exit code; what failed is, also with
+    the code of a refusal."""
     shutil.copytree(LAUNCH, tmp_path / "launch")
     record = tmp_path / "record"
     ends = f"""
 echo "$*" >>"{record}"
 case "$*" in
-    *"--size 768 --batch 4"*) exit 2 ;;
-    *"--size 768 --batch 2"*) [ -e "{tmp_path}/mended" ] || exit 1 ;;
+    *"--size 768 --batch 4"*) mkdir -p "{tmp_path}/out/step-1-sd3.5-768-4"
+        echo "too large" >"{tmp_path}/out/step-1-sd3.5-768-4/refused"; exit 143 ;;
+    *"--size 768 --batch 2"*) [ -e "{tmp_path}/mended" ] || exit 2 ;;
 esac
 while [ $# -gt 1 ]; do [ "$1" = --out ] && mkdir -p "$2" && touch "$2/bench.json" "$2/report.html"; shift; done
 true"""
@@ -179,18 +295,22 @@ true"""
     fake(tmp_path / "venv/bin/pip", "exit 1")
     words = {"MODELS": "sd3.5", "SIZES": "768", "VENV": "venv", "NODES": "1", "OUT": "out"}
 
-    def start() -> tuple[int, list[str]]:
+    def start() -> tuple[str, list[str]]:
+        """The names of what failed, and the benchmarks that were started."""
         record.unlink(missing_ok=True)
         done = started(tmp_path / "launch/campaign.pbs", **words)
-        return done.returncode, [line for line in record.read_text().splitlines() if " bench " in line]
+        failed = re.findall(r"failed: (.*); submit", done.stderr)
+        assert done.returncode == len(failed), done.stderr
+        return " ".join(failed), [line for line in record.read_text().splitlines() if " bench " in line]
 
-    code, first = start()
-    assert code == 1 and len(first) == 5  # the all-to-all, three batches and the largest one
-    assert "--batch 4" in (tmp_path / "out/step-1-sd3.5-768-4/refused").read_text()
+    failed, first = start()
+    assert failed == "step-1-sd3.5-768-2" and len(first) == 5  # the all-to-all, three batches and the largest one
+    assert (tmp_path / "out/step-1-sd3.5-768-4/refused").read_text() == "too large\n"
+    assert not (tmp_path / "out/step-1-sd3.5-768-2").exists()
     (tmp_path / "mended").touch()
-    code, second = start()
-    assert code == 0 and len(second) == 1 and "--size 768 --batch 2" in second[0]
-    assert start() == (0, [])
+    failed, second = start()
+    assert failed == "" and len(second) == 1 and "--size 768 --batch 2" in second[0]
+    assert start() == ("", [])
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -239,6 +359,98 @@ def test_only_the_copy_goes_however_a_job_ends_and_nothing_is_started_after_it(t
     assert at in last and "rm -rf" in removal
 
 
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A downloaded model: a folder of links, with more than its index names, which names one part that is not there."""
+    real, model = tmp_path / "blobs", tmp_path / "my model"
+    texts = {"vae/config.json": "{}", "vae/deep/a.safetensors": "vae", "transformer/b.safetensors": "blocks" * 99}
+    texts |= {"all-in-one.safetensors": "once more", "onnx/c.onnx": "once more", ".cache/d": "none"}
+    index = {"_class_name": "X", "vae": ["diffusers", "V"], "transformer": ["diffusers", "T"], "gone": [None, None]}
+    for name, text in (texts | {"model_index.json": json.dumps(index)}).items():
+        (real / name).parent.mkdir(parents=True, exist_ok=True)
+        (real / name).write_text(text)
+    model.mkdir()
+    for path in real.iterdir():
+        (model / path.name).symlink_to(path)
+    return model
+
+
+NAMED = {"model_index.json", "vae/config.json", "vae/deep/a.safetensors", "transformer/b.safetensors"}
+
+
+def staged(tmp_path: Path, model: Path, nodes: int, broadcast: str, **environment: str) -> tuple[list[str], list[Path]]:
+    """The lines for each node, and the model's copies, after a job on so many nodes. A node's folders are below one of
+    its name. broadcast: what an mpiexec does that starts Python."""
+    script = edited(tmp_path, "aurora.pbs", WEIGHTS=shlex.quote(str(model)), SCRATCH=shlex.quote(f"{tmp_path}/scratch"))
+    (tmp_path / "nodes").write_text("".join(f"x{node}.host\n" for node in range(nodes)))
+    for program in ("bin/module", "venv/bin/cocodiff"):
+        fake(tmp_path / program)
+    fake(tmp_path / "venv/bin/pip", "exit 1")
+    fake(tmp_path / "venv/bin/python", f'exec "{sys.executable}" "$@"')
+    lost = f'if [ "${{PMI_RANK:-0}}" != 0 ]; then set -- "${{@/#"{model}"*//nowhere}}"; fi'
+    own = f'{lost}; scratch="{tmp_path}/scratch"; exec "${{@//"$scratch"/"$scratch-$node"}}"'
+    fake(tmp_path / "on-node", f"node=${{1:-$PMI_RANK}}; shift; {own}")
+    each = f"""
+case "$*" in
+    *" rm -rf "*) exit ;;
+    *" -m mpi4py "*) echo "together ${{*:9}}" >>"{tmp_path}/record"; {broadcast} ;;
+    *" --ppn 1 "*) echo "each ${{*:9}}" >>"{tmp_path}/record"
+        for node in $(seq 0 {nodes - 1}); do "{tmp_path}/on-node" $node "${{@:9}}" || exit; done ;;
+esac"""
+    fake(tmp_path / "bin/mpiexec", each)
+    done = started(script, VENV="venv", PBS_NODEFILE="nodes", **environment)
+    assert done.returncode == 0, done.stderr
+    return (tmp_path / "record").read_text().splitlines(), sorted(tmp_path.glob("scratch-*/cocodiff-*/*"))
+
+
+def checked(copies: list[Path], model: Path, nodes: int) -> None:
+    assert len(copies) == nodes and {copy.name for copy in copies} == {model.name}
+    for copy in copies:
+        assert contents(copy) == {name: (model / name).read_text() for name in NAMED}
+        assert not any(path.is_symlink() for path in copy.rglob("*"))
+
+
+BROADCAST = 'unset PBS_NODEFILE; "{}" -n {} "{}/on-node" "" "${{@:9}}"'
+
+
+def test_a_copy_has_what_the_index_names_and_nothing_else(tmp_path, model):
+    lines, copies = staged(tmp_path, model, 2, "exit 9")
+    assert [line.split()[0] for line in lines] == ["each"] * 3 and " cp -rL " in lines[-1]
+    checked(copies, model, 2)
+
+
+@pytest.mark.processes
+def test_above_a_few_nodes_one_reads_and_sends_on(tmp_path, model):
+    """The others read nothing of the model: their path leads nowhere."""
+    mpiexec = BROADCAST.format(find_mpiexec(), 3, tmp_path)
+    lines, copies = staged(tmp_path, model, 3, mpiexec, READERS="2", I_MPI_FABRICS="shm")
+    assert [line.split()[0] for line in lines] == ["each", "each", "together"]
+    checked(copies, model, 3)
+
+
+@pytest.mark.parametrize("broadcast", ["exit 1", 'touch "${@: -3:1}"; kill $$'])
+def test_where_mpi_cannot_send_weights_every_node_reads_them(tmp_path, model, broadcast):
+    lines, copies = staged(tmp_path, model, 3, broadcast, READERS="2")
+    assert [line.split()[0] for line in lines] == ["each", "each", "together", "each"]
+    checked(copies, model, 3)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("at", ["part", "target"])
+def test_a_copy_that_fails_on_one_node_fails(tmp_path, model, at):
+    """And nobody waits for the rest of it."""
+    names = ["model_index.json", "vae" if at == "target" else "lost"]
+    for rank in range(2):
+        (tmp_path / f"to-{rank}").mkdir()
+    if at == "target":
+        (tmp_path / "to-1").rmdir()
+    fake(tmp_path / "on-node", f'exec "{sys.executable}" -m mpi4py "{LAUNCH}/stage.py" "$1" "$2-$PMI_RANK" "${{@:3}}"')
+    words = [find_mpiexec(), "-n", "2", tmp_path / "on-node", model, tmp_path / "to", *names]
+    environment = os.environ | {"I_MPI_FABRICS": "shm"}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode != 0
+
+
 def test_an_environment_with_an_mpi_of_its_own_is_refused(tmp_path):
     done = job(tmp_path, pip="true")  # pip show finds impi-rt
     assert done.returncode == 1 and "impi-rt of PyPI" in done.stderr and not (tmp_path / "record").exists()
@@ -262,8 +474,16 @@ def launcher_flags(line: str) -> list[str]:
     return [word.partition("=")[0] for word in words if word.startswith("-")]
 
 
-@pytest.mark.parametrize("rank", [0, 13])
-def test_what_pals_tells_is_understood(rank):
-    told = {"PALS_RANKID": str(rank), "PALS_LOCAL_RANKID": str(rank % 12), "PALS_SIZE": "24", "PALS_LOCAL_SIZE": "12"}
-    launch = detect(told)
-    assert (launch.kind, launch.rank, launch.local_rank, launch.local_size) == ("mpi", rank, rank % 12, 12)
+def test_ranks_of_each_start_are_told_how_many_they_are(tmp_path):
+    """Whatever an earlier job has left in the environment."""
+    shutil.copytree(LAUNCH, tmp_path / "launch")
+    fake(tmp_path / "bin/module")
+    fake(tmp_path / "bin/mpiexec", 'echo "told $COCODIFF_RANKS: $*"')
+    fake(tmp_path / "venv/bin/cocodiff")
+    fake(tmp_path / "venv/bin/pip", "exit 1")
+    words = {"MODELS": "sd3.5", "SIZES": "768", "BATCHES": "1", "VENV": "venv", "NODES": "2", "OUT": "out"}
+    for script, sizes in (("campaign.pbs", {24}), ("aurora.pbs", {12})):
+        done = started(tmp_path / "launch" / script, COCODIFF_RANKS="7", **words | {"NODES": str(max(sizes) // 12)})
+        assert done.returncode == 0, done.stderr
+        starts = re.findall(r"(?m)^told (\d+): .* -n (\d+) --ppn 12 .*/bin/cocodiff ", done.stdout)
+        assert {(int(told), int(ranks)) for told, ranks in starts} == {(size, size) for size in sizes}

@@ -256,6 +256,34 @@ def test_a_dual_layer_attends_to_the_image_once_more():
     assert (shape.joint_layers, shape.image_layers, len(model.attn_processors)) == (3, 2, 5)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "job", "taken"),
+    [(1, (1, 1), 0), (12, (1, 1), 384), (24, (1, 1), 384 + 1024), (1, (12, 1), 384), (12, (24, 2), 384 + 1024)],
+)
+def test_the_library_of_messages_takes_memory_of_every_process(ranks, job, taken):
+    """By the machine's file: more across nodes, also where ranks of other nodes share no sequence with these; nothing
+    where the file does not say so."""
+    shape, load = ModelShape("sd3", 24, 64, 12, 1000), Load(image_and_text(4096, 333), 1, job=job)
+    everywhere = range(ranks) if ranks > 1 else (0,)
+    aurora = topology_of("aurora", max(12, ranks)).part(everywhere)
+    silent = replace(
+        aurora, machine=replace(aurora.machine, device=replace(aurora.machine.device, library_mib=0, across_mib=0))
+    )
+    for with_library, without in zip(size_run(shape, aurora, load), size_run(shape, silent, load), strict=True):
+        assert (with_library.library, without.library) == (taken * MIB, 0)
+        assert with_library.total - without.total == taken * MIB
+
+
+def test_what_the_library_takes_is_not_there_for_images():
+    """One image that fits exactly no longer does where the library takes a MiB more."""
+    shape, load = ModelShape("sd3", 24, 64, 12, 10**9), Load(image_and_text(4096, 333), 1)
+    most_of_all = max(size_run(shape, AURORA, load), key=lambda need: need.total)
+    assert largest_batch(shape, AURORA, load, most_of_all.total) == 1
+    assert largest_batch(shape, AURORA, load, most_of_all.total - MIB) == 0
+    with pytest.raises(UserError, match="library 384"):
+        check_fits(most_of_all, most_of_all.total - MIB, "a rank")
+
+
 @pytest.mark.parametrize("kept", [None, "source", "card"])
 @pytest.mark.parametrize(("name", "branches", "gib"), [("qwen-image", 2, 64), ("sd3.5", 1, 32)])
 def test_the_largest_batch_fits_and_an_image_more_does_not(name, branches, gib, kept):
@@ -323,6 +351,13 @@ def test_a_run_that_cannot_fit_is_refused_before_it_starts(settings, remedy, mon
     for free, told in ((0, "weights and activations alone"), (activations_of_the_run(), remedy)):
         with pytest.raises(UserError, match=rf"memory of rank \d on cpu: .*{told}"):
             run_on(monkeypatch, free, **settings)
+
+
+def test_a_run_is_not_refused_for_what_the_library_has_taken_before(monkeypatch, tmp_path):
+    """What is free is told without that."""
+    machine = tmp_path / "m.yaml"
+    machine.write_text("{name: m, tiles: 1, planes: [0], device: {library_mib: 4096}}")
+    assert run_on(monkeypatch, 2**30, machine=str(machine)) == 3
 
 
 def activations_of_the_run() -> int:

@@ -122,7 +122,8 @@ def test_memory_comes_first():
     work = work_of(image=4096)
     alone, together = (Pricer(AURORA).need(work, partition) for partition in (Partition(12, 1), Partition(1, 1)))
     assert choose(Pricer(AURORA), [work], 120, 120).taken.partition.replicas == 12
-    choice = choose(Pricer(with_memory(AURORA, alone.weights + alone.activations / 3)), [work], 120, 120)
+    third = together.library + alone.weights + alone.activations / 3
+    choice = choose(Pricer(with_memory(AURORA, third)), [work], 120, 120)
     assert choice.taken.fits and choice.taken.ulysses * choice.taken.ring > 1
     assert "do not fit the memory" in choice.line()
     choice.check_fits()

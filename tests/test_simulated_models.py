@@ -88,6 +88,9 @@ LARGE = [
     (24, "tapa", "joint", "by card", "now", 1, 2, "two calls", 12),
 ]
 
+# What a device's library does with batches, see `on_devices`.
+HABITS: list[dict[str, Any]] = [{}, {"each_alone": True}, {"each_alone": True, "known": True}]
+
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 
 
@@ -151,13 +154,24 @@ def at_case(case: tuple[Any, ...]) -> Iterator[tuple[int, dict[str, Any], str, i
         yield size, settings | {"guidance_parallel": parts, **SELECTIONS[codec]}, family, calls
 
 
-def on_devices(simulated: Any, size: int, work: Callable[[Any], Any], late: float = 0.004, **devices: Any) -> list[Any]:
+def on_devices(
+    simulated: Any,
+    size: int,
+    work: Callable[[Any], Any],
+    late: float = 0.004,
+    each_alone: bool = False,
+    known: bool = False,
+    **devices: Any,
+) -> list[Any]:
     """What ranks with a device each return, whose every access to memory was ordered. late: seconds by which a rank may
-    come late to any batch."""
+    come late to any batch. each_alone: whether the library makes a group of each message; known: whether
+    the transport expects that."""
     from simulated_device.ranks import SimulatedTransport, run_ranks
 
     class Late(SimulatedTransport):
         late_s = late
+
+    Late.each_alone, Late.one_by_one = each_alone, known
 
     with simulated.devices(size, strict=True, **devices) as found:
         of_ranks = run_ranks(size, work, Late)
@@ -165,8 +179,8 @@ def on_devices(simulated: Any, size: int, work: Callable[[Any], Any], late: floa
     return of_ranks
 
 
-def check(simulated: Any, case: tuple[Any, ...], late: float = 0.0, messages: str = "batch", **devices: Any) -> None:
-    """messages: see `Config.messages`."""
+def check(simulated: Any, case: tuple[Any, ...], late: float = 0.0, messages: str = "auto", **library: Any) -> None:
+    """messages: see `Config.messages`. library: see `on_devices`."""
     posted: list[int] = []
 
     def work(transport: Any) -> torch.Tensor:
@@ -176,10 +190,10 @@ def check(simulated: Any, case: tuple[Any, ...], late: float = 0.0, messages: st
 
     with at_case(case) as (size, settings, family, calls):
         expected = loopback.run_ranks(size, lambda transport: outputs_of(transport, settings, family, calls))
-        of_ranks = on_devices(simulated, size, work, late, **devices)
-    # In stages, and where each rank has all of a sequence, nothing is posted together.
+        of_ranks = on_devices(simulated, size, work, late, **library)
+    # In stages, and where each rank has all of a sequence, nothing is posted together by the setting.
     together = settings["chunks"] == 1 and size // settings["guidance_parallel"] > settings["ring"]
-    assert (sum(posted) > 0) == (messages == "alltoall" and together)
+    assert (sum(posted) > 0) == (library.get("known", False) or (messages == "alltoall" and together))
     assert all(torch.equal(outputs, expected[0]) for outputs in of_ranks)
 
 
@@ -198,13 +212,28 @@ def test_no_rank_waits_without_end_in_a_library_that_blocks(simulated, case):
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("case", [*CASES, *LARGE], ids=lambda case: "-".join(map(str, case)))
+def test_no_rank_waits_without_end_where_each_message_is_a_group(simulated, case):
+    """torch 2.10 on Intel GPUs: a message's two ends wait for each other before either rank goes on to its next."""
+    check(simulated, case, late=0.002, each_alone=True)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("case", [*CASES, *LARGE], ids=lambda case: "-".join(map(str, case)))
+def test_a_library_that_is_known_to_make_a_group_of_each_message_has_calls_of_all_ranks(simulated, case):
+    """What all ranks of a group come to is one all-to-all then, rings and gathers too."""
+    check(simulated, case, late=0.002, each_alone=True, known=True)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("case", [*CASES, *LARGE], ids=lambda case: "-".join(map(str, case)))
 def test_messages_by_the_librarys_own_all_to_all(simulated, case):
     """A call that not all ranks of its group make would never end."""
     check(simulated, case, late=0.004, messages="alltoall")
 
 
+@pytest.mark.parametrize("library", HABITS, ids=lambda habit: "-".join(habit) or "batches")
 @pytest.mark.parametrize("split", [((0, 1), (2, 3)), ((0, 2), (1, 3))], ids=str)
-def test_replicas_beside_each_other_in_a_library_that_blocks(simulated, split):
+def test_replicas_beside_each_other_in_a_library_that_blocks(simulated, split, library):
     """Each has the CPU's bits, as if it were alone."""
 
     def work(transport: Any) -> torch.Tensor:
@@ -215,12 +244,14 @@ def test_replicas_beside_each_other_in_a_library_that_blocks(simulated, split):
     case = (2, "tapa", "v_first", codec, "now", 1, 1, "unguided", None)
     with at_case(case) as (size, settings, family, calls):
         expected = loopback.run_ranks(size, lambda transport: outputs_of(transport, settings, family, calls))
-        of_ranks = on_devices(simulated, 4, work)
+        of_ranks = on_devices(simulated, 4, work, **library)
     assert all(torch.equal(outputs, expected[0]) for outputs in of_ranks)
 
 
+@pytest.mark.parametrize("library", HABITS, ids=lambda habit: "-".join(habit) or "batches")
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("how", ["one", "all", "tiled", "sharded"])
-def test_a_vae_is_shared_in_a_library_that_blocks(simulated, how):
+def test_a_vae_is_shared_in_a_library_that_blocks(simulated, how, library):
     """Decoded and encoded as on CPUs, up to the rounding of its convolutions."""
     vae, latents = random_vae("kl"), random_latents("kl", 1, 9, 7)
 
@@ -233,7 +264,7 @@ def test_a_vae_is_shared_in_a_library_that_blocks(simulated, how):
             take_off()
         return [x.cpu() for x in found]
 
-    for one, other in zip(on_devices(simulated, 3, work), loopback.run_ranks(3, work), strict=True):
+    for one, other in zip(on_devices(simulated, 3, work, **library), loopback.run_ranks(3, work), strict=True):
         assert all(map(partial(torch.allclose, atol=1e-5), one, other))
 
 

@@ -102,12 +102,12 @@ class Ring:
         return self._lane.submit(exchange, here, incoming)
 
     def _post(self, group: Group, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]) -> Pending:
-        """Starts messages to and from members of the ring, and counts what is sent."""
+        """Starts messages to and from members of the ring, who all come to as many, and counts what is sent."""
         for x, member in sends:
             link = self.mesh.topology.link_class(self.rank, self._rank_of[member])
             self._trace.count(link, x.nbytes)
             self._trace.count(link, x.nbytes, purpose="whole")
-        return group.send_recv(*([(x, self._index_of[member]) for x, member in pairs] for pairs in (sends, recvs)))
+        return group.collective(*([(x, self._index_of[member]) for x, member in pairs] for pairs in (sends, recvs)))
 
 
 class Passing(NamedTuple):

@@ -9,10 +9,13 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn
 
+from cocodiff_sycl.build import keep_kernels
+
 from cocodiff import __version__
 from cocodiff.comm.launch import Launch, detect
 from cocodiff.comm.presence import Presence
 from cocodiff.config.errors import OwnRankError, UserError, check_choice
+from cocodiff.config.packages import one_line_of_imports
 from cocodiff.jobs.children import ignore_stops
 from cocodiff.jobs.terminal import open_streams, stop_writing
 
@@ -77,8 +80,10 @@ def run_command(words: Sequence[str], launch: Launch | None = None) -> int:
         if presence is not None:
             presence.announce()  # before anything is imported: a rank that dies meanwhile is noticed by the others
         check_choice("subcommand", words[0], COMMANDS)
-        command = import_module(MODULES.get(words[0], f"cocodiff.cli.{words[0]}"))
-        return int(command.start(words[1:], launch))
+        keep_kernels()  # before a command imports torch
+        with one_line_of_imports():
+            command = import_module(MODULES.get(words[0], f"cocodiff.cli.{words[0]}"))
+            return int(command.start(words[1:], launch))
     except UserError as error:
         if launch is None or launch.speaks:
             # One line, though a name that the user gave may have several.

@@ -47,6 +47,7 @@ ROWS = {  # of the table of memory: fields of `RankMemory`
     "cache": "cache",
     "weights": "weights",
     "activations (estimate)": "activations",
+    "library of messages": "library",
     "total": "total",
 }
 

@@ -9,6 +9,7 @@ from typing import Any
 from cocodiff.comm.launch import Launch
 from cocodiff.config.errors import UserError
 from cocodiff.config.files import read_json
+from cocodiff.config.packages import import_diffusers
 from cocodiff.jobs.model_checks import stored_dtype
 from cocodiff.jobs.options import LOG_LEVEL, Option, check_counts, parse
 from cocodiff.jobs.terminal import quiet_libraries, say
@@ -41,8 +42,8 @@ OPTIONS = (
 def start(words: Sequence[str], launch: Launch) -> int:
     values = parse("verify", ABOUT, OPTIONS, words)
     check_counts(values, "steps", "height", "width", "frames", "ranks")
-    if (launch.size or 1) > 1:
-        raise UserError(f"verify starts its ranks itself, and here are {launch.size} of them: start it once")
+    if launch.size != 1:
+        raise UserError(f"verify starts its ranks itself, and here are {launch.size or 'some'} of them: start it once")
     quiet_libraries(values["log_level"])
     from cocodiff.engine.verification import verify
 
@@ -55,10 +56,9 @@ def start(words: Sequence[str], launch: Launch) -> int:
 def load(model: str) -> Any:
     """Load a pipeline, or a transformer, from a folder. Its dtype is that in which most of the transformer is stored,
     and float32 where that is none of fp32, bf16 and fp16."""
-    import diffusers
     import torch
 
-    folder = Path(model)
+    diffusers, folder = import_diffusers(), Path(model)
     is_pipeline = (folder / "model_index.json").is_file()
     stored = stored_dtype(folder / "transformer" if is_pipeline else folder)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(stored or "", torch.float32)

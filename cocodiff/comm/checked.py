@@ -45,6 +45,7 @@ class CheckedGroup(Group):
     def __init__(self, group: Group, health: Health) -> None:
         self._group, self._health = group, health
         self.ranks, self.index, self.receives_ahead = group.ranks, group.index, group.receives_ahead
+        self.at_once = group.at_once
         self._sent, self._awaited = Counter[int](), Counter[int]()
 
     def send_recv(self, sends: Messages, recvs: Messages) -> Pending:

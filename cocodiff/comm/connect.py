@@ -57,7 +57,8 @@ def overlap_killers(environment: Mapping[str, str], library: str, device: str) -
         ("CUDA_LAUNCH_BLOCKING", device == "cuda", "makes every kernel launch wait for its end"),
     ]
     on = {name for name, _, _ in switches if environment.get(name, "").strip().lower() in ("1", "true", "yes", "on")}
-    found = [Killer(f"{name}=1", harm, f"unset {name}") for name, matters, harm in switches if matters and name in on]
+    # Aurora's module sets CCL_OP_SYNC for collectives that are wrong without.
+    found = [Killer(f"{n}=1", why, f"unset {n} unless modules set it") for n, read, why in switches if read and n in on]
     if library in ONECCL and device == "xpu" and environment.get("CCL_ATL_TRANSPORT", "").lower() == "ofi":
         harm = "makes oneCCL synchronous on GPU buffers"
         found.append(Killer("CCL_ATL_TRANSPORT=ofi", harm, "export CCL_ATL_TRANSPORT=mpi"))
@@ -254,16 +255,20 @@ def _meet_at_store(launch: Launch, limits: Limits) -> _Meeting:
 
 def _meet_over_mpi(launch: Launch, limits: Limits) -> _Meeting:
     """MPI tells rank 0's word, and where the ranks will find torch.distributed's store."""
-    from cocodiff.comm.mpi import broadcast_over_mpi, initialised_mpi
+    from cocodiff.comm.mpi_start import broadcast_over_mpi, check_told_size, initialised_mpi
     from cocodiff.comm.presence import Presence, limited_start
 
-    with limited_start(limits, launch.rank, Presence.of_job(launch), "MPI_Init"):
+    presence = Presence.of_job(launch)
+    with limited_start(limits, launch.rank, presence, "MPI_Init"):
         mpi = initialised_mpi()
         world = mpi.COMM_WORLD
+        check_told_size(launch, world)
         rank, size = world.Get_rank(), world.Get_size()
         one_host = world.Split_type(mpi.COMM_TYPE_SHARED).Get_size() == size
         listener = _listen(one_host, size) if rank == 0 else None
         word = broadcast_over_mpi(world, _invitation(listener, one_host) if listener is not None else None)
+    if presence is not None:
+        presence.withdraw()
     return _accepted(rank, size, word, listener, None)
 
 
@@ -377,7 +382,7 @@ def _initialise(meeting: _Meeting, backend: str, device: torch.device, limits: L
 
 def _store_over_mpi(meeting: _Meeting, limits: Limits) -> Any:
     """A store on rank 0, at a port that is free there and that MPI tells the others."""
-    from cocodiff.comm.mpi import broadcast_over_mpi, initialised_mpi
+    from cocodiff.comm.mpi_start import broadcast_over_mpi, initialised_mpi
 
     limit, port = timedelta(seconds=limits.start_s), None
     if meeting.rank == 0:

@@ -1,5 +1,5 @@
 """How this process was started: alone, forked by us, by torchrun, or by an MPI launcher; on an emulated machine or not;
-and where an MPI launcher is. Reads the environment only."""
+and where an MPI launcher is. Reads the environment, and the list of nodes that it names, alone."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,12 @@ LOCAL_RANK = (
 )
 LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "PALS_LOCAL_SIZE", "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 MPI_RANK = ("PMI_RANK", "PALS_RANKID", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
-MPI_SIZE = ("PMI_SIZE", "PALS_SIZE", "PMIX_SIZE", "OMPI_COMM_WORLD_SIZE")
+MPI_SIZE = ("PMI_SIZE", "PMIX_SIZE", "OMPI_COMM_WORLD_SIZE")  # PALS sets none
+RANKS = "COCODIFF_RANKS"  # how many ranks there are, by the job's script; the launcher's own word comes first
 # Of srun's tasks. A batch script and salloc's shell have all but a step's number, or one of ten digits.
 STEP, STEP_SIZE = ("SLURM_STEP_ID", "SLURM_STEPID"), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 OF_LAUNCHERS = re.compile(  # variables by which a process knows that it is a launcher's rank
-    "(PMIX?|PALS|OMPI_COMM_WORLD|MPI|SLURM|TORCHELASTIC)_|(LOCAL_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)$"
+    f"(PMIX?|PALS|OMPI_COMM_WORLD|MPI|SLURM|TORCHELASTIC)_|(LOCAL_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)$|{RANKS}$"
 )
 EMULATED = "COCODIFF_EMULATED"  # what ranks are told of an emulated machine, as JSON
 
@@ -49,7 +51,8 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Launch:
-    """kind: "alone", "forked", "torchrun" (or srun) or "mpi". Rank and size may be None where MPI's does not say."""
+    """kind: "alone", "forked", "torchrun" (or srun) or "mpi". Rank and size may be None where MPI's does not say.
+    guessed: the size is that of a launch with as many ranks as here on every node of the job: it may have fewer."""
 
     kind: str = "alone"
     rank: int | None = 0
@@ -57,6 +60,7 @@ class Launch:
     local_rank: int = 0
     local_size: int | None = None
     meeting: Meeting | None = None
+    guessed: bool = False
 
     @property
     def speaks(self) -> bool:
@@ -71,7 +75,8 @@ def detect(environment: Mapping[str, str] | None = None) -> Launch:
         rank, size = _number(env, ("RANK",)), _number(env, ("WORLD_SIZE",))
         if rank is None or size is None:
             raise UserError("TORCHELASTIC_RUN_ID is set without RANK and WORLD_SIZE: unset it, or start with torchrun")
-        started = 1 if "TORCHELASTIC_RUN_ID" in env else _number(env, MPI_SIZE) or 1
+        sizes = (*MPI_SIZE, RANKS) if any(map(env.get, MPI_RANK)) else MPI_SIZE
+        started = 1 if "TORCHELASTIC_RUN_ID" in env else _number(env, sizes) or 1
         if started > size:
             raise UserError(
                 f"RANK={rank} and WORLD_SIZE={size} in the environment, where an MPI launcher started {started} ranks: "
@@ -82,6 +87,8 @@ def detect(environment: Mapping[str, str] | None = None) -> Launch:
         kind = "torchrun"
     elif (rank := _number(env, MPI_RANK)) is not None:
         kind, size = "mpi", _number(env, MPI_SIZE)
+        if size is None:
+            return _without_size(env, rank)
     elif any(re.fullmatch("[0-9]{1,9}", env.get(name, "")) for name in STEP) and (_number(env, STEP_SIZE) or 1) > 1:
         kind, rank, size = "torchrun", _number(env, ("SLURM_PROCID",)) or 0, _number(env, STEP_SIZE)
     else:
@@ -89,6 +96,17 @@ def detect(environment: Mapping[str, str] | None = None) -> Launch:
     if size is not None and rank >= size:
         raise UserError(f"the launcher's environment has rank {rank} of {size}: ranks go from 0 to {size - 1}")
     return Launch(kind, rank, size, _number(env, LOCAL_RANK) or 0, _number(env, LOCAL_SIZE))
+
+
+def _without_size(env: Mapping[str, str], rank: int) -> Launch:
+    """Return the launch of a rank whose MPI launcher tells no size. Where this rank's number shows that COCODIFF_RANKS
+    is wrong, the size is None: ranks of lower numbers cannot see that, and all hear it when they have met."""
+    size, local_size, guessed = _number(env, (RANKS,)), _number(env, LOCAL_SIZE), False
+    if size is None and "PALS_LOCAL_SIZE" in env and local_size:
+        with suppress(OSError, ValueError):  # the file has a line for each node; some schedulers' one for each rank
+            size, guessed = local_size * len({*Path(env.get("PBS_NODEFILE", "")).read_text().split()}), True
+    known = size if size is not None and size > rank else None
+    return Launch("mpi", rank, known, _number(env, LOCAL_RANK) or 0, local_size, guessed=guessed)
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:

@@ -7,13 +7,8 @@ awaited without a word, and of a longer one it names no rank, so lengths are com
 
 from __future__ import annotations
 
-import os
-import shutil
-import sys
 import time
-from array import array
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,52 +16,11 @@ from torch import Tensor
 
 from cocodiff.comm.checked import WrongMessage
 from cocodiff.comm.health import Health, call_tag
-from cocodiff.comm.launch import detect
+from cocodiff.comm.mpi_start import initialised_mpi
 from cocodiff.comm.transport import Group, LaneOwner, Messages, Pending, not_empty
-from cocodiff.config.errors import UserError
 
 SPINS = 20
 SLEEP_S = (20e-6, 500e-6)
-SHARED_MEMORY = Path("/dev/shm")  # where messages and windows of a host's ranks lie; a full one kills who writes to it
-
-
-def lacking_shared_memory(ranks: int) -> str:
-    """What is wrong, and the remedy, where so many ranks of this host have too little for MPI's messages; else "".
-    Intel MPI 2021.17 took 2.9 MiB for each of 2 ranks, 1.8 for each of 12, and over ofi 176 KiB in all."""
-    least = 256 if os.environ.get("I_MPI_FABRICS") == "ofi" else 2048 * (ranks + 1)
-    free = shutil.disk_usage(SHARED_MEMORY).free >> 10 if SHARED_MEMORY.exists() else least
-    if free >= least:
-        return ""
-    lack = f"{SHARED_MEMORY} has {free} KiB free, and MPI needs {least} for {ranks} ranks of a host"
-    return f"{lack}: enlarge it (docker run --shm-size=1g), or with Intel MPI export I_MPI_FABRICS=ofi, which needs 256"
-
-
-def initialised_mpi() -> Any:
-    """mpi4py's MPI module, started with full thread support. `cocodiff.comm.connect` sees to its end: after a fault
-    MPI_Finalize would wait for the dead. Raises RuntimeError when the library grants less than MPI_THREAD_MULTIPLE, and
-    UserError where it would be killed for want of shared memory."""
-    ranks = detect().local_size or 2
-    if "mpi4py.MPI" not in sys.modules and ranks > 1 and (lack := lacking_shared_memory(ranks)):
-        raise UserError(lack)
-    import mpi4py
-
-    mpi4py.rc.finalize = False
-    mpi4py.rc.threads = True
-    from mpi4py import MPI
-
-    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-        raise RuntimeError(f"{MPI.Get_library_version().splitlines()[0]} grants no MPI_THREAD_MULTIPLE: use gloo")
-    return MPI
-
-
-def broadcast_over_mpi(world: Any, text: str | None) -> str:
-    """Rank 0's text, None elsewhere, on every rank. mpi4py's own calls for objects would unpickle what comes."""
-    content = bytearray((text or "").encode())
-    length = array("q", [len(content)])
-    world.Bcast(length)
-    content = content or bytearray(length[0])
-    world.Bcast(content)
-    return content.decode()
 
 
 def bits_of(tensor: Tensor) -> Any:

@@ -70,6 +70,7 @@ class Presence:
         return reason
 
     def withdraw(self) -> None:
+        """Take this rank's number away: when the ranks have met, others watch over it."""
         with contextlib.suppress(OSError):
             (self.folder / str(self.rank)).unlink(missing_ok=True)
             self.folder.rmdir()  # by the last one
@@ -144,8 +145,6 @@ def limited_start(limits: Limits, rank: int | None, presence: Presence | None, c
     finally:
         watching.kill()
         watching.wait()
-    if presence is not None:
-        presence.withdraw()
 
 
 def watch_start(

@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 
 from cocodiff.comm.health import Health, call_tag
-from cocodiff.comm.mpi import SHARED_MEMORY, MpiGroup, MpiTransport, bits_of, wait_until
+from cocodiff.comm.mpi import MpiGroup, MpiTransport, bits_of, wait_until
+from cocodiff.comm.mpi_start import SHARED_MEMORY
 from cocodiff.comm.transport import Messages, Pending, not_empty
 from cocodiff.config.errors import PeerLost, UserError
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from copy import copy
 from functools import partial
 from importlib import import_module
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -23,6 +24,9 @@ from cocodiff.kernels.device import StreamMark, used_on_current_stream
 CCL_BINDINGS = "oneccl_bindings_for_pytorch"  # registers "ccl"
 # A busy peer is not a lost one: the watch tells them apart, so the library's own clock is set far away.
 NEVER = datetime.timedelta(days=7)
+# PyTorch's releases whose xccl makes a group of oneCCL's of every message in a batch (torch-xpu-ops, release/2.10,
+# ProcessGroupXCCL.cpp:990; mended in 2.11 by 2688). A group's end waits on the host for the message's other rank.
+ONE_BY_ONE = ("2.10",)
 _gloo_groups: Counter[tuple[int, ...]] = Counter()  # how many of given ranks this process has made
 _users: list[TorchDistTransport] = []  # of the default process group, where one of them started it
 
@@ -69,11 +73,9 @@ class TorchDistGroup(Group):
     """Ranks that share a process group. Messages are point to point: gloo's own all-to-all serves peers in turns and
     reaches half of the links' rate, receives posted before sends reach nearly all of it.
 
-    at_once: `collective` calls are one all-to-all of torch.distributed's backend, with a size for each peer: the flat
-    baseline of CoCoDiff, and a way around backends that deliver batches of sends and receives wrong (torch-xpu-ops
-    3022)."""
-
-    at_once = False
+    With `at_once` a collective call is one all-to-all of torch.distributed's backend, with a size for each peer: the
+    flat baseline of CoCoDiff, and a way around backends that deliver batches of sends and receives wrong (torch-xpu-ops
+    3022) or each message alone (`ONE_BY_ONE`)."""
 
     def __init__(
         self, process_group: Any, ranks: tuple[int, ...], rank: int, device: torch.device, health: Health | None = None
@@ -97,9 +99,15 @@ class TorchDistGroup(Group):
             received = [group.recv([tensor], peer, tag) for tensor, peer in recvs]
             return _Works(received + [group.send([tensor], peer, tag) for tensor, peer in sends])
         sends, recvs = self._both_ways(sends, recvs)
-        # Device backends match the two lists of one batch; with receives listed first some of them deadlock.
-        operations = [dist.P2POp(dist.isend, tensor, group=group, group_peer=peer) for tensor, peer in sends]
-        operations += [dist.P2POp(dist.irecv, tensor, group=group, group_peer=peer) for tensor, peer in recvs]
+        # With receives listed first some backends deadlock, and torch 2.10's XCCL begins a message only when the one
+        # before it has ended on both sides (ProcessGroupXCCL.cpp:990). So all ranks list theirs in one order: by the
+        # exclusive or of both ranks, which no two peers of a rank share; then what the lower rank sends comes first.
+        listed: list[tuple[int, bool, Any, Tensor, int]] = [
+            *((self.index ^ peer, self.index > peer, dist.isend, x, peer) for x, peer in sends),
+            *((self.index ^ peer, peer > self.index, dist.irecv, x, peer) for x, peer in recvs),
+        ]
+        listed.sort(key=itemgetter(0, 1))
+        operations = [dist.P2POp(way, x, group=group, group_peer=peer) for *_, way, x, peer in listed]
         tensors = [tensor for tensor, _ in sends + recvs]
         return _Works(dist.batch_isend_irecv(operations) if operations else [], tensors)
 
@@ -180,6 +188,7 @@ class TorchDistTransport(LaneOwner):
         super().__init__(device, health)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.library = library or dist.get_backend()
+        self.one_by_one = posts_one_by_one(self.library)
         self._groups: list[Any] = []
         counted = owns_group or bool(_users)
         if counted:
@@ -188,6 +197,8 @@ class TorchDistTransport(LaneOwner):
             self.world = self._group_over(dist.group.WORLD, tuple(range(self.size)))
         else:  # the process group of somebody else has limits of time of its own
             self.world = self._new_group(tuple(range(self.size)))
+        if self.one_by_one:
+            self.world = self.world.together()
 
     def _new_group(self, members: tuple[int, ...]) -> TorchDistGroup:
         # Only the members meet here: cards and planes are set up side by side.
@@ -239,12 +250,17 @@ def check_backend(backend: str, device: torch.device) -> None:
     if backend == "ccl":
         try:
             import_module(CCL_BINDINGS)
-        except ImportError as error:
+        except Exception as error:
             remedy = f"install the one of this PyTorch, or use --transport {fitting[0]}"
             raise UserError(f"transport ccl needs {CCL_BINDINGS} ({error}): {remedy}") from error
     there = {"xccl": dist.is_xccl_available, "nccl": dist.is_nccl_available, "gloo": dist.is_gloo_available}
     if backend in there and not there[backend]():
         raise UserError(f"this PyTorch {torch.__version__} was built without {backend}: use a build for {device.type}")
+
+
+def posts_one_by_one(backend: str) -> bool:
+    """Return True if this PyTorch makes a group of oneCCL's of each message in a batch, see `ONE_BY_ONE`."""
+    return backend == "xccl" and ".".join(torch.__version__.split(".")[:2]) in ONE_BY_ONE
 
 
 def device_backend(device: torch.device) -> str:

@@ -28,6 +28,7 @@ from cocodiff.kernels.device import HandedOver, OwnStream
 
 T = TypeVar("T")
 Messages = list[tuple[Tensor, int]]  # with the peer that each goes to or comes from
+TOGETHER = {"auto": None, "batch": False, "alltoall": True}  # by the setting `messages`, see `Transport.group`
 CHECK_S = 0.25  # how often a blocked wait asks whether a peer was lost
 
 
@@ -45,12 +46,14 @@ class Group(ABC):
     neither side. Receives are posted before sends (on accelerators in the order that the backend needs).
 
     receives_ahead: a receive may be posted in an earlier call than its peer's send, or in a call without sends. Where
-    not, both sides list a message in calls of the same number. device: of messages that a group makes by itself.
+    not, both sides list a message in calls of the same number. at_once: `collective` is one all-to-all of the library,
+    which every rank of the group has to call. device: of messages that a group makes by itself.
     """
 
     ranks: tuple[int, ...]
     index: int
     receives_ahead = True
+    at_once = False
     device = torch.device("cpu")
 
     @abstractmethod
@@ -100,10 +103,10 @@ class Transport(ABC):
     _closed = False
 
     @abstractmethod
-    def group(self, ranks: Sequence[int], together: bool = False) -> Group:
+    def group(self, ranks: Sequence[int], together: bool | None = None) -> Group:
         """A group that this rank is in. Every rank makes one when any rank does, be it of itself alone:
         torch.distributed tells groups apart by their members and by how many groups a rank has made before. together:
-        see `Group.together`."""
+        its `at_once`; by default as `LaneOwner.one_by_one` says."""
 
     @abstractmethod
     def lane(self, name: str) -> Lane:
@@ -174,6 +177,8 @@ class LaneOwner(Transport):
     # src/coll/group): in another order than theirs ranks would wait for each other in a circle. Lanes overlap by their
     # streams then.
     one_thread = False
+    # Whether the library begins a message of a batch only when the one before it has ended on both ranks.
+    one_by_one = False
     carrier: LaneOwner | None = None  # of a device's transport: what carries values, and with `host` all messages
 
     def __init__(self, device: torch.device, health: Health) -> None:
@@ -191,9 +196,9 @@ class LaneOwner(Transport):
             self._lanes[name] = Lane(name, self.device, self.health, worker)
         return self._lanes[name]
 
-    def group(self, ranks: Sequence[int], together: bool = False) -> Group:
+    def group(self, ranks: Sequence[int], together: bool | None = None) -> Group:
         group = self._new_group(tuple(ranks))
-        if together:
+        if self.one_by_one if together is None else together:
             group = group.together()
         return group if self.around is None else self.around(group)
 
@@ -223,12 +228,13 @@ class PartGroup(Group):
         """members: the index in `group` of each of `ranks`."""
         self._group, self._members, self.ranks, self.device = group, tuple(members), ranks, device
         self.index, self.receives_ahead = self._members.index(group.index), group.receives_ahead
+        self.at_once = group.at_once and len(ranks) == len(group.ranks)
 
     def send_recv(self, sends: Messages, recvs: Messages) -> Pending:
         return self._group.send_recv(*([(x, self._members[peer]) for x, peer in some] for some in (sends, recvs)))
 
     def collective(self, sends: Messages, recvs: Messages) -> Pending:
-        post = self._group.send_recv if len(self.ranks) < len(self._group.ranks) else self._group.collective
+        post = self._group.collective if len(self.ranks) == len(self._group.ranks) else self._group.send_recv
         return post(*([(x, self._members[peer]) for x, peer in some] for some in (sends, recvs)))
 
     def barrier(self) -> None:
@@ -270,7 +276,7 @@ class Part(Transport):
     def run_size(self) -> int:
         return self._whole.run_size
 
-    def group(self, ranks: Sequence[int], together: bool = False) -> PartGroup:
+    def group(self, ranks: Sequence[int], together: bool | None = None) -> PartGroup:
         members = [self._ranks[rank] for rank in ranks]
         ascending = sorted(members)  # as libraries keep them
         indices = [ascending.index(rank) for rank in members]

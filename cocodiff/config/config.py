@@ -206,10 +206,11 @@ class Config:
         choices=("auto", "host", "gloo", "mpi", "mpi-rma", "xccl", "ccl", "nccl"),
     )
     messages: str = setting(
-        "batch",
-        "how those of a phase are posted: batch, or alltoall (the library's own), where doctor finds batches wrong",
+        "auto",
+        "how those of a phase are posted: batch, alltoall (the library's own), or auto: alltoall where PyTorch's xccl "
+        "posts the messages of a batch one by one",
         given="machine",
-        choices=("batch", "alltoall"),
+        choices=("auto", "batch", "alltoall"),
     )
     check_messages: bool = setting(
         False, "send a checksum with every message; a wrong message ends the run and names both ranks", given="machine"

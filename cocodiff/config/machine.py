@@ -61,6 +61,8 @@ class Device:
     launch_us: float = 0.0
     wait_us: float = 0.0
     instructions_g_s: float = 0.0
+    library_mib: float = 0.0  # MiB that the library of messages takes of the tile for a process
+    across_mib: float = 0.0  # MiB that it takes more where ranks are on several nodes
     sums_kernel: bool = True
 
     @property

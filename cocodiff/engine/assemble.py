@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from cocodiff.attention.local import LocalAttention
 from cocodiff.attention.ulysses import Ulysses
 from cocodiff.comm.trace import Trace
-from cocodiff.comm.transport import Part, Transport
+from cocodiff.comm.transport import TOGETHER, Part, Transport
 from cocodiff.config.config import Config, load_chunk_table, load_exchange_table
 from cocodiff.config.machine import Machine, Topology
 from cocodiff.config.registry import ARRIVALS, CODECS, ORDERS, PLANNER, RINGS, SELECTIONS, imported, load
@@ -75,7 +75,7 @@ def build_strategy(
         ring = load(RINGS, mesh.kind)(mesh, transport, trace, kernels, local, sequences)
     if mesh.ulysses > 1:
         table = exchange_table(config, mesh.topology)
-        together = config.messages == "alltoall"
+        together = TOGETHER[config.messages]
         exchange = Exchange(
             config.exchange, topology, members, trace, table, config.nic_balance, kernels, chunked, together
         )

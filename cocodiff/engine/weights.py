@@ -278,7 +278,7 @@ class SplitWeights:
         parts[self._index].copy_(own)
         others = [number for number in range(len(self._ranks)) if number != self._index]
         with self._trace.span("gather weights", "weights", late_bytes=len(others) * own.nbytes):
-            pending = group.send_recv([(own, peer) for peer in others], [(parts[peer], peer) for peer in others])
+            pending = group.collective([(own, peer) for peer in others], [(parts[peer], peer) for peer in others])
             self._wait(group, pending.wait)
         for peer in others:
             link = self._topology.link_class(self._transport.rank, self._ranks[peer])

@@ -40,11 +40,11 @@ class Exchange:
         nic_balance: bool = True,
         kernels: Kernels | None = None,
         chunking: Chunking | None = None,
-        together: bool = False,
+        together: bool | None = None,
     ) -> None:
         """name: in the table `EXCHANGES`, or "auto", which goes by `table` for each size. nic_balance: of split,
         between nodes. kernels: what packs and unpacks; by default whatever suits the device, noted in the trace.
-        chunking: in how many stages tensors can travel besides. together: see `Group.together`; not in stages,
+        chunking: in how many stages tensors can travel besides. together: see `Transport.group`; not in stages,
         to whose messages ranks come in orders of their own."""
         self.rank, self.topology, self.trace, self._table = transport.rank, topology, trace, table
         self.kernels = kernels or Kernels(note=trace.note_kernel)
@@ -59,10 +59,11 @@ class Exchange:
         self._in_order = InOrder()
         self.groups: dict[str, Group] = {}
         # every rank makes a group here, also one without a part in the phase or a sibling
-        self._together = together and (chunking is None or chunking.chunks == 1)
+        if chunking is not None and chunking.chunks > 1:
+            together = False
         for link in dict.fromkeys(phase.lane for plan in self.plans.values() for phase in plan):
             members = topology.cards[topology.places[self.rank].card] if link == "sibling" else range(topology.size)
-            self.groups[link] = transport.group(members, self._together)
+            self.groups[link] = transport.group(members, together)
             if link == "plane" or self._in_phases:
                 self.lanes[link] = transport.lane(link)
         self._routes: dict[str, dict[str, Plan]] = {}
@@ -128,7 +129,8 @@ class Exchange:
 
     def _takes_part(self, phase: Phase) -> bool:
         """Return True if this rank has messages in a phase, or a part in a call that all ranks of the group make."""
-        return bool(phase.sends or phase.receives or (self._together and len(self.groups[phase.lane].ranks) > 1))
+        group = self.groups[phase.lane]
+        return bool(phase.sends or phase.receives or (group.at_once and len(group.ranks) > 1))
 
     def _set_apart(self, outgoing: Outgoing, phases: Sequence[Phase], blocks: BlockSet) -> int:
         """Counts what this rank sends in some phases of tensors that have a purpose of their own; how much it is."""

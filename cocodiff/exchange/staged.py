@@ -51,7 +51,7 @@ class StagedExchange:
         relays = any(name != "flat" for name in plans)
         lanes = PART_LANES[: 1 + relays + (relays and self.several_nodes)]
         self._lanes = [transport.lane(name) for name in lanes]
-        own = [transport.group(range(topology.size)) for _ in lanes[1:]]
+        own = [transport.group(range(topology.size), together=False) for _ in lanes[1:]]
         self._groups = [groups, *(dict.fromkeys(("sibling", "plane"), group) for group in own)]
         self._landing = transport.lane("landing")
         self._sent: deque[Sent] = deque()

@@ -23,6 +23,7 @@ from cocodiff.jobs.journal import FOLDER, PARTIAL, Journals
 
 MANIFEST = ".cocodiff-files.json"
 LOCK = ".cocodiff.lock"
+REFUSED = "refused"  # a file of a benchmark's folder: why it cannot be measured. launch/campaign.pbs looks for it
 NOTHING_LEFT = "nothing was written"
 LEAVING_S = 10.0  # for the ranks of a killed run to go
 _STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
@@ -187,7 +188,7 @@ class OutputFolder:
         return self.overwrite or (header is not None and header.get("overwrite") is True)
 
     def _check_free(self) -> None:
-        if not self.final.is_dir() or not {path.name for path in self.final.iterdir()} - {PARTIAL, LOCK}:
+        if not self.final.is_dir() or not {path.name for path in self.final.iterdir()} - {PARTIAL, LOCK, REFUSED}:
             return
         if self.finished is not None:
             return
@@ -305,6 +306,7 @@ class OutputFolder:
 
     def _put_in_place(self, manifest: Manifest) -> None:
         self.journals.remove()
+        (self.final / REFUSED).unlink(missing_ok=True)
         older = Manifest.read(self.final) or NOTHING
         for name in set(manifest.files) - set(older.files):
             if os.path.lexists(self.final / name) and os.path.lexists(self.partial / name):

@@ -15,6 +15,7 @@ from typing import Any
 
 from cocodiff.config.errors import UserError
 from cocodiff.config.files import is_folder, is_there, read_json
+from cocodiff.config.packages import import_diffusers
 from cocodiff.config.registry import import_late
 from cocodiff.demo_model import WEIGHTS
 from cocodiff.jobs.model_checks import (
@@ -390,9 +391,7 @@ def _loading(model: str) -> Iterator[None]:
 
 
 def _pipeline_class(request: Request) -> Any:
-    import diffusers
-
-    return getattr(diffusers, request.pipeline if request.own is None else OWN_PIPELINE)
+    return getattr(import_diffusers(), request.pipeline if request.own is None else OWN_PIPELINE)
 
 
 def _one_line(error: Exception) -> str:

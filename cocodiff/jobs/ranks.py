@@ -25,9 +25,11 @@ from functools import partial
 from typing import Any
 
 from cocodiff.comm.launch import Launch, Meeting
-from cocodiff.comm.peers import BEAT_S
+from cocodiff.comm.mpi_start import count_ranks
+from cocodiff.comm.peers import BEAT_S, Limits
 from cocodiff.config.config import Config
 from cocodiff.config.errors import OwnRankError, PeerLost, UserError
+from cocodiff.config.packages import failed_import
 from cocodiff.jobs.children import StopRequest, check_room, fork, signal_all, stop_requests
 from cocodiff.jobs.folder import NOTHING_LEFT, OutputFolder
 from cocodiff.jobs.terminal import keep_libraries_off_stderr, limit_threads, note, quiet_libraries
@@ -127,6 +129,8 @@ def _end_of(error: BaseException) -> End:
     for kind, known in (("failed", OwnRankError), ("mistake", UserError), ("lost", PeerLost)):
         if isinstance(error, known):
             return End(kind, str(error))
+    if line := failed_import(error):
+        return End("mistake", line)
     return End("failed", f"{type(error).__name__}: {error}", traceback.format_exc())
 
 
@@ -349,15 +353,18 @@ def read_loss(text: str) -> PeerLost | None:
 # Of every command that runs on ranks ----------------------------------------------------------------------------------
 
 
-def settle(values: dict[str, Any], launch: Launch) -> int:
-    """Quiets libraries and shares cores, before torch is imported. Returns how many ranks. Raises UserError."""
+def settle(values: dict[str, Any], launch: Launch) -> tuple[Launch, int]:
+    """Quiets libraries and shares cores, before torch is imported. Returns the launch, whose size MPI was asked for
+    where nobody has told it, and how many ranks there are. Raises UserError."""
     gc.disable()  # until ranks run: a tenth of the time would go into a search for garbage among what imports leave
     quiet_libraries(values["log_level"])
+    if launch.size is None or launch.guessed:
+        launch = count_ranks(launch, Limits(values["timeout_s"], values.get("start_timeout_s", Limits.start_s)))
     ranks = (values["ranks"] if launch.kind == "alone" else launch.size) or 1
-    limit_threads(launch.local_size or ranks)
+    limit_threads(launch.local_size or ranks, launched=launch.kind != "alone")
     if launch.kind == "alone":
         check_room(ranks)
-    return ranks
+    return launch, ranks
 
 
 def run_holding(

@@ -47,16 +47,33 @@ def keep_libraries_off_stderr(log: int) -> None:
         os.dup2(log, 2)
 
 
-def limit_threads(ranks: int) -> None:
-    """Shares the cores among local ranks. Before numpy or torch are imported; what the user has set stays, and where
+def limit_threads(ranks: int, launched: bool = False) -> None:
+    """Shares the cores among local ranks, before numpy or torch are imported. What the user has set stays, and where
     OMP_NUM_THREADS is set every library follows it: the last bits of sums depend on threads, and must not depend on how
-    many ranks share a host."""
+    many ranks share a host. launched: by a launcher, which may have bound them."""
     if os.environ.get(THREADS[0]):
         return
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    share = str(max(1, cores // ranks))
+    own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else {*range(os.cpu_count() or 1)}
+    shared = _shared_cores(own) if launched else own
+    share = str(max(1, min(len(own), len(shared) // ranks)))
     for name in THREADS:
         os.environ.setdefault(name, share)
+
+
+def _shared_cores(own: set[int]) -> set[int]:
+    """Return the cores that a launcher had for this host's ranks, this rank's own among them.
+
+    It may have bound each rank to some of these (`--cpu-bind`), which are not to be divided again. Where all ranks may
+    use no more than some of the machine's, as in a container, the launcher may use more where it is outside of it. So
+    these are the launcher's, as far as Linux grants them here: it gives nobody cores outside of a container's, whoever
+    asks, while it gives back those that a process was bound away from."""
+    try:
+        os.sched_setaffinity(0, own | {*range(os.sysconf("SC_NPROCESSORS_CONF"))})
+        granted = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, own)
+        return own | (granted & os.sched_getaffinity(os.getppid()))
+    except (OSError, AttributeError):  # forbidden, or another system
+        return own
 
 
 def threads() -> dict[str, str | None]:

@@ -19,6 +19,8 @@ from cocodiff.config.errors import OwnRankError
 
 T = TypeVar("T")
 IPEX = "intel_extension_for_pytorch"
+IPEX_ASKED = "COCODIFF_IPEX"  # 1: import it with any PyTorch that it fits
+WITHOUT_IPEX = (2, 10)  # from this PyTorch on it is not needed, and calls may be faster or slower with it
 log = logging.getLogger("cocodiff.kernels.device")
 
 
@@ -60,12 +62,18 @@ def _more_devices(name: str, count: int) -> str:
 
 def import_ipex() -> bool:
     """Imports Intel's extension of PyTorch where there is one for this PyTorch: older stacks have xpu through it alone,
-    newer ones a few more kernels. It ends the process when its version is another one's, so that is looked at first."""
+    newer ones a few more kernels; from WITHOUT_IPEX on only where the user asks for it. It ends the process when its
+    version is another one's, so that is looked at first."""
+    of_torch, asked = re.findall(r"\d+", torch.__version__)[:2], os.environ.get(IPEX_ASKED) == "1"
+    if not asked and tuple(map(int, of_torch)) >= WITHOUT_IPEX:
+        return False
     try:
         version = metadata.version(IPEX)
     except metadata.PackageNotFoundError:
+        if asked:
+            log.warning("%s=1, but %s is not installed", IPEX_ASKED, IPEX)
         return False
-    own, of_torch = (re.findall(r"\d+", text)[:2] for text in (version, torch.__version__))
+    own = re.findall(r"\d+", version)[:2]
     if own != of_torch:
         log.warning("%s %s is for another PyTorch than %s: not imported", IPEX, version, torch.__version__)
         return False

@@ -81,7 +81,7 @@ def check_room(
     config: Any = model.config
     shape = shape_of_config(family, config, sum(x.numel() for x in stored))
     load = Load(ranks.segments, *call, state_sizes(ranks.config))
-    need = replace(size_run(shape, ranks.topology, load, ranks.mesh)[ranks.rank], weights=weights)
+    need = replace(size_run(shape, ranks.topology, load, ranks.mesh)[ranks.rank], weights=weights, library=0)
     check_fits(need, free + weights + held, f"rank {ranks.rank} on {device}")
 
 

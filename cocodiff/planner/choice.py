@@ -151,13 +151,13 @@ def parts_of(topology: Topology, work: Workload, partition: Partition) -> list[l
         own, of_branch = topology.part(ranks), work.of_branch(partition.guidance, branch)
         config, _ = with_codec_chosen(work.config, own, AttentionWork(work.shape.heads, work.shape.head_dim))
         of_branch = of_branch.with_config(config)
-        load = replace(of_branch.load, split=Split.of(config.split, own))
+        load = replace(of_branch.load, split=Split.of(config.split, own), job=(topology.size, topology.nodes))
         return Part(ranks, own, replace(of_branch, load=load))
 
     return [[part_of(*one) for one in enumerate(of_replica)] for of_replica in axes.branches]
 
 
-MARGIN = 4 * 2**30  # bytes of a tile, for the driver, the library of messages and what estimates are off by
+MARGIN = 4 * 2**30  # bytes of a tile, for the driver and what estimates are off by
 NEAR = 1.01  # times as long is taken for what keeps more
 
 

@@ -156,6 +156,7 @@ class Load:
     branches: int = 1
     state: Costs | None = None
     split: Split | None = None
+    job: tuple[int, int] = (1, 1)  # ranks and nodes of a whole job, of which those that share a sequence are a part
 
     def tokens(self, name: str) -> int:
         """Of the segments of this name."""
@@ -180,6 +181,7 @@ class RankMemory:
     reconstructions: int = 0
     in_flight: int = 0
     step_cache: int = 0
+    library: int = 0  # what the library of messages takes for itself (`library_mib` of `Device`)
 
     @property
     def cache(self) -> int:
@@ -188,7 +190,7 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        return self.weights + self.activations + self.cache
+        return self.weights + self.activations + self.cache + self.library
 
 
 def add(parts: list[RankMemory]) -> RankMemory:
@@ -267,8 +269,10 @@ def size_run(shape: ModelShape, topology: Topology, load: Load, mesh: Mesh | Non
     those of a Ulysses group heads."""
     mesh = mesh or Mesh.build(topology)
     caches, active = run_cache(shape, topology, load, mesh), activations(shape, mesh, load)
-    held = weights_held(shape, load)
-    return [replace(one, weights=held, activations=most) for one, most in zip(caches, active, strict=True)]
+    device, (ranks, nodes) = topology.machine.device, max((topology.size, topology.nodes), load.job)
+    library = int(MIB * ((ranks > 1) * device.library_mib + (nodes > 1) * device.across_mib))
+    held = {"weights": weights_held(shape, load), "library": library}
+    return [replace(one, activations=most, **held) for one, most in zip(caches, active, strict=True)]
 
 
 def block_parameters(shape: ModelShape) -> list[int]:
@@ -307,14 +311,14 @@ def weights_waited_s(shape: ModelShape, load: Load, layers_s: Sequence[float], l
 def largest_batch(shape: ModelShape, topology: Topology, load: Load, memory: int, mesh: Mesh | None = None) -> int:
     """The most images that fit into `memory` bytes on every rank; 0 where one is too many. load.batch plays no part."""
     of_one = size_run(shape, topology, replace(load, batch=shape.rows_per_image), mesh)
-    return max(0, min((memory - need.weights) // (need.total - need.weights) for need in of_one))
+    return max(0, min((memory - need.weights - need.library) // (need.activations + need.cache) for need in of_one))
 
 
 def misfit(need: RankMemory, memory: int) -> str | None:
     """Why a rank's needs exceed `memory` bytes, what is to blame and what helps; None where they fit."""
     if need.total <= memory:
         return None
-    parts = {"weights": need.weights, "activations": need.activations, "cache": need.cache}
+    parts = {"weights": need.weights, "activations": need.activations, "cache": need.cache, "library": need.library}
     if need.weights > memory:
         blame = "the weights alone do not fit: share them by weights card or node, or use a smaller dtype"
     elif need.weights + need.activations > memory:

@@ -43,9 +43,9 @@ class Peaks:
 
     def of_rank(self, step: RankMemory, vae: str) -> dict[str, int]:
         """All that a rank holds, by what the run does: of the fullest one. step: what it holds in a denoising step."""
-        kept, peak = step.weights + self.vae, self.of_vae[vae]
+        kept, peak = step.weights + step.library + self.vae, self.of_vae[vae]
         return {
-            "text encoding": self.encoders,
+            "text encoding": self.encoders + step.library,
             "image encoding": kept + peak.encoding,
             "denoising": step.total + self.vae,
             "decoding": kept + step.cache + peak.decoding,

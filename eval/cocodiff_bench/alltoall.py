@@ -19,6 +19,7 @@ from torch import Tensor
 
 from cocodiff.comm.launch import detect, emulated
 from cocodiff.comm.trace import Span, Trace
+from cocodiff.comm.transport import TOGETHER
 from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Links, Topology
@@ -166,7 +167,7 @@ Variant = Callable[[Blocks], Tensor]  # what arrived, [ranks, L, D] by sender
 def exchange_variant(config: Config, topology: Topology, transport: Any, trace: Trace) -> Variant:
     """This rank's end of the exchange by the settings, among all ranks."""
     table, kernels = exchange_table(config, topology), Kernels(config.kernels, trace.note_kernel)
-    chunked, together = chunking(config, topology), config.messages == "alltoall"
+    chunked, together = chunking(config, topology), TOGETHER[config.messages]
     exchange = Exchange(
         config.exchange, topology, transport, trace, table, config.nic_balance, kernels, chunked, together
     )
@@ -191,7 +192,7 @@ def flat_serial(transport: Any) -> Variant:
 
 
 def mpi_alltoall(_transport: Any) -> Variant:
-    from cocodiff.comm.mpi import initialised_mpi
+    from cocodiff.comm.mpi_start import initialised_mpi
 
     world = initialised_mpi().COMM_WORLD.Dup()
 

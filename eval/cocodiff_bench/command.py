@@ -19,8 +19,8 @@ from typing import Any
 
 from cocodiff.comm.launch import Launch
 from cocodiff.config.config import shipped_names
-from cocodiff.config.errors import check_choice
-from cocodiff.jobs.folder import OutputFolder
+from cocodiff.config.errors import OwnRankError, UserError, check_choice
+from cocodiff.jobs.folder import REFUSED, OutputFolder
 from cocodiff.jobs.options import parse, with_settings
 from cocodiff.jobs.ranks import run_holding, settle
 from cocodiff.jobs.terminal import say
@@ -53,12 +53,11 @@ def start(words: Sequence[str], launch: Launch) -> int:
     benchmark = import_module(f"cocodiff_bench.{module_of(words)}")
     values = parse(f"bench {words[0]}", benchmark.ABOUT, with_settings(benchmark.OPTIONS, of_benchmarks), words[1:])
     given = os.environ.get("OMP_NUM_THREADS")
-    settle(values, launch)
+    launch, ranks = settle(values, launch)
     if not given:  # some benchmarks have imported torch by now
         import torch
 
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    ranks = (values["ranks"] or 1) if launch.kind == "alone" else launch.size
     config = engine_config(values)
     benchmark.check(values, ranks)
     output = OutputFolder(values["out"], values["overwrite"])
@@ -73,6 +72,12 @@ def import_engine(_values: Values) -> None:
 
 
 def run(benchmark: Any, values: Values, output: OutputFolder, transport: Any) -> None:
-    """One rank's part; returns when rank 0 has written the results."""
-    benchmark.measure(values, output, transport)
+    """One rank's part; returns when rank 0 has written the results. Where these ranks cannot measure it, such as what
+    does not fit a tile, rank 0 writes the reason to a file: a launcher may change the exit code."""
+    try:
+        benchmark.measure(values, output, transport)
+    except UserError as error:
+        if transport.rank == 0 and not isinstance(error, OwnRankError):
+            (output.final / REFUSED).write_text(f"{error}\n")
+        raise
     transport.broadcast_object(None)

@@ -241,5 +241,5 @@ class SerialTransport:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def group(self, ranks: Sequence[int], together: bool = False) -> Any:
+    def group(self, ranks: Sequence[int], together: bool | None = None) -> Any:
         return self.group_of(self._inner.group(ranks))

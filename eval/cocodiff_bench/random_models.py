@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from cocodiff.config.packages import import_diffusers
+
 Inputs = dict[str, Any]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -58,8 +60,7 @@ class Benched(NamedTuple):
 
 def random_model(benched: Benched, sizes: Sizes) -> Any:
     """The same random transformer on every rank, made where it is to be."""
-    import diffusers
-
+    diffusers = import_diffusers()
     torch.manual_seed(0)
     heads = {"attention_head_dim": sizes.head_dim, "num_attention_heads": sizes.heads, "in_channels": sizes.channels}
     usual = torch.get_default_dtype()

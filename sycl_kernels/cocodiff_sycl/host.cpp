@@ -4,7 +4,6 @@
 // Every function that can fail returns null or non-zero and leaves its reason in cocodiff_error(). No exception leaves.
 #if __has_include(<sycl/detail/core.hpp>) && __has_include(<sycl/properties/queue_properties.hpp>)
 #include <sycl/detail/core.hpp> // a quarter of the compile time of all of SYCL
-#include <sycl/ext/oneapi/experimental/device_architecture.hpp>
 #include <sycl/ext/oneapi/experimental/raw_kernel_arg.hpp>
 #include <sycl/handler.hpp>
 #include <sycl/kernel_bundle.hpp>
@@ -22,7 +21,6 @@
 #include <string>
 #include <vector>
 
-#include "level_zero.hpp"
 #include "moves.hpp"
 #include "opencl.hpp"
 #include "tensors.hpp"
@@ -149,22 +147,6 @@ void start(Device &device, sycl::queue *callers, const sycl::kernel &kernel, con
   if (flags & WAIT) done.wait_and_throw();
 }
 
-// Compiled kernels, of source or of binaries that ocloc made.
-struct Module {
-  std::optional<Bundle> bundle;
-  level_zero::Modules binaries;
-  sycl::context context;
-};
-
-// What ocloc calls a device that it was used for; "" for any other.
-std::string architecture(sycl::device device) {
-  try {
-    return device.ext_oneapi_architecture_is(syclexp::architecture::intel_gpu_pvc) ? "pvc" : "";
-  } catch (const sycl::exception &) { // a device that SYCL has no name for
-    return "";
-  }
-}
-
 } // namespace
 
 extern "C" {
@@ -184,7 +166,7 @@ void *cocodiff_open(void *queue, int threads) {
   });
 }
 
-// "NAME; DRIVER; BACKEND; TYPE; UNITS; ARCHITECTURE" into text. Returns 0.
+// "NAME; DRIVER; BACKEND; TYPE; UNITS" into text. Returns 0.
 int cocodiff_describe(void *device, char *text, size_t size) {
   return guarded(1, [&] {
     auto *of = static_cast<Device *>(device);
@@ -192,8 +174,7 @@ int cocodiff_describe(void *device, char *text, size_t size) {
     std::string backend = of->queue.get_backend() == sycl::backend::opencl ? "opencl" : "level_zero";
     std::string about = where.get_info<sycl::info::device::name>() + "; " +
                         where.get_info<sycl::info::device::driver_version>() + "; " + backend + "; " +
-                        (where.is_cpu() ? "cpu" : "gpu") + "; " + std::to_string(of->units) + "; " +
-                        architecture(where);
+                        (where.is_cpu() ? "cpu" : "gpu") + "; " + std::to_string(of->units);
     std::strncpy(text, about.c_str(), size - 1);
     text[size - 1] = 0;
     return 0;
@@ -209,24 +190,13 @@ void *cocodiff_build(void *device, const char *source, const char *option) {
     auto text = syclexp::create_kernel_bundle_from_source(queue.get_context(), syclexp::source_language::sycl,
                                                           std::string(source));
     auto built = syclexp::build(text, {queue.get_device()}, syclexp::properties{syclexp::build_options{options}});
-    return new Module{built, {}, queue.get_context()};
+    return new Bundle(built);
   });
 }
 
-// Binaries of the device's kernels (native.py), on Level Zero. The caller answers for the device they are for.
-void *cocodiff_native(void *device, const char *from, size_t size) {
+void *cocodiff_kernel(void *built, const char *name) {
   return guarded<void *>(nullptr, [&]() -> void * {
-    auto &queue = static_cast<Device *>(device)->queue;
-    if (queue.get_backend() != level_zero::BACKEND) throw std::runtime_error("the device is not one of Level Zero");
-    return new Module{std::nullopt, level_zero::modules(queue, from, size), queue.get_context()};
-  });
-}
-
-void *cocodiff_kernel(void *module, const char *name) {
-  return guarded<void *>(nullptr, [&]() -> void * {
-    auto *of = static_cast<Module *>(module);
-    return new sycl::kernel(of->bundle ? of->bundle->ext_oneapi_get_kernel(std::string(name))
-                                       : level_zero::kernel(of->binaries, name, of->context));
+    return new sycl::kernel(static_cast<Bundle *>(built)->ext_oneapi_get_kernel(std::string(name)));
   });
 }
 

@@ -12,6 +12,7 @@ import ctypes
 import logging
 import os
 import struct
+import time
 from collections.abc import Callable, Hashable, Sequence
 from ctypes import c_char_p, c_int, c_size_t, c_uint32, c_void_p, py_object
 from functools import cache
@@ -20,7 +21,18 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from cocodiff_sycl.build import host_library, kernel_option, kernel_source, lock, native_file, runtime_and_folder
+from cocodiff_sycl.build import (
+    host_library,
+    keep_remedy,
+    kept_binaries,
+    kernel_option,
+    kernel_source,
+    lock,
+    read_marker,
+    runtime_and_folder,
+    set_cache,
+    write_marker,
+)
 from cocodiff_sycl.find import Runtime, Unavailable, loaded_major
 
 CPU_LANES, GPU_LANES = 1, 16
@@ -31,6 +43,7 @@ CPU_THREADS = "DPCPP_CPU_NUM_CUS"
 # Of Intel's CPU device: 1 makes no vectors across work-items. Kernels of one work-item a row have vectors of their own;
 # to take these apart and join them again costs its compiler minutes. It is read once; other kernels are refused then.
 VECTORIZER = "CL_CONFIG_CPU_VECTORIZER_MODE"
+QUICK_S = 10.0  # opening a GPU's kernels takes less where they are kept, and more where they are compiled
 KEPT = 1024  # results of one owner; a run has fewer layouts, and one that has more starts again
 T = TypeVar("T")
 Tensors = tuple[Tensor | None, ...]
@@ -131,61 +144,59 @@ class Library:
         self._c, self.look = _bind(host, runtime), look_of(host)
         self._device = c_void_p(self._c.cocodiff_open(queue, threads))
         if not self._device:
-            raise Unavailable(f"no SYCL device: {self._error()}; a CPU needs intel-opencl-rt, as in cocodiff[sycl]")
-        self.device_name, driver, self.backend, kind, units, self.architecture = self.describe()
+            raise Unavailable(f"no SYCL device: {self._error()}; {_device_remedy()}")
+        self.device_name, driver, self.backend, kind, units = self.describe()
         self.is_cpu, self.compute_units = kind == "cpu", int(units)
         self.lanes = lanes or (CPU_LANES if self.is_cpu else GPU_LANES)
         self.packed = 1 if self.lanes == 1 else GROUPS_OF_ROWS  # groups of lanes in a work-group
-        self._module = self._build(runtime, f"{self.device_name} {driver} {self.lanes}")
+        self.kept = True  # False: libsycl keeps no compiled kernels, so every start compiles them
+        self._bundle = self._build(runtime, f"{self.device_name} {driver} {self.lanes}")
         self._kernels: dict[str, int] = {}
         # torch's CPU operations are done when they return; on a GPU the queue keeps the order.
         self._flags = (WAIT if self.is_cpu else 0) | (COPY_TABLE if copy_tables else 0)
 
     def describe(self) -> list[str]:
-        """Name, driver, backend, "cpu" or "gpu", compute units, and what ocloc calls the device ("" for most)."""
+        """Name, driver, backend, "cpu" or "gpu", and compute units."""
         text = ctypes.create_string_buffer(1024)
         if self._c.cocodiff_describe(self._device, text, len(text)):
             raise Unavailable(f"the SYCL device does not describe itself: {self._error()}")
         return text.value.decode(errors="replace").split("; ")
 
     def _build(self, runtime: Runtime, about: str) -> c_void_p:
-        """Takes the kernels from the cache, or compiles them while other processes wait.
+        """Return the kernels, from libsycl's cache or compiled now while other processes wait.
 
-        Binaries of `build_native` come first: somebody asked for them. Else libsycl's own cache has the kernels once
-        they are compiled, which a marker tells.
+        Where libsycl kept nothing last time nobody waits: each process would compile them after the one before.
         """
         marker = self.folder / f"built-{''.join(c if c.isalnum() else '_' for c in about)}"
-        module = self._native()
-        if module is None and not marker.exists():
+        if read_marker(marker) is None:
             with lock(self.folder):
-                if not marker.exists():
-                    # libsycl keeps a source's compiled form at the first build and the device's code at the second, so
-                    # that later processes find both.
-                    self._compile(runtime)
-                    module = self._compile(runtime)
-                    marker.touch()
-        return module or self._compile(runtime)
+                if read_marker(marker) is None:
+                    log.info("SYCL kernels for %s are compiled: half a minute or more", self.device_name)
+                    return self._build_kept(runtime, marker)
+        return self._build_kept(runtime, marker)
 
-    def _native(self) -> c_void_p | None:
-        """Kernels of `build_native`, if there are any for this device and its driver takes them."""
-        path = native_file(self.folder, self.architecture, self.lanes)
-        if not self.architecture or not path.exists():
-            return None
-        binaries = path.read_bytes().partition(b"\n")[2]
-        module = c_void_p(self._c.cocodiff_native(self._device, binaries, len(binaries)))
-        if module and self._c.cocodiff_kernel(module, b"select_largest"):
-            return module
-        log.warning(
-            "binaries of %s are not used on %s, kernels are compiled: %s", path, self.device_name, self._error()
-        )
-        return None
+    def _build_kept(self, runtime: Runtime, marker: Path) -> c_void_p:
+        """Return the kernels, and see whether libsycl keeps them for later processes."""
+        before, began = kept_binaries(), time.monotonic()
+        bundle = self._compile(runtime)
+        took_s = time.monotonic() - began
+        if kept_binaries() != before:  # a source's compiled form; the device's code maybe at the second build
+            bundle = self._compile(runtime)
+        filled, names = read_marker(marker), kept_binaries()
+        self.kept = names != before or took_s < QUICK_S
+        if filled is None or (self.kept and names and not filled):
+            write_marker(marker, names if self.kept else ())
+        if not self.kept:
+            told = self.device_name, took_s, keep_remedy()
+            log.warning("SYCL kernels on %s took %.0f s, as at every start: libsycl keeps none: %s", *told)
+        return bundle
 
     def _compile(self, runtime: Runtime) -> c_void_p:
         source = kernel_source(self.lanes, not self.is_cpu).encode()
-        module = c_void_p(self._c.cocodiff_build(self._device, source, kernel_option(runtime)))
-        if not module:
+        bundle = c_void_p(self._c.cocodiff_build(self._device, source, kernel_option(runtime)))
+        if not bundle:
             raise Unavailable(f"SYCL kernels do not compile on {self.device_name}: {_first_error(self._c)}")
-        return module
+        return bundle
 
     def launch_of(self, kernel: str, groups: int, group_size: int, addresses: int, numbers: Sequence[int]) -> bytes:
         """What launches of a kernel have in common (struct Launch of host.cpp), for `launch`.
@@ -221,7 +232,7 @@ class Library:
     def _kernel(self, name: str) -> int:
         """The address of a kernel."""
         if name not in self._kernels:
-            found: int | None = self._c.cocodiff_kernel(self._module, name.encode())
+            found: int | None = self._c.cocodiff_kernel(self._bundle, name.encode())
             if not found:
                 raise RuntimeError(f"the SYCL library has no kernel {name}: {self._error()}")
             self._kernels[name] = found
@@ -231,14 +242,10 @@ class Library:
         return _error_of(self._c)
 
 
-def compile_for_cpu(source: str) -> None:
-    """Has libsycl compile SYCL source for the CPU device, and keeps nothing. Raises Unavailable."""
-    runtime, folder = runtime_and_folder()
-    threads = _prepare(runtime, folder)
-    c = _bind(host_library(runtime, folder), runtime)
-    device = c_void_p(c.cocodiff_open(None, threads))
-    if not device or not c.cocodiff_build(device, source.encode(), kernel_option(runtime)):
-        raise Unavailable(_first_error(c))
+def _device_remedy() -> str:
+    remedy, selector = "a CPU needs intel-opencl-rt, as in cocodiff[sycl]", os.environ.get("ONEAPI_DEVICE_SELECTOR")
+    # Aurora's module sets one of GPUs alone.
+    return remedy + (f", and a place in ONEAPI_DEVICE_SELECTOR={selector}: add ;opencl:cpu" if selector else "")
 
 
 def _error_of(c: ctypes.CDLL) -> str:
@@ -255,8 +262,7 @@ def _prepare(runtime: Runtime, folder: Path) -> int:
     many threads the CPU device takes: torch's number, unless the user has set another."""
     import torch
 
-    os.environ.setdefault("SYCL_CACHE_PERSISTENT", "1")
-    os.environ.setdefault("SYCL_CACHE_DIR", str(folder / "kernels"))
+    set_cache(folder)
     os.environ.setdefault(CPU_THREADS, str(torch.get_num_threads()))
     if runtime.opencl_cpu is not None:
         os.environ.setdefault("OCL_ICD_FILENAMES", str(runtime.opencl_cpu))
@@ -277,7 +283,6 @@ def _bind(path: Path, runtime: Runtime) -> ctypes.CDLL:
         ("open", c_void_p, (c_void_p, c_int)),
         ("describe", c_int, (c_void_p, c_char_p, c_size_t)),
         ("build", c_void_p, (c_void_p, c_char_p, c_char_p)),
-        ("native", c_void_p, (c_void_p, c_char_p, c_size_t)),
         ("kernel", c_void_p, (c_void_p, c_char_p)),
         ("launch", c_int, (c_char_p, c_void_p, c_char_p)),
         ("move", c_int, (c_char_p, c_void_p, c_char_p)),

@@ -3,6 +3,7 @@ whose library ends no batch that theirs would not, test what is asked of them (`
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from types import ModuleType, SimpleNamespace
@@ -15,7 +16,9 @@ from seams import tell_of_blocking
 
 from cocodiff.comm import torch_dist
 from cocodiff.comm.connect import overlap_killers
-from cocodiff.comm.torch_dist import CCL_BINDINGS, check_backend, device_backend
+from cocodiff.comm.health import Health
+from cocodiff.comm.torch_dist import CCL_BINDINGS, check_backend, device_backend, posts_one_by_one
+from cocodiff.comm.transport import TOGETHER, PartGroup
 from cocodiff.config.errors import UserError
 
 CPU, XPU, CUDA = torch.device("cpu"), torch.device("xpu", 0), torch.device("cuda", 0)
@@ -67,6 +70,34 @@ def test_only_backends_that_want_it_are_told_the_device(monkeypatch, backend, te
     assert told["device_id"] == (XPU if tells else None)
 
 
+@pytest.mark.parametrize(
+    ("version", "backend", "expected"),
+    [
+        ("2.10.0a0+git449b176", "xccl", True),
+        ("2.10.1", "xccl", True),
+        ("2.10.0a0+git449b176", "ccl", False),
+        ("2.9.1+xpu", "xccl", False),
+        ("2.11.0", "xccl", False),
+        ("2.1.0", "xccl", False),
+        ("2.10.0", "nccl", False),
+    ],
+)
+def test_the_release_that_posts_the_messages_of_a_batch_one_by_one(monkeypatch, version, backend, expected):
+    monkeypatch.setattr(torch, "__version__", version)
+    assert posts_one_by_one(backend) == expected
+
+
+@pytest.mark.parametrize("one_by_one", [True, False])
+def test_groups_are_all_to_alls_by_default_where_batches_are_posted_one_by_one(monkeypatch, one_by_one):
+    monkeypatch.setattr(torch_dist, "posts_one_by_one", lambda _: one_by_one)
+    torch_dist.initialise("gloo", dist.HashStore(), 0, 1, CPU)
+    transport = torch_dist.TorchDistTransport(CPU, Health(), True, None, None)
+    with contextlib.closing(transport):
+        groups = [transport.world, *(transport.group([0], TOGETHER[name]) for name in ("auto", "batch", "alltoall"))]
+        assert [group.at_once for group in groups] == [one_by_one, one_by_one, False, True]
+        assert [PartGroup(group, (0,), [0], CPU).at_once for group in groups] == [group.at_once for group in groups]
+
+
 KILLERS = [
     ({"CCL_OP_SYNC": "1"}, "xccl", "xpu", ["CCL_OP_SYNC=1"]),
     ({"CCL_OP_SYNC": "0"}, "xccl", "xpu", []),
@@ -94,5 +125,6 @@ def test_rank_0_says_so_in_one_line_at_the_start(monkeypatch, caplog):
             of_rank = SimpleNamespace(library="xccl", rank=rank, device=XPU, drawback="")
             tell_of_blocking(of_rank)
     assert [record.getMessage() for record in caplog.records] == [
-        "messages will not be hidden: CCL_OP_SYNC=1 makes every oneCCL call wait for its end (unset CCL_OP_SYNC)"
+        "messages will not be hidden: CCL_OP_SYNC=1 makes every oneCCL call wait for its end "
+        "(unset CCL_OP_SYNC unless modules set it)"
     ]

@@ -36,6 +36,39 @@ def test_tasks_of_srun_are_ranks_and_a_batch_script_is_none():
     assert detect(SLURM | {"SLURM_STEP_ID": "0"} | TORCHRUN) == Launch("torchrun", 1, 2, 1)
 
 
+PALS = {"PALS_RANKID": "13", "PMIX_RANK": "13", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "12"}  # all that it sets
+
+
+def test_pals_tells_no_size_and_none_is_taken_for_one():
+    for missing in ({}, {"PBS_NODEFILE": ""}, {"PBS_NODEFILE": "absent"}, {"PBS_NODEFILE": "/"}):
+        assert detect(PALS | missing) == Launch("mpi", 13, None, 1, 12)
+
+
+@pytest.mark.parametrize(
+    "lines", ["x1.host\nx2.host\n", "x1.host\n" * 12 + "\n" + "x2.host\n" * 12, "x1.host\r\nx2.host"]
+)
+def test_nodes_of_a_pbs_job_times_ranks_of_this_one_are_a_guess(tmp_path, lines):
+    (tmp_path / "nodes").write_text(lines)
+    job = {"PBS_NODEFILE": str(tmp_path / "nodes")}
+    assert detect(PALS | job) == Launch("mpi", 13, 24, 1, 12, guessed=True)
+    assert detect(PALS | job | {"PALS_RANKID": "25"}).size is None  # which shows that it is wrong
+    assert detect({"PMIX_RANK": "13"} | job) == Launch("mpi", 13, None)
+    assert detect(PALS | job | {"PMI_SIZE": "14"}) == detect(PALS | {"PMI_SIZE": "14"}) == Launch("mpi", 13, 14, 1, 12)
+    assert detect(PALS | job | {"COCODIFF_RANKS": "36"}) == Launch("mpi", 13, 36, 1, 12)
+    for content in (b"", b"\xff\xfe"):
+        (tmp_path / "nodes").write_bytes(content)
+        assert detect(PALS | job).size is None
+
+
+def test_a_jobs_script_may_tell_ranks_how_many_they_are():
+    told = {"COCODIFF_RANKS": "24"}
+    assert detect(PALS | told) == Launch("mpi", 13, 24, 1, 12) and detect({"PMIX_RANK": "3"} | told).size == 24
+    assert detect(told) == detect(told | SLURM) == Launch()  # of a process that no launcher has started
+    assert detect(PALS | told | {"PMI_SIZE": "14"}).size == 14 and detect(TORCHRUN | told).size == 2
+    assert detect(PALS | {"COCODIFF_RANKS": "13"}) == Launch("mpi", 13, None, 1, 12)  # it is wrong: there is a rank 13
+    assert detect(without_launcher(PALS | told)) == Launch() and "COCODIFF_RANKS" not in without_launcher(told)
+
+
 def test_tasks_of_srun_that_know_no_address_are_told_how_to_meet():
     with pytest.raises(UserError, match=r"MASTER_ADDR is None, .*: set them to rank 0's, or give srun --mpi=pmi2"):
         environment_store(2, 3, 1.0, False, SLURM | {"SLURM_STEP_ID": "0"})
@@ -67,7 +100,12 @@ def test_a_process_that_is_no_rank_hears_of_no_launcher():
         (TORCHRUN | {"MASTER_PORT": "65536"}, "MASTER_PORT='65536' in the environment: give a port up to 65535"),
         ({"TORCHELASTIC_RUN_ID": "job"}, "is set without RANK and WORLD_SIZE"),
         ({"PMI_RANK": "²"}, "PMI_RANK='²'"),
-        ({"PALS_RANKID": "0", "PALS_SIZE": "many"}, "PALS_SIZE='many'"),
+        (
+            TORCHRUN | {"PALS_RANKID": "1", "COCODIFF_RANKS": "3"},
+            "WORLD_SIZE=2 in the environment, where an MPI launcher started 3 ranks: unset",
+        ),
+        ({"PMIX_RANK": "0", "PMIX_SIZE": "many"}, "PMIX_SIZE='many'"),
+        ({"PALS_RANKID": "0", "COCODIFF_RANKS": "many"}, "COCODIFF_RANKS='many'"),
         ({"OMPI_COMM_WORLD_RANK": "4", "OMPI_COMM_WORLD_SIZE": "4"}, "has rank 4 of 4"),
     ],
 )

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cocodiff.comm import mpi
+from cocodiff.comm import mpi_start
 from cocodiff.comm.connect import connect, environment_store, listening_socket
 from cocodiff.comm.health import Limits
 from cocodiff.comm.launch import Launch
@@ -142,8 +142,10 @@ def test_who_has_come_is_told_and_not_who_is_missing(folder: Path) -> None:
 
 def test_a_job_is_known_by_what_its_launcher_says() -> None:
     launch = Launch("mpi", 3, 24, 3, 12)
-    names = {Presence.of_job(launch, {"PALS_APID": word}).folder for word in ("a", "b", "a")}  # type: ignore[union-attr]
-    assert len(names) == 2
+    jobs = [{"PALS_APID": "a"}, {"PALS_APID": "b"}, {"PMIX_NAMESPACE": "c"}, {"I_MPI_HYDRA_UUID": "d"}]
+    jobs += [{"SLURM_JOB_ID": job, "SLURM_STEP_ID": step} for job in "78" for step in "01"]
+    names = {Presence.of_job(launch, job).folder for job in jobs * 2}  # type: ignore[union-attr]
+    assert len(names) == len(jobs)
     assert Presence.of_job(Launch("torchrun", 0, 2), {}) is None
     assert Presence.of_job(Launch("mpi", 0, None), {}) is None
 
@@ -236,15 +238,15 @@ def test_mpi_is_not_started_where_shared_memory_is_too_small(tmp_path: Path, mon
     free = {"KiB": 64}
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free["KiB"] << 10))
     monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
-    monkeypatch.setattr(mpi, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(mpi_start, "SHARED_MEMORY", tmp_path)
     monkeypatch.setenv("PMI_RANK", "0")
     monkeypatch.setenv("MPI_LOCALNRANKS", "2")
     with pytest.raises(UserError, match=r"has 64 KiB free, and MPI needs 6144 for 2 ranks .*--shm-size"):
-        mpi.initialised_mpi()
+        mpi_start.initialised_mpi()
     monkeypatch.setenv("I_MPI_FABRICS", "ofi")
-    assert "MPI needs 256 for 12 ranks" in mpi.lacking_shared_memory(12)
+    assert "MPI needs 256 for 12 ranks" in mpi_start.lacking_shared_memory(12)
     free["KiB"] = 300
-    assert mpi.lacking_shared_memory(12) == ""
-    monkeypatch.setattr(mpi, "SHARED_MEMORY", tmp_path / "absent")  # a system without one
+    assert mpi_start.lacking_shared_memory(12) == ""
+    monkeypatch.setattr(mpi_start, "SHARED_MEMORY", tmp_path / "absent")  # a system without one
     monkeypatch.delenv("I_MPI_FABRICS")
-    assert mpi.lacking_shared_memory(2) == ""
+    assert mpi_start.lacking_shared_memory(2) == ""

@@ -17,12 +17,14 @@ import psutil
 import pytest
 import torch
 import zarr
+from cocodiff_eval.cli.inpaint import OPTIONS as INPAINT_OPTIONS
 from launching import end_group
 from seams import error_of_restore, save_as_restore, words_of_restore
 
 import cocodiff
 from cocodiff import PeerLost, UserError
 from cocodiff.jobs import arrays
+from cocodiff.jobs.arrays import DECIDED
 from cocodiff.jobs.children import STOP_S, dependent_words
 
 pytestmark = pytest.mark.processes
@@ -179,6 +181,23 @@ def test_options_are_words_of_the_command_line() -> None:
     words = ["--axes=z", "--axes=y", "--exact=false", "--hidden_test=true", "--range=-1.5,3000", "--prompt=--a"]
     assert words_of_restore({**given, "fps": None}) == words
     assert words_of_restore({"range": "-1,2"}) == ["--range=-1,2"]
+
+
+def words_given(monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[str]:
+    """Return the options that a job is given, which makes a mistake of them."""
+    words = "print('cocodiff:', json.dumps(json.load(sys.stdin))) or 2"
+    monkeypatch.setattr(arrays, "dependent_words", lambda _, folder: dependent_words(words, folder))
+    with pytest.raises(UserError) as told:
+        cocodiff.restore(VOLUME, MASK, progress=False, **options)
+    return str(told.value).removeprefix("restore: [").removesuffix("]").replace('"', "").split(", ")
+
+
+def test_a_job_is_given_each_option_as_the_caller_has_it_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {"samples": 8, "model": "embedded", "steps": 20, "ranks": 1, "preset": "tapa", "exact": "false"}
+    every = {option.name: f"a {option.name}" for option in INPAINT_OPTIONS if option.name not in DECIDED.split()}
+    for options, wanted in (({}, own), (every | {"preset": "flat"},) * 2):
+        given = words_given(monkeypatch, **options)
+        assert sorted(given[given.index("keep_samples") + 1 :]) == sorted(f"{n}={v}" for n, v in wanted.items())
 
 
 def ranks_of(job: subprocess.Popen[Any]) -> list[int]:

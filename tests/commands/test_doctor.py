@@ -6,7 +6,9 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,9 @@ from cocodiff.cli.doctor import command as doctor
 from cocodiff.cli.doctor.facts import environment
 from cocodiff.cli.main import main
 from cocodiff.comm.health import Health
+from cocodiff.config.config import load_machine
 from cocodiff.config.errors import OwnRankError
+from cocodiff.config.machine import Topology
 
 pytestmark = pytest.mark.processes
 
@@ -85,10 +89,65 @@ def test_a_faulty_environment_ends_with_1_and_remedies(tmp_path: Path) -> None:
 
 def test_what_doctor_writes_gives_access_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     secrets = {"PMI_SHARED_SECRET": "s3cret", "AWS_ID": "1", "https_proxy": "http://me:s3cret@proxy:3128"}
+    secrets |= {"PYTORCH_XPU_ALLOC_CONF": "expandable_segments:True"}
     for name, value in secrets.items():
         monkeypatch.setenv(name, value)
     told = environment()
     assert told["https_proxy"] == "http://...@proxy:3128" and "s3cret" not in str(told) and "AWS_ID" not in told
+    assert told["PYTORCH_XPU_ALLOC_CONF"] == "expandable_segments:True", "a check reads it"
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_what_a_model_needs_has_what_the_library_of_messages_takes(nodes: int) -> None:
+    """By the machine's file, also more across nodes."""
+    values, aurora = {"model": "sd3.5", "size": 1024, "batch": 1}, Topology.build(load_machine("aurora"), 12 * nodes)
+    device = replace(aurora.machine.device, library_mib=0, across_mib=0)
+    silent = replace(aurora, machine=replace(aurora.machine, device=device))
+    with_library, without = (doctor.needed(values, one, SimpleNamespace(rank=0)) for one in (aurora, silent))
+    assert with_library is not None and without is not None
+    assert with_library - without == (384 + 1024 * (nodes - 1)) * 2**20
+
+
+# Forked ranks, on each of which opening the kernels for the first time takes so many seconds; tells which ones do.
+COMPILING = """
+import sys, time
+from cocodiff.cli.doctor import facts
+from cocodiff.cli.main import main
+
+seen = []
+
+def compile_slowly(device, kernels):
+    if not seen:
+        time.sleep(float(sys.argv[1]))
+    seen.append(1)
+    open(sys.argv[2] + f"/{id(facts)}-{time.monotonic()}", "x").close()
+    return "", "a stand-in"
+
+facts.sycl_path = compile_slowly
+sys.exit(main(["doctor", "--ranks", "3", "--transport", "gloo", *sys.argv[3:]]))
+"""
+
+
+def doctor_of_slow_kernels(seconds: float, folder: Path, *words: str) -> tuple[int, str, str, int]:
+    """The exit code, what is told on stdout and stderr, and how often a rank has opened the kernels."""
+    folder.mkdir()
+    words = (str(seconds), str(folder), "--out", str(folder / "d"), *words)
+    done = run([sys.executable, "-c", COMPILING, *words])
+    return done.returncode, done.stdout, done.stderr, len([*folder.glob("*-*")])
+
+
+@pytest.mark.full
+@pytest.mark.alone
+def test_kernels_are_compiled_once_a_node_in_a_time_of_their_own(tmp_path: Path) -> None:
+    """Other ranks wait for them longer than for any other step."""
+    code, told, errors, opened = doctor_of_slow_kernels(15, tmp_path / "a", "--patience_s", "12", "--kernels", "auto")
+    assert code == 0, told + errors
+    assert opened == 2, "the first rank of a node, in a step of its own and for its facts"
+    assert [n for n, line in enumerate(told.splitlines()) if "600 s" in line] == [0]
+    code, told, errors, opened = doctor_of_slow_kernels(60, tmp_path / "b", "--compile_s", "1")
+    assert code == 1 and opened == 0
+    (line,) = [line for line in errors.splitlines() if "FAULT" in line]
+    assert all(word in line for word in ("rank 0", "since 1 s at compiling SYCL kernels", "--kernels torch"))
 
 
 @pytest.mark.parametrize(
@@ -98,6 +157,7 @@ def test_what_doctor_writes_gives_access_to_nothing(monkeypatch: pytest.MonkeyPa
         ((), 2**28 - 1, 1, "any run needs 0.25 GiB on rank 0"),
         (("--model", "qwen-image"), 2**30, 1, "the model needs"),
         (("--patience_s", "0"), None, 2, "--patience_s 0.0: give a number"),
+        (("--compile_s", "-1"), None, 2, "--compile_s -1.0: give a number"),
         (("--machine", "auroa"), None, 2, "did you mean aurora?"),
         (("--ranks", "0"), None, 2, "--ranks 0: at least 1"),
         (("--machine", "aurora"), None, 2, "machine aurora has nodes of 12 ranks"),

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+import textwrap
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import tifffile
 from diffusers import StableDiffusion3InpaintPipeline
-from launching import mpiexec, run, with_options
+from launching import TESTS, assert_succeeded, mpiexec, run, with_options
 from tiny_models import sd3_inpaint_pipeline
 from tiny_pipelines import TEXT_WIDTH, clip_text, sd3_pipeline
 from transformers import T5Config, T5EncoderModel
 from warm_ranks import warm_mpiexec
 
 from cocodiff.cli.main import main
+from cocodiff.comm.launch import Launch
+from cocodiff.comm.mpi_start import count_ranks
+from cocodiff.comm.peers import Limits
+from cocodiff.config.errors import UserError
 
 pytestmark = pytest.mark.processes
 
@@ -58,6 +65,146 @@ def test_a_launcher_gives_the_restoration_of_one_process(
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{ranks} rank(s) ready" in done.stdout and done.stdout.count("report.html") == 1
     assert np.abs(tifffile.imread(tmp_path / "out/images/scan_block_tapa.tif") - single).max() < 1e-4
+
+
+def pals(ranks: int, *words: object) -> subprocess.CompletedProcess[str]:
+    """Runs a command, or a Python file, on ranks that know no more than PALS tells them. First what else they know."""
+    return mpiexec(ranks, TESTS / "pals_rank.py", *(str(word) for word in words), timeout_s=120)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "knows"),
+    [
+        (2, "nothing"),
+        pytest.param(3, "COCODIFF_RANKS", marks=pytest.mark.full),
+        pytest.param(2, "PBS_NODEFILE", marks=pytest.mark.full),
+    ],
+)
+def test_a_launcher_that_tells_no_size_gives_the_restoration_of_one_process(
+    request_words: list[str], single: np.ndarray, tmp_path: Path, ranks: int, knows: str
+) -> None:
+    """The job may have more nodes than there are ranks on."""
+    (tmp_path / "nodes").write_text("x1.host\nx2.host\n")
+    more = {
+        "nothing": [],
+        "COCODIFF_RANKS": [f"COCODIFF_RANKS={ranks}"],
+        "PBS_NODEFILE": [f"PBS_NODEFILE={tmp_path}/nodes"],
+    }
+    done = pals(ranks, *more[knows], *request_words, "--out", tmp_path / "out")
+    assert_succeeded(done)
+    assert f" on {ranks} rank(s) into " in done.stdout and f"{ranks} rank(s) ready" in done.stdout
+    assert json.loads((tmp_path / "out/metrics.json").read_text())["ranks"] == ranks
+    assert np.abs(tifffile.imread(tmp_path / "out/images/scan_block_tapa.tif") - single).max() < 1e-4
+
+
+def test_doctor_asks_mpi_how_many_ranks_there_are(tmp_path: Path) -> None:
+    done = pals(2, "doctor", "--kernels", "torch", "--out", tmp_path / "d")
+    assert_succeeded(done)
+    facts = json.loads((tmp_path / "d/doctor.json").read_text())["facts"]
+    assert [(rank["rank"], rank["local_size"]) for rank in facts["ranks"]] == [(0, 2), (1, 2)]
+    told = ("PALS", "PMI", "COCODIFF_RANKS")
+    assert {"PALS_RANKID", "PMIX_RANK", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"} == {
+        name for rank in facts["ranks"] for name in rank["environment"] if name.startswith(told)
+    }
+
+
+@pytest.mark.parametrize(
+    ("told", "remedy"), [(3, "COCODIFF_RANKS=2"), pytest.param(1, "COCODIFF_RANKS=2", marks=pytest.mark.full)]
+)
+def test_a_number_of_ranks_that_is_wrong_is_refused_once_by_all(
+    request_words: list[str], tmp_path: Path, told: int, remedy: str
+) -> None:
+    """As one that is left in the environment from another job. Told 1, one of two ranks knows that it is wrong."""
+    done = pals(2, f"COCODIFF_RANKS={told}", *request_words, "--out", tmp_path / "out")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert f"{told} rank" in done.stderr and "MPI counts 2" in done.stderr and remedy in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_mistake_is_said_once_where_mpi_was_asked(request_words: list[str], tmp_path: Path) -> None:
+    """Nobody waits for anybody in MPI's own end."""
+    done = pals(2, *with_options(request_words, "--steps", "0"), "--out", tmp_path / "out")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "at least 1" in done.stderr
+
+
+def test_several_ranks_of_unknown_number_are_too_many_for_verify(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("PMIX_RANK", "0")
+    assert main(["verify", "--model", "absent"]) == 2
+    assert "verify starts its ranks itself" in capsys.readouterr().err
+
+
+JOINS = """
+    import torch
+    from cocodiff.comm.connect import connect
+    from cocodiff.comm.health import Limits
+    from cocodiff.comm.launch import detect
+
+    launch = detect()
+    transport = connect(launch, "mpi", torch.device("cpu"), {}, Limits(start_s=60.0))
+    print(f"told {launch.size}, found {transport.size}")
+    transport.close()
+"""
+
+
+@pytest.mark.full
+def test_a_script_is_not_refused_for_what_is_only_a_guess(tmp_path: Path) -> None:
+    """As on one node of a job of two."""
+    (tmp_path / "nodes").write_text("x1.host\nx2.host\n")
+    (tmp_path / "joins.py").write_text(textwrap.dedent(JOINS))
+    done = pals(2, f"PBS_NODEFILE={tmp_path / 'nodes'}", tmp_path / "joins.py")
+    assert_succeeded(done)
+    assert done.stdout.count("told 4, found 2") == 2
+
+
+COUNTS = """
+    import os, sys, time
+    from pathlib import Path
+    from cocodiff.comm.launch import detect
+    from cocodiff.comm.mpi_start import count_ranks
+    from cocodiff.comm.health import Limits
+
+    launch = count_ranks(detect(), Limits(start_s=60.0))
+    Path(sys.argv[1], f"{launch.rank} of {launch.size}").touch()
+    while launch.rank == 1:
+        time.sleep(0.1)
+        if len(os.listdir(sys.argv[1])) == 3:
+            os._exit(3)
+    import torch
+    from cocodiff.comm.connect import connect
+    connect(launch, "gloo", torch.device("cpu"), {}, Limits(start_s=60.0))
+"""
+
+
+@pytest.mark.full
+def test_a_rank_that_dies_after_mpi_was_asked_is_named(tmp_path: Path) -> None:
+    (tmp_path / "counts.py").write_text(textwrap.dedent(COUNTS))
+    (tmp_path / "counted").mkdir()
+    done = pals(3, tmp_path / "counts.py", tmp_path / "counted")
+    assert done.returncode != 0
+    assert {path.name for path in (tmp_path / "counted").iterdir()} == {f"{rank} of 3" for rank in range(3)}
+    for survivor in (0, 2):
+        assert done.stderr.count(f"[rank {survivor}] rank 1 died before the ranks had met") == 1, done.stderr
+
+
+@pytest.mark.parametrize("more", [[], pytest.param(["COCODIFF_RANKS=2"], marks=pytest.mark.full)])
+def test_an_mpi_that_is_not_the_launchers_is_refused(request_words: list[str], tmp_path: Path, more: list[str]) -> None:
+    """It knows fewer ranks than the launcher has started on this node alone."""
+    done = pals(2, *more, "PALS_LOCAL_SIZE=4", *request_words, "--out", tmp_path / "out")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert "4 ranks or more" in done.stderr and "MPI counts 2" in done.stderr and not (tmp_path / "out").exists()
+
+
+def test_where_mpi_cannot_be_asked_nothing_is_taken_for_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(UserError, match=r"cannot be asked \(.*mpi4py"):
+        count_ranks(Launch("mpi", 0, None), Limits())
+
+
+def test_what_asks_mpi_imports_neither_torch_nor_numpy() -> None:
+    """Which take as many threads as they see when they are imported."""
+    words = "import sys, cocodiff.jobs.ranks, cocodiff.comm.mpi_start as start; start.initialised_mpi()"
+    done = run([sys.executable, "-c", f"{words}; sys.exit(len({{'torch', 'numpy'}} & {{*sys.modules}}))"])
+    assert_succeeded(done)
 
 
 @pytest.mark.parametrize("launcher", ["mpiexec", pytest.param("torchrun", marks=pytest.mark.exhaustive)])

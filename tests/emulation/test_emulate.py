@@ -181,12 +181,12 @@ def test_weights_that_cards_share_travel_beside_tokens(machine: str, tmp_path: P
 
 @pytest.mark.full
 def test_a_campaign_that_is_killed_goes_on_to_its_page(machine: str, tmp_path: Path) -> None:
-    """The course of launch/campaign.pbs on two emulated nodes with a small model."""
+    """The course of launch/campaign.pbs on one emulated node, then on two, with a small model."""
     (tmp_path / "toy.yaml").write_text(
         "{name: toy, family: FLUX.1, heads: 8, head_dim: 32, joint_layers: 1, parallel_layers: 1, mlp_ratio: 4, "
         "parameters: 1000000, text_tokens: 16}"
     )
-    own = {"LAUNCHER": "emulate", "NODES": "2", "SCALE": "300", "MACHINE": machine, "VENV": sys.prefix, "SWEEP": "none"}
+    own = {"LAUNCHER": "emulate", "NODES": "1", "SCALE": "300", "MACHINE": machine, "VENV": sys.prefix, "SWEEP": "none"}
     own |= {"MODELS": str(tmp_path / "toy.yaml"), "SIZES": "128", "BATCHES": "1", "LARGE": "128", "SIZES_MB": "0.5"}
     out = tmp_path / "campaign"
     own |= {"STEPS": "6", "REPEATS": "1", "OUT": str(out)}
@@ -196,8 +196,10 @@ def test_a_campaign_that_is_killed_goes_on_to_its_page(machine: str, tmp_path: P
     os.killpg(first.pid, signal.SIGKILL)
     first.wait()
     done_before = {path: path.stat().st_mtime_ns for path in out.glob("*/bench.json")}
-    done = subprocess.run(script, env=os.environ | own, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    for nodes in ("1", "2"):
+        given = os.environ | own | {"NODES": nodes}
+        done = subprocess.run(script, env=given, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
     assert {path: path.stat().st_mtime_ns for path in done_before} == done_before
     measured = {path.parent.name for path in out.glob("*/bench.json")}
     assert measured == {"alltoall-1", "alltoall-2", "step-1-toy-128-1", "step-1-toy-128-0", "step-2-toy-128-0"}

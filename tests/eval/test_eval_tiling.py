@@ -133,6 +133,10 @@ def test_a_deep_hole_goes_from_coarse_to_fine_and_a_scratch_does_not() -> None:
     plan = plan_restoration(center_mask((640, 640)), 96, 8)
     assert [[one.strength for one in level.passes] for level in plan.levels] == [[0.2], [0.2], [0.2], [1.0]]
     assert [level.shape for level in plan.levels] == [(640, 640), (320, 320), (160, 160), (80, 80)]
+    thin_YX = np.zeros((640, 64), bool)
+    thin_YX[100:540] = True
+    shapes = [[level.shape for level in plan_restoration(one, 96, 8).levels] for one in (thin_YX, thin_YX.T)]
+    assert shapes == [[(640 >> n, 64 >> n) for n in range(4)], [(64 >> n, 640 >> n) for n in range(4)]]
     scratch = plan_restoration(masks((640, 640))["scratch"], 96, 8)
     assert [[one.strength for one in level.passes] for level in scratch.levels] == [[1.0]]
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from cocodiff_eval.data import WRITTEN
 from cocodiff_eval.data.formats import FORMATS, open_volume
@@ -200,6 +201,11 @@ def test_preview(tmp_path: Path) -> None:
     assert not to_grey8(np.full((4, 4), 7), 7, 7).any()
 
 
+def positions(folder: Path) -> set[tuple[str, int]]:
+    """Return where this process stands in its open files of a folder."""
+    return {(one.path, one.position) for one in psutil.Process().open_files() if folder in Path(one.path).parents}
+
+
 @pytest.mark.parametrize("read_whole", [True, False])
 @pytest.mark.parametrize("kind", ["tiff", "tiff zlib"])
 def test_forked_ranks_read_the_same_file_at_once(tmp_path: Path, kind: str, read_whole: bool) -> None:
@@ -208,7 +214,7 @@ def test_forked_ranks_read_the_same_file_at_once(tmp_path: Path, kind: str, read
     stack = open_stack(KINDS[kind].file(tmp_path, expected))
     for index in range(40 if read_whole else 1):
         stack.read(index)
-    children = []
+    children, before = [], positions(tmp_path)
     for _ in range(3):
         if not (child := os.fork()):
             code = 1
@@ -218,6 +224,7 @@ def test_forked_ranks_read_the_same_file_at_once(tmp_path: Path, kind: str, read
                 os._exit(code)
         children.append(child)
     assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0, 0]
+    assert positions(tmp_path) == before
 
 
 @pytest.mark.parametrize("word", ["tiff", "sequence", "zarr", "h5"])

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from cocodiff_sycl.build import kernel_source
 from cocodiff_sycl.library import GPU_LANES
-from cocodiff_sycl.native import PREFIX, Ocloc, Usage, compile_native, find_ocloc
+from intel_compiler import PREFIX, Ocloc, Usage, compile_native, find_ocloc
 
 CASE = "case_"
 WIDE_BYTES = 64  # of a thread, in one message
@@ -114,7 +114,7 @@ def report(device: str, ocloc: Ocloc) -> list[Row]:
     """Of all kernels and cases. Raises Unavailable."""
     cases = Path(__file__).with_name("cases.cpp").read_text()
     with tempfile.TemporaryDirectory() as parts:
-        _, usage = compile_native(f"{kernel_source(GPU_LANES, gpu=True)}\n{cases}", device, ocloc, Path(parts))
+        usage = compile_native(f"{kernel_source(GPU_LANES, gpu=True)}\n{cases}", device, ocloc, Path(parts))
         text = {file.name: file.read_text() for file in Path(parts).rglob(".text.*.asm")}
     paths = {name: replace(one, name=name) for one in usage if (name := one.name.removeprefix(CASE)) != one.name}
     own = {one.name: one for one in usage if not one.name.startswith(CASE)}

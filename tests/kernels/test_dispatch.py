@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import subprocess
 import sys
-import threading
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +13,7 @@ from cocodiff_sycl.build import cache_folder, host_library, kernel_source, runti
 from cocodiff_sycl.find import find_runtime
 from cocodiff_sycl.library import Library
 from cocodiff_sycl.ops import SyclOps
-from seams import build, opened_libraries
+from seams import opened_libraries
 
 from cocodiff.config.errors import UserError
 from cocodiff.kernels import Kernels, TorchOps, dispatch
@@ -103,24 +100,6 @@ def test_the_library_outlives_the_environment_that_built_it(sycl_on_cpu, tmp_pat
     """It is kept beside the user's other caches, and another environment's libsycl serves it as well."""
     runtime, _ = runtime_and_folder()
     assert str(runtime.library.parent).encode() not in host_library(runtime, tmp_path).read_bytes()
-
-
-def test_ranks_that_start_together_compile_once(sycl_on_cpu: SyclOps, monkeypatch, tmp_path):
-    """The first builds under a lock, twice because libsycl keeps one stage at a time; the others take what it left."""
-    compiled: list[int] = []
-    monkeypatch.setattr(Library, "_compile", lambda *_: compiled.append(threading.get_ident()) or time.sleep(0.2) or 1)
-    ranks = [copy.copy(sycl_on_cpu.library) for _ in range(12)]
-    for rank in ranks:
-        rank.folder = tmp_path
-    threads = [threading.Thread(target=build, args=(rank, "a device")) for rank in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(set(compiled[:2])) == 1 and len(compiled) == 2 + 11, (
-        "two builds of one rank, then one load of each other"
-    )
-    assert [path.name for path in tmp_path.glob("built-*")] == ["built-a_device"]
 
 
 ONE_THREAD = """

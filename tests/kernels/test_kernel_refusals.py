@@ -14,6 +14,7 @@ from cocodiff.kernels.residual import NOTES, Prediction, Reconstructions
 
 X_BLHD, CODE_BLHW = torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 5, dtype=torch.uint8)
 LAST, NOTES_N = Reconstructions(torch.zeros_like(X_BLHD)), torch.zeros(NOTES, dtype=torch.int64)
+INDEX = torch.tensor([2])  # of tensors with different numbers of rows
 
 
 def encoded(s: SyclOps, known: Reconstructions = LAST, bits: int = 4, notes_N: torch.Tensor = NOTES_N) -> None:
@@ -53,6 +54,10 @@ def losslessly(s: SyclOps, x_BLHD: torch.Tensor) -> None:
         (lambda s: s.unpack([torch.zeros(4)], [torch.zeros(5)]), "[4] for a target of [5]"),
         (lambda s: s.unpack([torch.zeros(4, 2)], [torch.zeros(1, 2).expand(4, 2)]), "expanded"),
         (lambda s: s.gather_pack([[Rows(torch.zeros(3, 1, 2), torch.tensor([3]))]], [torch.zeros(2)]), "3 to 3 for 3"),
+        (
+            lambda s: s.gather_pack([[Rows(torch.zeros(rows, 1, 2), INDEX) for rows in (3, 2)]], [torch.zeros(4)]),
+            "2 to 2 for 2",
+        ),
         (lambda s: s.gather_pack([[Rows(torch.zeros(3, 1, 2), torch.tensor([-1]))]], [torch.zeros(2)]), "-1"),
         (lambda s: s.gather_pack([[Rows(torch.zeros(3, 1, 2), torch.tensor([1.0]))]], [torch.zeros(2)]), "int64"),
         (lambda s: s.scatter_rows([torch.zeros(2, 1, 2)], torch.tensor([0, 9]), [torch.zeros(3, 1, 2)]), "9 for 3"),

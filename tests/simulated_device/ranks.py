@@ -8,6 +8,10 @@ It has the habits of oneCCL as well (its src/coll/group; torch-xpu-ops 2688, 302
 under one mutex; a receive blocks the host until the peer has come to its send; batches of sends or of receives alone
 never end; a message has bytes; the first call of a communicator is one of all its members. Whatever would never end
 there raises `NeverEnds` here, at once or after the world's `timeout_s`.
+
+With `each_alone` it has the habit of torch 2.10's XCCL, which makes a group of each operation (torch-xpu-ops,
+release/2.10, ProcessGroupXCCL.cpp:990): the operations of a batch go alone, in the order in which they are posted; the
+host goes on when the peer has come to the operation's other end; and a batch returns when its copies are done.
 """
 
 from __future__ import annotations
@@ -15,7 +19,6 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -39,23 +42,24 @@ class NeverEnds(RuntimeError):
 
 
 class Process:
-    """What one rank's process has of the library. late_s: seconds that it may take to come to a batch, at random."""
+    """What one rank's process has of the library."""
 
-    def __init__(self, late_s: float, seed: int) -> None:
+    def __init__(self, late_s: float, seed: int, each_alone: bool) -> None:
+        """late_s: seconds that it may take to come to a batch, at random. each_alone: see above."""
         self.together = 0  # all-to-alls that it has posted
-        self._posting, self._late_s, self._random = threading.Lock(), late_s, random.Random(seed)
+        self.posting, self.each_alone = threading.Lock(), each_alone
+        self._late_s, self._random = late_s, random.Random(seed)
 
-    def post(self, group: _ProcessGroup, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> None:
-        """Returns when every peer that something is received from has come to send it."""
+    def check(self, group: _ProcessGroup, messages: list[_Message]) -> None:
+        """Comes to a batch, late. Raises NeverEnds for what never ends, whatever other ranks do."""
         time.sleep(self._random.uniform(0, self._late_s))
-        if not sends or not recvs:
-            raise NeverEnds(f"a batch of {len(sends)} sends and {len(recvs)} receives")
-        if not all(x.numel() for x, _ in sends + recvs):
+        sends = sum(message.way == "send" for message in messages)
+        if not 0 < sends < len(messages):
+            raise NeverEnds(f"a batch of {sends} sends and {len(messages) - sends} receives")
+        if not all(message.tensor.numel() for message in messages):
             raise NeverEnds("a message without bytes")
         if not group.met:
             raise NeverEnds("the first call of a communicator is not one of all its members")
-        with self._posting:
-            group.come(sends, recvs)
 
 
 class _Work:
@@ -64,15 +68,15 @@ class _Work:
     def __init__(self, stream: torch.Stream, name: str, reads: list[Tensor], writes: list[Tensor], work: Any) -> None:
         module = torch.get_device_module(stream.device)
         self._current = partial(module.current_stream, stream.device)
-        ready, self._done = module.Event(), module.Event()
+        ready, self.done = module.Event(), module.Event()
         ready.record(self._current())
         stream.wait_event(ready)
         launch(stream, name, reads, writes, work)
-        self._done.record(stream)
+        self.done.record(stream)
         self._held = [*reads, *writes]
 
     def wait(self) -> None:
-        self._current().wait_event(self._done)
+        self._current().wait_event(self.done)
         self._held = []
 
 
@@ -86,23 +90,40 @@ class _ProcessGroup:
     ) -> None:
         self._world, self._context, self._ranks, self._index, self._device = world, context, ranks, index, device
         self._process = process
-        self._streams: dict[Any, torch.Stream] = defaultdict(lambda: torch.get_device_module(device).Stream(device))
+        self._stream = torch.get_device_module(device).Stream(device)
 
-    def batch(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]], of: Any = None) -> _Work:
-        """of: what has a stream of its own, by default the group."""
-        self._process.post(self, sends, recvs)
-        out = [(host_view(x), self._mailbox(self._index, peer)) for x, peer in sends]
-        into = [(host_view(x), self._mailbox(peer, self._index), self._ranks[peer]) for x, peer in recvs]
+    def batch(self, messages: list[_Message]) -> list[_Work]:
+        """Posts messages: all as one operation, or each as one of its own."""
+        self._process.check(self, messages)
+        with self._process.posting:
+            if not self._process.each_alone:
+                self._come(messages)
+                return [self._start(messages)]
+            works = []
+            for message in messages:
+                self._come([message], both_ways=True)
+                works.append(self._start([message]))
+        for work in works:
+            work.done.synchronize()
+        return works
+
+    def _start(self, messages: list[_Message]) -> _Work:
+        views = [(message, host_view(message.tensor)) for message in messages]
 
         def exchange() -> None:
-            for x, mailbox in out:
-                mailbox.put(x.clone())
-            for x, mailbox, rank in into:
-                message = self._world.take(mailbox, rank)
-                assert message.shape == x.shape and message.dtype == x.dtype
-                x.copy_(message)
+            for message, x in views:
+                if message.way == "send":
+                    self._mailbox(self._index, message.group_peer).put(x.clone())
+            for message, x in views:
+                if message.way == "receive":
+                    came = self._world.take(
+                        self._mailbox(message.group_peer, self._index), self._ranks[message.group_peer]
+                    )
+                    assert came.shape == x.shape and came.dtype == x.dtype
+                    x.copy_(came)
 
-        return _Work(self._streams[of], "messages", [x for x, _ in sends], [x for x, _ in recvs], exchange)
+        reads, writes = ([m.tensor for m in messages if m.way == way] for way in ("send", "receive"))
+        return _Work(self._stream, "messages", reads, writes, exchange)
 
     def alltoall_base(
         self, received: Tensor, sent: Tensor, recv_splits: list[int], send_splits: list[int], _options: Any
@@ -112,20 +133,28 @@ class _ProcessGroup:
             raise NeverEnds("an all-to-all with a size of zero")
         self.met = True
         self._process.together += 1
-        sends, recvs = (
-            [(x, peer) for peer, x in enumerate(flat.split(splits))]
-            for flat, splits in ((sent, send_splits), (received, recv_splits))
-        )
-        return self.batch(sends, recvs)
+        messages = [
+            _Message(way, x, self, peer)
+            for way, flat, splits in (("send", sent, send_splits), ("receive", received, recv_splits))
+            for peer, x in enumerate(flat.split(splits))
+        ]
+        self._process.check(self, messages)
+        with self._process.posting:
+            self._come(messages)
+            return self._start(messages)
 
-    def come(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> None:
-        for _, peer in sends:
-            self._mailbox(self._index, peer, "come").put(None)
-        for _, peer in recvs:
-            try:
-                self._world.take(self._mailbox(peer, self._index, "come"), self._ranks[peer])
-            except PeerLost as error:
-                raise NeverEnds(f"rank {self._ranks[self._index]} posts a receive: {error}") from error
+    def _come(self, messages: list[_Message], both_ways: bool = False) -> None:
+        """Blocks the host until the peers have come to what is received. both_ways: also to what is sent."""
+        here, there = ("send", "receive")
+        for message in messages:
+            self._mailbox(self._index, message.group_peer, message.way).put(None)
+        for message in messages:
+            if message.way == there or both_ways:
+                peer, other = message.group_peer, here if message.way == there else there
+                try:
+                    self._world.take(self._mailbox(peer, self._index, other), self._ranks[peer])
+                except PeerLost as error:
+                    raise NeverEnds(f"rank {self._ranks[self._index]} posts a {message.way}: {error}") from error
 
     def all_reduce(self, x: Tensor) -> _Work:
         self.met = True
@@ -137,7 +166,7 @@ class _ProcessGroup:
             parts = [self._world.take(self._mailbox(peer, self._index, "sum"), self._ranks[peer]) for peer in peers]
             host.copy_(torch.stack(parts).sum(0))
 
-        return _Work(self._streams[None], "all_reduce", [x], [x], add)
+        return _Work(self._stream, "all_reduce", [x], [x], add)
 
     def _mailbox(self, *key: Any) -> Any:
         return self._world.mailbox(self._context, *key)
@@ -158,9 +187,7 @@ class _Library:
 
     @staticmethod
     def batch_isend_irecv(messages: list[_Message]) -> list[_Work]:
-        sends, recvs = ([(m.tensor, m.group_peer) for m in messages if m.way == way] for way in ("send", "receive"))
-        assert [m.way for m in messages] == ["send"] * len(sends) + ["receive"] * len(recvs), "sends come first"
-        return [messages[0].group.batch(sends, recvs)]
+        return messages[0].group.batch(messages)
 
     @staticmethod
     def all_reduce(x: Tensor, group: _ProcessGroup, async_op: bool) -> _Work:
@@ -173,12 +200,13 @@ class SimulatedTransport(LoopbackTransport):
 
     one_thread = True
     late_s = 0.0  # see `Process`
+    each_alone = False  # a habit of the library, whatever is believed of it
     timeout_s = 120.0
 
     def __init__(self, world: LoopbackWorld, rank: int) -> None:
         device = torch.device("sim", rank)
         torch.get_device_module(device).set_device(device)
-        self.process = Process(self.late_s, rank)
+        self.process = Process(self.late_s, rank, self.each_alone)
         self.carrier = LoopbackTransport(world, rank)
         super().__init__(world, rank, device)
 

@@ -10,14 +10,15 @@ from functools import partialmethod
 from pathlib import Path
 
 from cocodiff.attention.trial import DeviceTrial
-from cocodiff.cli.doctor.facts import Facts, Issue, RankFacts, by_value, name_ranks
+from cocodiff.cli.doctor.facts import LATE, REQUIRED, Facts, Issue, RankFacts, by_value, name_ranks
 from cocodiff.comm.connect import overlap_killers
 from cocodiff.comm.host import THROUGH_HOST
 from cocodiff.config.grouping import by_key
+from cocodiff.config.packages import remedy_of
+from cocodiff.jobs.terminal import THREADS
 from cocodiff.kernels.trial import KernelTrial
 
 FAULT, WARNING, NOTE, GOOD = "fault", "warning", "note", "ok"
-SAFE_REMEDY = "leave SAFE empty (docs/aurora.md) once jobs of this size end"
 LEAST = {"torch": (2, 8), "diffusers": (0, 42), "transformers": (5,)}  # as pyproject.toml asks for: a test compares
 BIND = "bind ranks to cores: mpiexec --cpu-bind list:..., as launch/aurora.pbs does"
 ONE_A_TILE = (
@@ -29,6 +30,8 @@ HIDDEN_LEAST = 0.5  # of the shorter of the two; an overlap that works hides nea
 GIB = 2**30
 LEAST_FREE = {"cpu": GIB // 4, "accelerator": 4 * GIB}  # the embedded model's run; a small one of a large model
 COSTLY = 1.05  # how many times as long products may take to give the same bits again, without a word
+# Of torch's allocator: oneCCL does not know memory that grows so ("invalid usm pointer type").
+EXPANDABLE = re.compile(r"PYTORCH_((XPU|CUDA)_)?ALLOC_CONF=.*expandable_segments\s*:\s*true", re.IGNORECASE)
 TAKEN = 0.1  # of a tile's memory that somebody else holds
 
 
@@ -84,6 +87,15 @@ def check_versions(facts: Facts, found: Findings) -> None:
         if len(set(values)) > 1:
             remedy = "start every rank with the same Python: give mpiexec the environment's full path"
             found.fault(f"{package} differs: {by_value(facts.ranks, values)}", remedy)
+    for host, rank in facts.firsts(lambda rank: rank.unimported):
+        for package, reason in rank.unimported.items():
+            text, remedy = f"{host}: {package} does not import ({reason})", remedy_of(package.partition(".")[0])
+            if reason.startswith(LATE):
+                found.warning(text, "run doctor again: files that were read before are read faster")
+            elif package in REQUIRED:
+                found.fault(text, remedy)
+            else:
+                found.warning(f"{text}; runs that need it end, others do without", remedy)
     ipex, torch = first.get("intel_extension_for_pytorch"), first.get("torch") or ""
     if ipex is not None and numbers(ipex)[:2] != numbers(torch)[:2]:
         remedy = "uninstall it, or install the one of the same major and minor version"
@@ -93,11 +105,8 @@ def check_versions(facts: Facts, found: Findings) -> None:
 
 
 def check_launch(facts: Facts, found: Findings) -> None:
-    """Did launcher, MPI and transport find the same ranks?"""
+    """Are there as many ranks on every host as the launcher and the machine file say?"""
     first, hosts, size, nodes = facts.ranks[0], facts.hosts(), len(facts.ranks), facts.topology.nodes
-    if first.world is not None and first.world != size:
-        text = f"the launcher started {first.world} rank(s), but they found {size} of them together"
-        found.fault(text, "use the mpiexec that belongs to the loaded MPI library, and mpi4py built on that library")
     for host, ranks in hosts.items():
         told = {rank.local_size for rank in ranks if rank.local_size is not None}
         if told and told != {len(ranks)}:
@@ -169,7 +178,7 @@ def check_tiles(facts: Facts, found: Findings) -> None:
 
 
 def check_cores(facts: Facts, found: Findings) -> None:
-    """Ranks far from their cards; ranks on the same cores."""
+    """Ranks far from their cards; ranks on the same cores; cores of a rank alone that its threads are too few for."""
     for rank in facts.ranks:
         if rank.card and _apart(rank.sockets, rank.card.sockets):
             where = f"its card {rank.card.address} is on socket {_join(rank.card.sockets)}"
@@ -181,6 +190,10 @@ def check_cores(facts: Facts, found: Findings) -> None:
         if shared := _sharing(bound):
             alike = all(rank.on_cpu for rank in bound)
             found.add(NOTE if alike else WARNING, f"{name_ranks(shared)} share cores on {host}", "" if alike else BIND)
+        alone = [rank for rank in bound if rank.rank not in shared and rank.environment.get(THREADS[0], "").isdigit()]
+        if idle := [rank.rank for rank in alone if int(rank.environment[THREADS[0]]) < len(rank.cores)]:
+            text = f"{name_ranks(idle)} on {host} compute in fewer threads than they have cores to themselves"
+            found.warning(text, f"export {THREADS[0]}={min(len(rank.cores) for rank in alone)}")
         affinity = ranks[0].environment.get("CCL_WORKER_AFFINITY", "")
         workers = {int(core) for core in affinity.split(",") if core.strip().isdigit()}
         if hit := [rank.rank for rank in ranks if not rank.on_cpu and workers & set(rank.cores)]:
@@ -291,13 +304,8 @@ def check_alltoall(facts: Facts, found: Findings) -> None:
         found.note("one rank: no messages")
 
 
-def in_safe_mode(rank: RankFacts) -> bool:
-    """Whether oneCCL was told to end each call before the next one, as `SAFE=1` of launch/aurora.pbs does."""
-    return all(rank.environment.get(name) == "1" for name in ("CCL_OP_SYNC", "CCL_ATL_SYNC_COLL"))
-
-
 def check_overlap(facts: Facts, found: Findings) -> None:
-    """Messages hidden behind work. On a CPU ranks share the cores that copy, so a low figure is no fault."""
+    """Messages hidden behind work. Where they are not, all runs, slower: no fault."""
     if facts.overlap is None:
         found.note("one rank: no messages to hide")
         return
@@ -306,10 +314,9 @@ def check_overlap(facts: Facts, found: Findings) -> None:
     text += f"{'sleep' if on_cpu else 'matrix products'} {times.work_s * 1e3:.1f} ms, both {times.both_s * 1e3:.1f} ms"
     if hidden >= HIDDEN_LEAST:
         found.good(text)
-    elif on_cpu or in_safe_mode(facts.ranks[0]):
-        found.warning(text, "give every rank a core of its own for its messages" if on_cpu else SAFE_REMEDY)
     else:
-        found.fault(text, "see the settings below; else give the backend's asynchronous collectives their own stream")
+        on_device = "see the settings below; else give the backend's asynchronous collectives their own stream"
+        found.warning(text, "give every rank a core of its own for its messages" if on_cpu else on_device)
 
 
 def check_order(facts: Facts, found: Findings) -> None:
@@ -343,14 +350,16 @@ def _told(issue: Issue) -> str:
 
 
 def check_settings(facts: Facts, found: Findings) -> None:
-    """Settings that take overlap away, and one that the library in use does not read."""
+    """Settings that take overlap away, one that the library in use does not read, and one that breaks oneCCL."""
     seen, first = set[str](), facts.ranks[0]
     for rank in facts.ranks:
         for killer in overlap_killers(rank.environment, rank.library, rank.device.split(":")[0]):
             if killer.setting not in seen:
                 seen.add(killer.setting)
-                tell, remedy = (found.warning, SAFE_REMEDY) if in_safe_mode(rank) else (found.fault, killer.remedy)
-                tell(f"{killer.setting} {killer.harm}: nothing is hidden", remedy)
+                found.warning(f"{killer.setting} {killer.harm}: nothing is hidden", killer.remedy)
+    pairs = {f"{name}={value}" for rank in facts.ranks for name, value in rank.environment.items()}
+    for growing in sorted(filter(EXPANDABLE.match, pairs if first.device.startswith("xpu") else ())):
+        found.fault(f"{growing}: oneCCL cannot send such memory", f"unset {growing.partition('=')[0]}")
     for killer in overlap_killers(first.environment, "xccl", "xpu"):
         if killer.setting not in seen:
             text = f"{killer.setting} would make a run on GPUs block; {first.library} does not read it"
@@ -385,7 +394,11 @@ def check_memory(facts: Facts, found: Findings) -> None:
 def check_sycl(facts: Facts, found: Findings) -> None:
     """Which of SYCL and torch moves data, on each host that looked, and why."""
     for host, rank in facts.firsts(lambda rank: rank.sycl or rank.no_sycl):
-        if rank.sycl:
+        if remedy := rank.compiles_again:
+            found.warning(
+                f"{host}: SYCL kernels on {rank.sycl}, which every start compiles: libsycl keeps none", remedy
+            )
+        elif rank.sycl:
             found.good(f"{host}: SYCL kernels on {rank.sycl}")
         elif rank.kernels == "sycl":
             remedy = "run cocodiff kernels build on a node, or choose kernels auto or torch"
@@ -406,8 +419,7 @@ def check_kernels(facts: Facts, found: Findings) -> None:
             verdicts = "; ".join(f"{verdict} in {', '.join(dtypes)}" for verdict, dtypes in told.items())
             text = f"{host}: {op} {trials[0].shapes} on {where}: {verdicts}"
             if rank.sycl and any(trial.wrong for trial in trials):
-                remedy = "choose kernels torch; remove native-*.bin from the kernels' cache and run doctor again"
-                found.fault(text, remedy)
+                found.fault(text, "choose kernels torch")
             else:
                 found.good(text)
     for host, rank in facts.firsts(lambda rank: rank.sums):

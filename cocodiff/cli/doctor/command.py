@@ -1,7 +1,7 @@
 """`cocodiff doctor`: checks this machine and the way the ranks were started; ends with 1 where something is wrong.
 
-Under mpiexec, torchrun or PALS it looks at those ranks, else at --ranks of its own. It imports neither diffusers nor
-transformers: twelve ranks would wait for those longer than for all checks.
+Under mpiexec, torchrun or PALS it looks at those ranks, else at --ranks of its own. Its ranks import neither diffusers
+nor transformers, for which twelve would wait longer than for all checks: a process for each host tries all packages.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from importlib import import_module
@@ -42,12 +42,16 @@ if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are for
     from cocodiff.config.machine import Topology
 
 FILE = "doctor.json"
+SAFE = "or oneCCL's safe mode (SAFE=1, docs/aurora.md)"
+REMEDY = f"try another --transport, {SAFE}; a slow machine needs a larger --patience_s"
+COMPILE_REMEDY = "run without them (--kernels torch); a slow compiler needs a larger --compile_s"
 OPTIONS = (
     RANKS,
     Option("model", "say whether this one fits: a name in configs/models, a .yaml file, or a folder"),
     Option("size", "side of its square image in pixels", 1024, type=int),
     Option("batch", "images in one call of it", 1, type=int),
     Option("patience_s", "seconds after which a step that does not end is taken for hanging", 120.0, type=float),
+    Option("compile_s", "the same for compiling the SYCL kernels, once a node", 600.0, type=float),
     Option("out", "folder of doctor.json", "doctor"),
     Option("overwrite", "replace the results of an earlier run", False, type=bool),
     LOG_LEVEL,
@@ -60,9 +64,10 @@ def start(words: Sequence[str], launch: Launch) -> int:
     about = "Checks this machine, the ranks' binding, messages and memory; exit 1 where something is wrong."
     values = parse("doctor", about, with_settings(OPTIONS, lambda one: one.name in SETTINGS), words)
     check_counts(values, "ranks", "batch", "size")
-    if not values["patience_s"] > 0:
-        raise UserError(f"--patience_s {values['patience_s']}: give a number of seconds above 0")
-    settle(values, launch)
+    for name in ("patience_s", "compile_s"):
+        if not values[name] > 0:
+            raise UserError(f"--{name} {values[name]}: give a number of seconds above 0")
+    launch, _ = settle(values, launch)
     config = engine_record()(**engine_settings(values))
     load_machine(config.machine)
     output = OutputFolder(values["out"], values["overwrite"])
@@ -109,46 +114,54 @@ def look(values: dict[str, Any], launch: Launch, output: OutputFolder, verdict: 
 def gather(values: dict[str, Any], launch: Launch, transport: Any) -> Facts:
     """The facts of all ranks; on ranks other than 0 they are their own alone. All ranks call it."""
     from cocodiff.cli.doctor import trials
-    from cocodiff.cli.doctor.facts import Facts, gather_rank
+    from cocodiff.cli.doctor.facts import Facts, gather_rank, path_of, sycl_path
+    from cocodiff.comm.transport import TOGETHER
     from cocodiff.config.machine import Topology
 
     topology = Topology.build(load_machine(values["machine"]), transport.size, launch.local_size)
-    step = partial(patience, values["patience_s"], transport.rank, transport.health)
+    usual_s, compile_s, path = values["patience_s"], values["compile_s"], values["kernels"]
+
+    def step(what: str, seconds: float = usual_s, remedy: str = REMEDY) -> AbstractContextManager[None]:
+        return patience(seconds, transport.rank, transport.health, what, remedy)
+
+    if launch.local_rank == 0:
+        if launch.speaks and path_of(path) != "torch":
+            say(f"SYCL kernels: compiled once a node where none are kept yet, in {compile_s:g} s at most")
+        with step("compiling SYCL kernels", compile_s, COMPILE_REMEDY):
+            sycl_path(transport.device, path)
     with step("reading this rank's facts"):
-        own = gather_rank(transport, launch, values["kernels"], look_at_sycl=launch.local_rank == 0)
+        own = gather_rank(transport, launch, values["kernels"], look_at_host=launch.local_rank == 0)
     with step("attention, copies and products of the device"):
         trial, cost = trials.compute(transport.device, transport.size, *shape_of(values))
         own = replace(own, device_trial=trial, deterministic_cost=cost)
     if transport.size == 1:
         return Facts([own], topology, needed=needed(values, topology, transport))
     try:
+        with step("waiting for the nodes' SYCL kernels", compile_s + usual_s, COMPILE_REMEDY):
+            transport.values_of_all(None, "SYCL kernels")
         with step("making a group of all ranks"):
-            group = transport.group(range(transport.size), values["messages"] == "alltoall")
+            group = transport.group(range(transport.size), TOGETHER[values["messages"]])
             group.barrier()
         with step("messages between streams that are kept busy"):
             order = trials.order(transport, group)
         with step("gathering the facts of all ranks"):
             ranks = transport.gather_object(own) or [own]
-        with step("all-to-alls"):
-            alltoalls = trials.all_to_alls(transport, group)
+        alltoalls = trials.all_to_alls(transport, group, step)
         with step("messages beside other work"):
             overlap = trials.overlap(transport, group)
-        with step("calls that send and receive"):
-            issues = trials.issues(transport, group)
+        issues = trials.issues(transport, group, step)
     except (PeerLost, OwnRankError) as error:
         return Facts([own], topology, stopped=str(error))
     return Facts(ranks, topology, alltoalls, overlap, order, issues, needed(values, topology, transport))
 
 
 @contextmanager
-def patience(seconds: float, rank: int, health: Any, what: str) -> Iterator[None]:
+def patience(seconds: float, rank: int, health: Any, what: str, remedy: str = REMEDY) -> Iterator[None]:
     """Ends the process with a word where a step hangs in a library, which no error reaches. Raises OwnRankError where a
     step fails, as it does where messages bring what nobody sent."""
 
     def give_up() -> None:
-        remedy = "try another --transport, or oneCCL's safe mode (SAFE=1, docs/aurora.md)"
-        hangs = f"cocodiff: FAULT: rank {rank} hangs since {seconds:g} s at {what}: {remedy}"
-        os.write(2, f"{hangs}; a slow machine needs a larger --patience_s\n".encode())
+        os.write(2, f"cocodiff: FAULT: rank {rank} hangs since {seconds:g} s at {what}: {remedy}\n".encode())
         os._exit(1)
 
     timer = threading.Timer(seconds, give_up)

@@ -6,33 +6,59 @@ from __future__ import annotations
 import os
 import re
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+from cocodiff_sycl.build import keep_remedy
 
 from cocodiff.attention.sums import TRIED, kernel_of
 from cocodiff.attention.trial import DeviceTrial
 from cocodiff.comm.launch import Launch, emulated, system_mpiexec
-from cocodiff.comm.mpi import lacking_shared_memory
+from cocodiff.comm.mpi_start import lacking_shared_memory
 from cocodiff.config.grouping import by_key
 from cocodiff.config.machine import Topology
+from cocodiff.config.packages import TAKEN_UP
 from cocodiff.config.text_table import spans
 from cocodiff.kernels.device import free_memory, ranks_on_device
 from cocodiff.kernels.dispatch import path_of, sycl_ops
 from cocodiff.kernels.trial import KernelTrial, try_operations
 
+# Packages that runs import, of which those that they can do without are tried where they are installed. One that fails
+# is absent for those after it, as `hide_broken` has it in a run.
+REQUIRED = (
+    *("numpy", "torch", "diffusers", "transformers", "accelerate", "safetensors", "scipy", "skimage", "tifffile"),
+    *("PIL", "jinja2", "yaml", "tqdm"),
+)
+OPTIONAL = ("h5py", "numcodecs", "zarr", "imagecodecs", "matplotlib", "mrcfile", "imageio_ffmpeg", "mpi4py.MPI")
+IMPORTS_S = 60.0  # for all of them; on two cores they take 5 s
+LATE = "it did not end within"
+TRY_IMPORTS = """
+import sys
+from importlib import import_module
+for name in sys.argv[1:]:
+    failed = ""
+    try:
+        import_module(name)
+    except BaseException as error:
+        failed = " ".join(f"{type(error).__name__}: {error}".split())
+        sys.modules[name] = None
+    print(f"\\n{name}\\t{failed}", flush=True)
+"""
 BLOCKED_S = 2e-5  # of the host, for a message: a library that only queues it takes less
 PACKAGES = (
     *("cocodiff", "torch", "diffusers", "transformers", "safetensors", "numpy", "mpi4py"),
     *("impi-rt", "intel_extension_for_pytorch", "oneccl_bind_pt", "intel-sycl-rt"),
 )
 VARIABLES = re.compile(
-    r"(CCL_|FI_|ZE_|ZES_|ONEAPI_DEVICE_SELECTOR|SYCL_|I_MPI_|MPICH_|MPIR_|PALS_|PMI|NCCL_|TORCH_|CUDA_|OMP_NUM_THREADS|"
+    r"(CCL_|FI_|ZE_|ZES_|ONEAPI_DEVICE_SELECTOR|SYCL_|I_MPI_|MPICH_|MPIR_|PALS_|PMI|NCCL_|(PY)?TORCH_|CUDA_|OMP_NUM_THREADS|"
     r"KMP_|MASTER_|COCODIFF_|GLOO_|TORCHELASTIC_RUN_ID|PBS_JOBID|SLURM_JOB_ID|http_proxy|https_proxy)"
 )
 SECRET = re.compile("SECRET|TOKEN|PASS|KEY|CREDENTIAL|COOKIE", re.IGNORECASE)
@@ -60,6 +86,7 @@ class RankFacts:
 
     local_size: what the launcher says, None where it does not.
     versions: package -> version, None where it is not installed; the MPI library's under "mpi".
+    unimported: package -> why it does not import; empty where this rank did not look.
     environment: the variables that matter (VARIABLES).
     library: what carries messages: mpi, mpi-rma, gloo, xccl, ccl, nccl, "host memory over gloo"; "none" for a rank
     alone. drawback: what is wrong with the transport that was asked for.
@@ -68,6 +95,7 @@ class RankFacts:
     card: of this rank's tile, None where the system does not tell. cores and sockets: those that this rank may use.
     host_cores: all cores of the host. free and total: bytes of memory; of a tile that ranks share, this one's part.
     sycl: what SYCL kernels run on, or "" with the reason in `no_sycl`; both "" where this rank did not look.
+    compiles_again: where every start compiles the SYCL kernels, what has libsycl keep them; else "".
     kernel_trials: operations of SYCL against torch's; where there is none, an accelerator's torch against the CPU's.
     sums: by dtype, what computes attention in parts, where that depends on torch's version (`attention.sums`).
     mpi_library: path of the libmpi that is loaded; system_mpi: an mpiexec of no Python environment; python_prefix: the
@@ -79,7 +107,6 @@ class RankFacts:
     local_rank: int
     launcher: str
     local_size: int | None
-    world: int | None
     versions: dict[str, str | None]
     environment: dict[str, str]
     library: str
@@ -99,6 +126,7 @@ class RankFacts:
     mpi_library: str
     system_mpi: str
     python_prefix: str
+    compiles_again: str = ""
     kernel_trials: tuple[KernelTrial, ...] = ()
     device_name: str = ""
     drawback: str = ""
@@ -106,6 +134,7 @@ class RankFacts:
     sums: dict[str, str] = field(default_factory=dict)
     device_trial: DeviceTrial | None = None  # attention, copies and repeated products at the run's shape
     deterministic_cost: float = 1.0  # how many times as long products take that add up in one order
+    unimported: dict[str, str] = field(default_factory=dict)
 
     @property
     def on_cpu(self) -> bool:
@@ -199,13 +228,13 @@ def by_value(ranks: Sequence[RankFacts], values: Sequence[str]) -> str:
 # One rank ------------------------------------------------------------------------------------------------------------
 
 
-def gather_rank(transport: Any, launch: Launch, kernels: str, look_at_sycl: bool) -> RankFacts:
-    """This rank's facts. look_at_sycl: open the SYCL kernels too; one rank of a host is enough."""
+def gather_rank(transport: Any, launch: Launch, kernels: str, look_at_host: bool) -> RankFacts:
+    """This rank's facts. look_at_host: open the SYCL kernels and import all packages; one rank of a host is enough."""
     device, of_host = transport.device, launch.local_size or transport.size
     on_cpu = device.type == "cpu"
-    sycl, no_sycl = sycl_path(device, kernels) if look_at_sycl else ("", "")
+    sycl, no_sycl = sycl_path(device, kernels) if look_at_host else ("", "")
     opened = sycl_ops(device) if sycl else None
-    tried = try_operations(opened, device) if look_at_sycl and (opened or not on_cpu) else []
+    tried = try_operations(opened, device) if look_at_host and (opened or not on_cpu) else []
     cores = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
     return RankFacts(
         rank=transport.rank,
@@ -213,7 +242,6 @@ def gather_rank(transport: Any, launch: Launch, kernels: str, look_at_sycl: bool
         local_rank=launch.local_rank,
         launcher=launch.kind,
         local_size=launch.local_size,
-        world=launch.size,
         versions=versions(),
         environment=environment(),
         library=getattr(transport, "library", "none") if transport.size > 1 else "none",
@@ -233,10 +261,12 @@ def gather_rank(transport: Any, launch: Launch, kernels: str, look_at_sycl: bool
         mpi_library=loaded_mpi(),
         system_mpi=system_mpiexec() or "",
         python_prefix=sys.prefix,
+        compiles_again="" if opened is None or opened.library.kept else keep_remedy(),
         kernel_trials=tuple(tried),
         device_name="" if on_cpu else str(properties_of(device).name),
         drawback=getattr(transport, "drawback", ""),
-        sums=attention_in_parts(device) if look_at_sycl else {},
+        sums=attention_in_parts(device) if look_at_host else {},
+        unimported=unimported((*TAKEN_UP, *OPTIONAL, *REQUIRED)) if look_at_host else {},
         no_shared_memory="" if launch.kind == "mpi" else lacking_shared_memory(max(2, launch.local_size or 2)),
     )
 
@@ -247,6 +277,24 @@ def attention_in_parts(device: torch.device) -> dict[str, str]:
         return {}
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     return {str(dtype).removeprefix("torch."): kernel_of(device.type, dtype, masked=False).told for dtype in dtypes}
+
+
+def unimported(names: Sequence[str], limit_s: float = IMPORTS_S) -> dict[str, str]:
+    """Import packages, each in turn, in a process of its own, and return why some fail. One that ends the process, or
+    that is not through `limit_s` seconds after its start, is the last one that is tried."""
+    left = [name for name in names if name in REQUIRED or find_spec(name.partition(".")[0])]
+    # A process that a rank starts has its variables: MPI would take it for the rank, were it started there.
+    run: Callable[..., Any] = partial(
+        subprocess.run, env=os.environ | {"MPI4PY_RC_INITIALIZE": "0"}, capture_output=True, timeout=limit_s
+    )
+    try:
+        output, end = run([sys.executable, "-c", TRY_IMPORTS, *left]).stdout, "it ended the process"
+    except subprocess.TimeoutExpired as late:
+        output, end = late.stdout or b"", f"{LATE} {limit_s:g} s"
+    lines = [line.partition("\t") for line in output.decode(errors="replace").splitlines()]
+    told = {name: why for name, tab, why in lines if name in left}
+    stuck = dict.fromkeys(left[len(told) :][:1], f"{end}; none after it was tried")
+    return {name: why for name, why in told.items() if why} | stuck
 
 
 def versions() -> dict[str, str | None]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from cocodiff.config.errors import OwnRankError
 from cocodiff.kernels import Kernels
 from cocodiff.kernels.device import set_repeatable
 
+Step = Callable[[str], AbstractContextManager[Any]]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
 REPEATS = 3
 AT_ONCE = 12  # calls under way: as many as a block of a model with guidance and chunks has
@@ -28,6 +30,10 @@ SIDE = 2048  # of the matrices that keep an accelerator busy
 # Bytes to each peer: on a CPU all ranks' messages pass through one memory.
 SIZES = {"cpu": (64, 4096, 65536), "other": (64, 4096, 262144, 4 * 2**20)}
 MOST = {"cpu": (4, 577), "other": (2**10, 2**20)}  # heads and tokens of attention
+MOST_RANKS = 96  # that send to all others in a trial; of more ranks each sends to a sample
+NEAR = 12  # ranks that sit side by side are all in the sample: those of a node of Aurora, with all kinds of its links
+COPIES = 5  # of a message: sent, received, expected, and the two buffers of a library's all-to-all
+MOST_BYTES = 2**31  # of a rank's copies in one trial
 OVERLAP_BYTES = {"cpu": 256 * 1024, "other": 8 * 2**20}
 BUSY_S = 0.02  # for which a stream is held up, many times as long as the message takes
 ORDER_BYTES, ROUNDS = 2**16, 6
@@ -47,17 +53,37 @@ def content(sender: int, receiver: int, length: int, dtype: torch.dtype, device:
     return ((torch.arange(length, device=device) * 7 + 31 * sender + 17 * receiver) % 251).to(dtype)
 
 
-def all_to_alls(transport: Transport, group: Group) -> list[AllToAll]:
+def peers_of(rank: int, size: int) -> list[int]:
+    """Return the ranks that one sends to and receives from in a trial, itself among them: all of a few, of more those
+    at the same distances from every rank, NEAR to it and then farther and farther away."""
+    if size <= MOST_RANKS:
+        return [*range(size)]
+    far = [min((NEAR << n) + n, size // 2) for n in range(size.bit_length())]  # on a node at this place and beside it
+    return sorted({(rank + way * distance) % size for distance in (*range(NEAR), *far) for way in (1, -1)})
+
+
+def message_bytes(wanted: int, ranks: int, at_once: int = 1) -> int:
+    """Return the size of a trial's messages: what is wanted, or less where a rank's copies would pass MOST_BYTES."""
+    messages = len(peers_of(0, ranks)) * sum(1 / (1 + number % 3) for number in range(at_once))
+    return min(wanted, int(MOST_BYTES / (COPIES * messages)))
+
+
+def all_to_alls(transport: Transport, group: Group, step: Step = nullcontext) -> list[AllToAll]:
     """Every dtype and size, sizes uneven and some empty, and once more with checksums; then many at once, as the engine
     has them: batches that overlap were seen to bring wrong bytes (torch-xpu-ops 3022). Rank 0's answer is of all ranks,
-    others' of their own messages."""
-    sizes = of_device(SIZES, transport.device)
-    alone = [_all_to_all(transport, group, dtype, size) for dtype in DTYPES for size in sizes]
-    return alone + [_all_to_all(transport, group, torch.bfloat16, size, AT_ONCE) for size in sizes]
+    others' of their own messages. step: around each trial, which it is given a name of."""
+    found, sizes = [], of_device(SIZES, transport.device)
+    cases = [(dtype, size, 1) for dtype in DTYPES for size in sizes]
+    for dtype, size, at_once in [*cases, *((torch.bfloat16, size, AT_ONCE) for size in sizes)]:
+        size = message_bytes(size, transport.size, at_once)
+        with step(f"{at_once} all-to-all(s) of {dtype}, {size} bytes to each peer"):
+            found.append(_all_to_all(transport, group, dtype, size, at_once))
+    return found
 
 
-def _all_to_all(transport: Transport, group: Group, dtype: torch.dtype, size: int, at_once: int = 1) -> AllToAll:
-    me, peers, device = transport.rank, range(transport.size), transport.device
+def _all_to_all(transport: Transport, group: Group, dtype: torch.dtype, size: int, at_once: int) -> AllToAll:
+    me, device = transport.rank, transport.device
+    peers, nothing = peers_of(me, transport.size), torch.empty(0, dtype=dtype, device=device)
 
     def length(sender: int, receiver: int, number: int) -> int:
         """Every seventh message is empty, the others differ a little; sizes change from call to call."""
@@ -67,10 +93,16 @@ def _all_to_all(transport: Transport, group: Group, dtype: torch.dtype, size: in
     def made(sender: int, receiver: int, number: int) -> Tensor:
         return content(sender + number, receiver, length(sender, receiver, number), dtype, device)
 
+    def to_all(messages: Iterable[Tensor]) -> list[Tensor]:
+        """The messages of `peers`, and an empty one of every other rank."""
+        of_peers = dict(zip(peers, messages, strict=True))
+        return [of_peers.get(rank, nothing) for rank in range(transport.size)]
+
     calls = range(at_once)
-    sends = [[made(me, peer, number) for peer in peers] for number in calls]
+    sends = [to_all(made(me, peer, number) for peer in peers) for number in calls]
     expected = [made(peer, me, number) for number in calls for peer in peers]
-    recvs = [[torch.full((length(peer, me, n),), 99, dtype=dtype, device=device) for peer in peers] for n in calls]
+    lengths = [[length(peer, me, number) for peer in peers] for number in calls]
+    recvs = [to_all(torch.full((n,), 99, dtype=dtype, device=device) for n in of_call) for of_call in lengths]
     times, words = [], []
     for over in (group, CheckedGroup(group, Health())):
         synchronise(device)
@@ -82,8 +114,8 @@ def _all_to_all(transport: Transport, group: Group, dtype: torch.dtype, size: in
             words.append(str(error))
         synchronise(device)
         times.append(time.perf_counter() - started)
-        came = [x for call in recvs for x in call]
-        bad = [n % len(peers) for n, (a, b) in enumerate(zip(came, expected, strict=True)) if not torch.equal(a, b)]
+        came = [(peer, call[peer]) for call in recvs for peer in peers]
+        bad = [peer for (peer, a), b in zip(came, expected, strict=True) if not torch.equal(a, b)]
         if bad and not words:
             words.append(f"rank {me} got other numbers than were sent from {sorted({*bad})}")
     own = (times[0], words[:1])
@@ -95,7 +127,8 @@ def _all_to_all(transport: Transport, group: Group, dtype: torch.dtype, size: in
 def overlap(transport: Transport, group: Group) -> Overlap:
     """An all-to-all on a lane, as attention sends it, beside work of about the same length: on accelerators matrix
     products, on a CPU sleep, for there the question is whether messages move while the main thread does not help."""
-    device, length = transport.device, of_device(OVERLAP_BYTES, transport.device) // 4
+    device = transport.device
+    length = min(of_device(OVERLAP_BYTES, device), MOST_BYTES // (COPIES * transport.size)) // 4
     sends = [torch.ones(length, device=device) for _ in range(transport.size)]
     recvs = [torch.empty(length, device=device) for _ in range(transport.size)]
     lane = transport.lane("doctor")
@@ -199,7 +232,7 @@ def _order_once(transport: Transport, group: Group, busy: Callable[[], Any] | No
     return words
 
 
-def issues(transport: Transport, group: Group) -> list[Issue]:
+def issues(transport: Transport, group: Group, step: Step = nullcontext) -> list[Issue]:
     """How long the calls that the engine's exchanges and gathers make hold the host, and until when the messages are
     through: the median of a few, of the slowest rank. All ranks call it; rank 0's answer is whole."""
     size, rank, device = transport.size, transport.rank, transport.device
@@ -225,11 +258,12 @@ def issues(transport: Transport, group: Group) -> list[Issue]:
     calls = (("to the next rank", 1, to_the_next), ("all-to-all", size - 1, to_all), ("all-gather", size - 1, gathered))
     for name, peers, make in calls:
         for length in ISSUE_BYTES:
-            call = make(length)
-            timed(group, device, call)  # uncounted
-            times = [timed(group, device, call) for _ in range(REPEATS)]
-            own = [*map(statistics.median, zip(*times, strict=True))]
-            of_ranks = transport.gather_object(own) or [own]
+            with step(f"calls {name} of {length} bytes"):
+                call = make(length)
+                timed(group, device, call)  # uncounted
+                times = [timed(group, device, call) for _ in range(REPEATS)]
+                own = [*map(statistics.median, zip(*times, strict=True))]
+                of_ranks = transport.gather_object(own) or [own]
             found.append(Issue(name, length, 2 * peers, *map(max, zip(*of_ranks, strict=True))))
     return found
 

@@ -169,7 +169,7 @@ class GuidanceParts:
         """A job of the lane: one call on both sides, and both make theirs in the same order."""
         CALL.set(AT)  # what this rank comes to meanwhile need not be what the other part does
         with self._trace.span(name, "guidance"):
-            self._group.send_recv([(x, self._peer) for x in sent], [(x, self._peer) for x in received]).wait()
+            self._group.collective([(x, self._peer) for x in sent], [(x, self._peer) for x in received]).wait()
 
     def _begin(self, sent: Sequence[Tensor]) -> None:
         """This rank comes to a message between the two, and has this to send."""

@@ -44,7 +44,7 @@ OPTIONS = (
 def start(words: Sequence[str], launch: Launch) -> int:
     started = time.monotonic()
     values = parse("generate", ABOUT, with_settings(OPTIONS), words, headings=SHOWN)
-    ranks = settle(values, launch)
+    launch, ranks = settle(values, launch)
     prepared = prepare(values, ranks, started)
     if launch.speaks:
         say(f"cocodiff {__version__}: {', '.join(prepared.presets)} on {ranks} rank(s) into {values['out']}")

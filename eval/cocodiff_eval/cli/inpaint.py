@@ -96,7 +96,7 @@ SLICE_BY_SLICE = {"samples": 1, "axes": ["z"], "hidden_test": False, "keep_sampl
 def start(words: Sequence[str], launch: Launch) -> int:
     started = time.monotonic()
     values = parse("inpaint", ABOUT, with_settings(OPTIONS), words, headings=SHOWN)
-    ranks = settle(values, launch)
+    launch, ranks = settle(values, launch)
     prepared = prepare(values, ranks, started)
     if launch.speaks:
         what = f"{', '.join(prepared.presets)} on {ranks} rank(s)"

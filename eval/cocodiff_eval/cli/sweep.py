@@ -58,7 +58,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
         if launch.speaks:
             report(Path(values["out"]))
         return 0
-    ranks = settle(values, launch)
+    launch, ranks = settle(values, launch)
     check_request(values)
     grid = read_grid(values)
     values |= {**FIXED, "steps": grid.steps, "mask": grid.masks, "resume": values["resume"] and not values["overwrite"]}

@@ -48,7 +48,7 @@ OPTIONS = (
 def start(words: Sequence[str], launch: Launch) -> int:
     options = with_settings(OPTIONS, lambda one: one.given == "machine")
     values = parse("train", ABOUT, options, words, headings=SHOWN)
-    ranks = settle(values, launch)
+    launch, ranks = settle(values, launch)
     check_counts(values, "iterations", "batch", "patches", "ranks")
     if values["rate"] is None:
         values["rate"] = 1.0 if values["anew"] else 0.2

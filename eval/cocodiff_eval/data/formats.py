@@ -9,6 +9,7 @@ import struct
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ import numpy as np
 
 from cocodiff.config.errors import UserError
 from cocodiff.config.files import flush, is_folder, is_there
+from cocodiff.config.packages import one_line_of_imports
+from cocodiff.config.registry import imported
 from cocodiff_eval.data import SAME, WRITTEN
-from cocodiff_eval.data.hdf5 import open_hdf5, write_hdf5
 from cocodiff_eval.data.mrc import open_mrc, write_mrc
 from cocodiff_eval.data.ome_zarr import ZarrStore, is_store, open_zarr, split_store
 from cocodiff_eval.data.tiff import holds_slices, is_pattern, open_sequence, open_tiff, write_sequence, write_tiff
@@ -87,37 +89,44 @@ SUPPORTED = (
     "PNG (.png), TIFF (.tif, .tiff; a folder of them or a pattern as one stack), HDF5 (.h5, .hdf5, .hdf, .nxs, as "
     "file.h5:/dataset), OME-Zarr (.zarr), MRC (.mrc, .map, .rec, .st) and NumPy (.npy)"
 )
+HDF5 = "cocodiff_eval.data.hdf5"  # imported when a file is HDF5: on some machines h5py does not import
 _HDF5_PATTERN = re.compile(r"^(?P<file>.+\.(?:h5|hdf5|hdf|nxs))(?::+(?P<dataset>.*))?$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Format:
-    """suffixes: of files that `opener` reads; writer and suffix: of results, none where it is only read."""
+    """suffixes: of files that `opener` reads; writer and suffix: of results, none where it is only read. needs: the
+    module that writes results."""
 
     suffixes: tuple[str, ...]
     opener: Callable[[str], Stack] | None = None
     writer: Callable[[NewVolume], None] | None = None
     suffix: str = ""
+    needs: str = ""
 
 
 # By the word of --format. Folders, patterns, stores and datasets within files are told apart by `open_volume`.
 FORMATS = {
     "png": Format((".png",), open_png),
-    "tiff": Format((".tif", ".tiff"), open_tiff, write_tiff, ".tif"),
-    "sequence": Format((), None, write_sequence),
-    "zarr": Format((), None, lambda new: ZarrStore(new).write(), ".ome.zarr"),
-    "h5": Format((".h5", ".hdf5", ".hdf", ".nxs"), None, write_hdf5, ".h5"),
+    "tiff": Format((".tif", ".tiff"), open_tiff, write_tiff, ".tif", "tifffile"),
+    "sequence": Format((), None, write_sequence, needs="tifffile"),
+    "zarr": Format((), None, lambda new: ZarrStore(new).write(), ".ome.zarr", "zarr"),
+    "h5": Format((".h5", ".hdf5", ".hdf", ".nxs"), None, lambda new: imported(f"{HDF5}:write_hdf5")(new), ".h5", HDF5),
     "npy": Format((".npy",), open_npy, write_npy, ".npy"),
     "mrc": Format((".mrc", ".map", ".rec", ".st"), open_mrc, write_mrc, ".mrc"),
 }
 
 
+@one_line_of_imports()
 def result_format(word: str, volume: Stack) -> str:
-    """The word of FORMATS that a result is written in. word: `same` for that of the input, TIFF where it is PNG."""
-    if word != SAME:
-        return word
-    kind = volume.metadata.kind.replace("hdf5", "h5")
-    return kind if kind in WRITTEN else "tiff"
+    """The word of FORMATS that a result is written in. word: `same` for that of the input, TIFF where it is PNG.
+
+    Raises UserError where what writes the format does not import: before a run, for it would fail in the end."""
+    kind = volume.metadata.kind.replace("hdf5", "h5") if word == SAME else word
+    word = kind if kind in WRITTEN else "tiff"
+    if needs := FORMATS[word].needs:
+        import_module(needs)
+    return word
 
 
 def write_volume(
@@ -148,6 +157,7 @@ def write_volume(
     return new
 
 
+@one_line_of_imports()
 def open_volume(path: str, follow_links: bool = False) -> Stack:
     """Open slices; reads no voxels yet (but for PNG, which has no random access).
 
@@ -174,7 +184,7 @@ def open_volume(path: str, follow_links: bool = False) -> Stack:
     check_file(file)
     suffix = Path(file).suffix.lower()
     if suffix in FORMATS["h5"].suffixes:
-        return open_hdf5(file, dataset, follow_links)
+        return imported(f"{HDF5}:open_hdf5")(file, dataset, follow_links)
     for one in FORMATS.values():
         if suffix in one.suffixes and one.opener is not None:
             return one.opener(file)

@@ -36,10 +36,8 @@ FIRST_VERSION = 20140  # of MRC2014
 def open_mrc(file: str) -> Stack:
     """Open an MRC file. Raise UserError for what is no MRC2014, for other axes than sections, rows, columns, and if
     the library is not installed."""
-    try:
-        import mrcfile
-    except ImportError as error:
-        raise UserError("MRC files need the package mrcfile: pip install cocodiff[mrc]") from error
+    import mrcfile
+
     with reading(f"{file}: not a readable MRC file", "save it again with mrcfile or IMOD"), quiet_libraries():
         opened = mrcfile.mmap(file, "r")
         voxels, head, extended = opened.data, opened.header.tobytes(), opened.extended_header.tobytes()

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from decimal import Decimal
 from functools import partial
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ import numpy as np
 from cocodiff.config.errors import UserError
 from cocodiff.config.files import is_folder, is_there
 from cocodiff.config.grouping import by_key
+from cocodiff.config.packages import hide_broken
 from cocodiff_eval.data.axes import count_leading
 from cocodiff_eval.data.tiff_metadata import ORIENTATION, read_metadata, tiff_options, traits_of_scan
 from cocodiff_eval.data.volume import (
@@ -39,9 +41,14 @@ from cocodiff_eval.data.volume import (
 )
 
 
-def open_tiff(file: str) -> Stack:
-    import tifffile
+def tifffile_library() -> Any:
+    """Return tifffile. It reads most files without imagecodecs, where that is absent."""
+    hide_broken("imagecodecs")
+    return import_module("tifffile")
 
+
+def open_tiff(file: str) -> Stack:
+    tifffile = tifffile_library()
     damaged = reading(f"{file}: not a readable TIFF", "save it again")
     with quiet_libraries() as messages, damaged, tifffile.TiffFile(file) as tiff:
         series = list(tiff.series)
@@ -118,10 +125,8 @@ class _TiffReader:
         self.volume: np.ndarray | None = None
 
     def _open(self) -> None:
-        import tifffile
-
         if self.process != os.getpid():
-            tiff = tifffile.TiffFile(self.file)
+            tiff = tifffile_library().TiffFile(self.file)
             weakref.finalize(self, tiff.close)
             self.series = list(tiff.series)
             self.pages = [page for one in self.series for page in one.pages]
@@ -165,8 +170,7 @@ def _check_segments(page: Any) -> None:
 
 def write_tiff(new: NewVolume) -> None:
     """Writes a TIFF, uncompressed, its slices in a row; a BigTIFF where it needs one."""
-    import tifffile
-
+    tifffile = tifffile_library()
     big = math.prod(new.shape) * new.dtype.itemsize > 2**32 - 2**25
     opening, options = tiff_options(new)
     with quiet_libraries(), tifffile.TiffWriter(new.path, bigtiff=big, **opening) as writer:
@@ -311,8 +315,7 @@ def _check_numbers(path: str, slices: Sequence[Slice]) -> None:
 
 def _check_like(file: str, first_file: str, first: Stack) -> dict[str, Any]:
     """Return the file's `traits_of_scan`. Raise UserError for another shape, type or kind of samples."""
-    import tifffile
-
+    tifffile = tifffile_library()
     check_file(file)
     damaged = reading(f"{file}: not a readable TIFF", "save it again")
     with quiet_libraries(), damaged, tifffile.TiffFile(file) as tiff:
@@ -342,8 +345,7 @@ def _stem(path: str, first: Slice) -> str:
 def write_sequence(new: NewVolume) -> None:
     """Writes a folder of TIFF files, a slice each, with the names and the metadata of the input's where it is a
     sequence: description and date may differ from slice to slice."""
-    import tifffile
-
+    tifffile = tifffile_library()
     new.path.mkdir()
     first, *_ = start_of(new.region)
     sources = new.metadata.details["files"][first:] if new.metadata.kind == "sequence" else ()

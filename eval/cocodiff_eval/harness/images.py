@@ -10,16 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tifffile
 import torch
 from PIL import Image
 
 from cocodiff.config.errors import UserError
 from cocodiff.config.files import flush
+from cocodiff.config.packages import hide_broken
 from cocodiff.jobs.model_checks import check_sides
 from cocodiff.jobs.terminal import say
 from cocodiff_eval.data.intensity import IntensityRange
 from cocodiff_eval.data.slices import safe_stem, unique_names
+from cocodiff_eval.data.tiff import tifffile_library
 from cocodiff_eval.harness.items import Batch, ItemSamples, measured
 from cocodiff_eval.harness.job import ItemResult, Job, JobResult
 from cocodiff_eval.harness.quality import Bound
@@ -172,12 +173,13 @@ def psnr_vs_exact_db(exact: ItemSamples, one: ItemSamples) -> float | None:
 
 def has_encoder() -> bool:
     """Whether an MP4 can be written."""
+    hide_broken("imageio_ffmpeg")
     return find_spec("imageio_ffmpeg") is not None
 
 
 def save_frames(path: Path, frames_FYXC: np.ndarray) -> None:
     """uint8 [F, Y, X, C], without loss. Returns when they are on the disk."""
-    tifffile.imwrite(path, frames_FYXC, photometric="rgb", compression="zlib", metadata={"axes": "TYXS"})
+    tifffile_library().imwrite(path, frames_FYXC, photometric="rgb", compression="zlib", metadata={"axes": "TYXS"})
     flush(path)
 
 
@@ -196,7 +198,7 @@ def save_mp4(path: Path, frames_FYXC: np.ndarray, fps: int) -> None:
 
 def frames_of(path: Path) -> np.ndarray:
     """What `save_frames` has written."""
-    frames = np.asarray(tifffile.imread(path))
+    frames = np.asarray(tifffile_library().imread(path))
     return frames if frames.ndim == 4 else frames[None]
 
 

@@ -7,6 +7,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import matplotlib.figure  # noqa: F401  at the start: the picture comes last, where it would fail after hours
+
 from cocodiff_eval.harness.grid import Grid
 from cocodiff_eval.harness.items import Batch, ItemSamples
 from cocodiff_eval.harness.job import ItemResult, JobResult

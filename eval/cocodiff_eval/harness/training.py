@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure  # at the start: the picture comes last, where it would fail after hours
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -261,8 +262,6 @@ def _publish(trainer: Trainer, weights: Path, output: OutputFolder, before: floa
 
 def plot_losses(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """A training's losses, on the patches that it saw and on those that were held out."""
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     steps = [row["step"] for row in rows]

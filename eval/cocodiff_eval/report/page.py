@@ -9,8 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from cocodiff_eval.quality.metrics import BARS, LEFT, STRIP, WIDTH, ring_figures, step_figures
 from cocodiff_eval.report.pictures import LOSSLESS, base64_text
 from cocodiff_eval.report.sweeps import PARETO, WORDS, Row, note, tables
@@ -30,6 +28,9 @@ from cocodiff_eval.report.tables import (
     summary_table,
 )
 from cocodiff_eval.report.volume import VOLUME_BYTES, ShownVolume, embedded
+
+# Red, green and blue of 256 steps from no error to the largest: matplotlib's magma, for reports do without matplotlib.
+COLOURS = Path(__file__).parent / "templates" / "magma.rgb"
 
 
 class Block(NamedTuple):
@@ -88,7 +89,7 @@ def write_report(
         sent=bool(heads & {*LINK_HEADS.values()}),
         by_step=any("sent_fraction" in step for row in rows for step in row.get("drift", ())),
         figure={"width": WIDTH, "left": LEFT, "strip": STRIP, "bars": BARS},
-        colours=base64_text(_colours()),
+        colours=base64_text(COLOURS.read_bytes()),
         blocks=_blocks(pictures, shown, found, of_stacks),
         lossless=LOSSLESS,
         side=side,
@@ -179,11 +180,3 @@ def _bound(record: Mapping[str, Any]) -> dict[str, Any]:
     taken = (tried for tried in record["tried"] if tried["setting"] == record["setting"])
     shown = [", ".join(f"{name} {decibels(record, db)}" for name, db in tried["db"].items()) for tried in taken]
     return {**record, "figures": shown}
-
-
-def _colours() -> bytes:
-    """Red, green and blue of 256 steps from no error to the largest."""
-    import matplotlib
-
-    rgba = matplotlib.colormaps["magma"](np.arange(256), bytes=True)
-    return np.ascontiguousarray(np.asarray(rgba)[..., :3]).tobytes()

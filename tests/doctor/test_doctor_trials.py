@@ -1,0 +1,69 @@
+"""What doctor's trials send at 12 to 768 ranks, by numbers, and a sample of peers on a few ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from worlds import topology_of
+
+from cocodiff.cli.doctor import trials
+from cocodiff.comm.loopback import run_ranks
+
+KINDS = {"sibling", "plane", "cross_plane"}
+
+
+@pytest.mark.parametrize(("size", "most"), [(12, 12), (96, 96), (97, 40), (108, 40), (768, 40), (7680, 50)])
+def test_peers_are_all_of_few_ranks_and_a_sample_of_many(size: int, most: int) -> None:
+    """Who sends to a rank is whom it receives from, so that both sides list the same messages."""
+    peers = {rank: set(trials.peers_of(rank, size)) for rank in range(size)}
+    assert all(len(of_rank) <= most and rank in of_rank for rank, of_rank in peers.items())
+    assert all(rank in peers[peer] for rank, of_rank in peers.items() for peer in of_rank)
+    assert size > 96 or all(of_rank == {*range(size)} for of_rank in peers.values())
+
+
+@pytest.mark.parametrize("size", [108, 144, 768])
+def test_a_sample_has_every_kind_of_link_of_every_rank(size: int) -> None:
+    topology = topology_of("aurora", size)
+    for rank in range(size):
+        kinds = {topology.link_class(rank, peer) for peer in trials.peers_of(rank, size)}
+        assert kinds >= {*KINDS, "node"}
+        planes = {
+            topology.places[p].plane for p in trials.peers_of(rank, size) if topology.link_class(rank, p) == "node"
+        }
+        assert len(planes) == 2
+
+
+@pytest.mark.parametrize("size", [2, 12, 96, 768, 7680])
+def test_bytes_of_a_rank_are_bounded_whatever_the_number_of_ranks(size: int) -> None:
+    peers = len(trials.peers_of(0, size))
+    for wanted in trials.SIZES["other"]:
+        for at_once in (1, trials.AT_ONCE):
+            one = trials.message_bytes(wanted, size, at_once)
+            held = trials.COPIES * peers * sum(one // (1 + number % 3) for number in range(at_once))
+            assert 0 < one <= wanted and held <= trials.MOST_BYTES
+            assert size > 12 or one == wanted
+
+
+def test_each_trial_has_a_patience_of_its_own_and_a_sample_of_peers_gets_the_numbers_that_were_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trials, "MOST_RANKS", 4)
+    monkeypatch.setattr(trials, "NEAR", 2)
+    assert len(trials.peers_of(0, 8)) < 8
+
+    def work(transport: Any) -> tuple[list[str], list[Any], int]:
+        names: list[str] = []
+
+        @contextmanager
+        def step(what: str) -> Iterator[None]:
+            names.append(what)
+            yield
+
+        found = trials.all_to_alls(transport, transport.world, step)
+        return names, [one.wrong for one in found], len(found)
+
+    for names, wrong, count in run_ranks(8, work, timeout_s=60.0):
+        assert len(set(names)) == len(names) == count == 15 and not any(wrong)

@@ -1,0 +1,45 @@
+"""That no kernel spills registers on GPU Max, which need not be here, and how the report counts what kernels cost.
+
+The compiler is Intel's ocloc, where COCODIFF_OCLOC names a folder that the script `ocloc` beside this file filled."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+from cocodiff_sycl.build import kernel_source
+from cocodiff_sycl.library import GPU_LANES
+from cost_report import Row, hot_loop
+from intel_compiler import OCLOC, Usage, compile_native, find_ocloc
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(OCLOC not in os.environ, reason=f"no {OCLOC}: tests/kernels/ocloc FOLDER fetches Intel's compiler")
+def test_no_kernel_spills_on_the_device(tmp_path):
+    """All kernels of all dtypes, at the width that is launched. The CPU device never shows this."""
+    usage = compile_native(kernel_source(GPU_LANES, gpu=True), "pvc", find_ocloc(), tmp_path)
+    assert {one.name for one in usage} == set(re.findall(r"^KERNEL\((\w+)\)", kernel_source(GPU_LANES), re.MULTILINE))
+    assert {one.simd for one in usage} == {GPU_LANES} and {one.registers for one in usage} == {128}
+    assert not {one.name: (one.spill, one.private) for one in usage if one.spill or one.private}
+
+
+def test_the_report_counts_the_loop_that_moves_the_most_bytes():
+    """A block message of 256 bytes and one of 16 lanes, 4 bytes each; a square root takes four cycles, waiting none."""
+    assembly = """L0:
+(W)     send.ugm (1|M0)          r1       r2      null:0  0x0  0x0 // wr:1+0, rd:1; load.ugm.d32x16t.a32.ca.ca.bti[255]
+L8:
+(W)     send.ugm (1|M0)          r1       r2      null:0  0x0  0x0 // wr:1+0, rd:4; load.ugm.d32x64t.a64
+        send.ugm (16|M0)         null     r2      r1:1  0x0  0x0 // wr:2+1, rd:0; store.ugm.d32.a64
+        sync.nop                 null
+        add (16|M0)              r1.0<1>:f     r1.0<1;1,0>:f    r2.0<1;1,0>:f
+        add (32|M0)              r1.0<1>:f     r1.0<1;1,0>:f    r2.0<1;1,0>:f
+        math.sqrt (16|M0)        r1.0<1>:f     r1.0<1;1,0>:f
+(W&f0.0) jmpi                                L8
+        mov (16|M0)              r1.0<1>:f     0:w
+"""
+    loop = hot_loop(assembly)
+    assert (loop.bytes, loop.wide_bytes, loop.cycles) == (256 + 64, 256 + 64, 1 + 2 + 4 + 1)
+    row = Row(Usage("a", 16, 128, 0, 0, 0), loop, numbers=128, moved=512, itemsize=2)
+    traffic, instructions = row.seconds(256e6)
+    assert traffic == pytest.approx(512e6 / 1e12) and instructions == pytest.approx(8e6 / (448 * 1.6e9))
