@@ -108,7 +108,11 @@ class Copy:
             return [f"{(started or ['pytest'])[-1]} (did not end)"]
         if code in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED):
             raise SystemExit(f"pytest says {lines[-1:]}: are the tests others than those of the record? try --record")
-        failed = [line.split(" ", 1)[1].partition(" - ")[0] for line in lines if line.startswith(("FAILED ", "ERROR "))]
+        failed = [
+            line.split(" ", 1)[1].partition(" - ")[0]
+            for line in lines
+            if line.startswith(("FAILED tests", "ERROR tests"))
+        ]
         return failed or [f"pytest itself: {lines[-1:]}"] * (code != pytest.ExitCode.OK)
 
 

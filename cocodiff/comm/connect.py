@@ -215,7 +215,7 @@ def _meet(launch: Launch, limits: Limits) -> _Meeting:
     meeting: Future[_Meeting] = Future()
     threading.Thread(target=_settle, args=(meeting, partial(_meet_at_store, launch, limits)), daemon=True).start()
     if not wait([meeting], 2 * limits.start_s + BLAME_S).done:  # what the library notices by itself it tells before
-        raise PeerLost(0, f"did not answer within {limits.start_s:g} s of the start")
+        raise PeerLost(0, f"does not answer{_store_address()} within {limits.start_s:g} s of the start")
     return meeting.result()
 
 
@@ -226,12 +226,17 @@ def _settle(future: Future[T], job: Callable[[], T]) -> None:
         future.set_exception(error)
 
 
+def _store_address() -> str:
+    """Return where ranks look for the launcher's store, in words; "" where the caller's own store is used."""
+    return "" if dist.is_initialized() else f" at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+
+
 def _meet_at_store(launch: Launch, limits: Limits) -> _Meeting:
     """Meet at torch.distributed's store, which tells rank 0's word. All ranks come as often: a part of the store that
     no earlier run of the same processes has written to is theirs. Raise PeerLost where the store, which is in rank 0's
     process or its launcher's, does not answer, or the word does not come in time."""
     store: Any
-    began, at = time.monotonic(), ""
+    began, at = time.monotonic(), _store_address()
     try:
         if dist.is_initialized():  # by the caller, whose store is ours to use
             rank, size = dist.get_rank(), dist.get_world_size()
@@ -239,7 +244,6 @@ def _meet_at_store(launch: Launch, limits: Limits) -> _Meeting:
         else:
             assert launch.rank is not None and launch.size is not None
             rank, size = launch.rank, launch.size
-            at = f" at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             store = environment_store(rank, size, limits.start_s, _on_one_host(launch, size))
         store = dist.PrefixStore(f"run{store.add(f'opened/{rank}', 1)}", store)
         one_host, listener = _on_one_host(launch, size), None

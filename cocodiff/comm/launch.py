@@ -51,16 +51,15 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Launch:
-    """kind: "alone", "forked", "torchrun" (or srun) or "mpi". Rank and size may be None where MPI's does not say.
-    guessed: the size is that of a launch with as many ranks as here on every node of the job: it may have fewer."""
+    """The start of this process as its launcher tells it."""
 
-    kind: str = "alone"
-    rank: int | None = 0
-    size: int | None = 1
-    local_rank: int = 0
-    local_size: int | None = None
-    meeting: Meeting | None = None
-    guessed: bool = False
+    kind: str = "alone"  # or "forked", "torchrun" (srun's too), "mpi"
+    rank: int | None = 0  # in the whole run; None where an MPI launcher does not tell it
+    size: int | None = 1  # ranks of the whole run; None where an MPI launcher does not tell it
+    local_rank: int = 0  # among the ranks of this node
+    local_size: int | None = None  # ranks of this node
+    meeting: Meeting | None = None  # of forked ranks
+    guessed: bool = False  # the size supposes as many ranks on every node of the job as on this one
 
     @property
     def speaks(self) -> bool:

@@ -21,7 +21,9 @@ BUILD = "build mpi4py on the launcher's MPI, or start with the mpiexec of the MP
 
 
 def lacking_shared_memory(ranks: int) -> str:
-    """What is wrong, and the remedy, where so many ranks of this host have too little for MPI's messages; else "".
+    """Return a line with the remedy if shared memory is too small for MPI's messages between `ranks` ranks of this
+    host; else "".
+
     Intel MPI 2021.17 took 2.9 MiB for each of 2 ranks, 1.8 for each of 12, and over ofi 176 KiB in all."""
     least = 256 if os.environ.get("I_MPI_FABRICS") == "ofi" else 2048 * (ranks + 1)
     free = shutil.disk_usage(SHARED_MEMORY).free >> 10 if SHARED_MEMORY.exists() else least

@@ -187,8 +187,9 @@ def test_a_store_that_falls_silent_is_not_waited_for(monkeypatch: pytest.MonkeyP
     """As that of a rank 0 that is stopped once it listens: connections to it are made all the same."""
     before = {*threading.enumerate()}
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        said = join_as_rank_1(monkeypatch, silent.getsockname()[1], 0.5)
-        assert said == "rank 0 did not answer within 0.5 s of the start"
+        port = silent.getsockname()[1]
+        said = join_as_rank_1(monkeypatch, port, 0.5)
+        assert said == f"rank 0 does not answer at 127.0.0.1:{port} within 0.5 s of the start"
     for left_behind in {*threading.enumerate()} - before:
         left_behind.join(30)  # the library says on stderr that its connection has closed
 

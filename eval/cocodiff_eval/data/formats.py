@@ -95,14 +95,13 @@ _HDF5_PATTERN = re.compile(r"^(?P<file>.+\.(?:h5|hdf5|hdf|nxs))(?::+(?P<dataset>
 
 @dataclass(frozen=True)
 class Format:
-    """suffixes: of files that `opener` reads; writer and suffix: of results, none where it is only read. needs: the
-    module that writes results."""
+    """A file format: how it is read and, where it can be, written."""
 
-    suffixes: tuple[str, ...]
+    suffixes: tuple[str, ...]  # of the files that `opener` reads
     opener: Callable[[str], Stack] | None = None
-    writer: Callable[[NewVolume], None] | None = None
-    suffix: str = ""
-    needs: str = ""
+    writer: Callable[[NewVolume], None] | None = None  # None for a format that is only read
+    suffix: str = ""  # of the files that `writer` makes
+    needs: str = ""  # the module that `writer` imports
 
 
 # By the word of --format. Folders, patterns, stores and datasets within files are told apart by `open_volume`.
