@@ -84,10 +84,11 @@ def test_equals_one_process(name, size):
 
 @pytest.mark.parametrize("name", GUIDED)
 def test_auto_splits_where_the_pipeline_guides(name):
+    """Qwen-Image's does not say that it does not: in the first step one part sends what both have computed."""
     pipe, arguments = guiding(name)
     off = arguments | {key: 1.0 for key in ("guidance_scale", "true_cfg_scale") if key in arguments}
     (before, _), (after, _) = check_images(2, pipe, [off, arguments])
-    assert before == 0 < after
+    assert (before > 0) == (name == "qwen") and 4 * before <= after - before > 0
 
 
 @pytest.mark.parametrize(("ranks", "ring", "splits"), [(2, 2, False), (4, 2, True)])
@@ -292,7 +293,7 @@ def test_no_attention_byte_passes_between_the_parts(ranks, absent):
         assert own == alone and sum(own.values()) > 0
         assert sum(sent["unsplit"].values()) == 0 < sum(sent["guidance"].values())
         output_bytes = case.height * case.width * 4 * 4 + 1  # and one that says whether there is an output
-        assert sum(sent["guidance"].values()) == (steps - 1) * ranks * output_bytes
+        assert sum(sent["guidance"].values()) == steps * ranks * output_bytes
 
 
 def test_each_image_of_an_engine_has_results_of_its_own_kind_and_dtype():

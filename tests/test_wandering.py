@@ -136,36 +136,35 @@ def test_ranks_end_with_the_same_bits_near_those_of_products_that_repeat(simulat
     assert float((found[0].float() - expected.float()).abs().max()) < allowed * scale
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-def test_parts_that_compute_a_first_step_alike_are_refused_where_bits_wander(simulated, parts):
-    """Each part would go on from latents of its own. All ranks together go on with the same bits."""
+@pytest.mark.parametrize(("family", "parts"), [("flux", 1), ("flux", 2), ("sd3", 2)])
+def test_parts_of_guidance_go_on_with_the_same_bits(simulated, family, parts):
+    """Also of the first step, which both parts of two calls compute: else each would go on from latents of its own."""
     from simulated_device.ranks import run_ranks
 
-    model = FAMILIES["flux"][0](6).requires_grad_(False)
-    inputs = [FAMILIES["flux"][1](1, 4, 5, text) for text in (3, 5)]
+    model, calls = FAMILIES[family][0](6).requires_grad_(False), 2 if family == "flux" else 1
+    inputs = [FAMILIES[family][1](3 - calls, 4, 5, text) for text in (3, 5)[:calls]]
 
-    def work(transport: Any) -> Any:
+    def work(transport: Any) -> torch.Tensor:
         own, device = copy.deepcopy(model).to(transport.device), transport.device
-        latents = inputs[0]["hidden_states"].to(device)
-        with parallelize(own, transport=transport, kernels="torch", guidance_parallel=parts):
-            for step in range(2):
-                moment = {"hidden_states": latents, "timestep": torch.full((1,), 0.9 - 0.2 * step, device=device)}
-                calls = [{name: x.to(device) for name, x in call.items()} | moment for call in inputs]
-                conditional, other = (own(**call, return_dict=False)[0] for call in calls)
-                latents = latents + conditional - 0.1 * other
-            return latents.cpu()
+        with parallelize(own, transport=transport, kernels="torch", guidance_parallel=parts) as engine:
+            for _image in range(2):
+                latents = inputs[0]["hidden_states"].to(device)
+                for step in range(3):
+                    moment = {"hidden_states": latents, "timestep": torch.full((len(latents),), 0.9 - 0.2 * step)}
+                    outputs = [
+                        own(**{name: x.to(device) for name, x in (call | moment).items()}, return_dict=False)[0]
+                        for call in inputs
+                    ]
+                    latents = latents + outputs[0] - 0.1 * outputs[-1].flip(0)
+                engine.new_run()
+            assert (sum(engine.bytes("guidance").values()) > 0) == (parts > 1)
+        return latents.cpu()
 
-    def said(transport: Any) -> str:
-        with pytest.raises(UserError) as error:
-            work(transport)
-        return str(error.value)
-
-    with simulated.devices(2, wandering="always"):
-        found = run_ranks(2, work if parts == 1 else said)
-    if parts == 1:
-        assert torch.equal(*found)
-    else:
-        assert found[0] == found[1] and all(one in found[0] for one in (*PRODUCTS, "guidance_parallel 1"))
+    expected = loopback.run_ranks(4, work)[0]
+    with simulated.devices(4, wandering="always"):
+        found = run_ranks(4, work)
+    assert all(torch.equal(found[0], one) for one in found[1:]) and not torch.equal(found[0], expected)
+    torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-4)
 
 
 # Jobs -----------------------------------------------------------------------------------------------------------------
