@@ -26,8 +26,8 @@ from cocodiff.jobs.journal import PARTIAL, Journals
 from cocodiff.kernels import Kernels
 from cocodiff.kernels.device import set_repeatable
 
-PRODUCTS = ("attention (whole)", "matrix products", "convolutions")
-SHAPE = Shape(1, 90, 90, 2, 64, torch.float32, 90, 128)
+PRODUCTS = ("attention", "matrix products", "convolutions")
+SHAPE = Shape((1, 90, 2, 64), (90, 128), torch.float32)
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 
 

@@ -21,7 +21,7 @@ from cocodiff.kernels import Kernels
 from cocodiff.topology.layout import Layout
 
 if TYPE_CHECKING:
-    from cocodiff.attention.sums import SumsKernel
+    from cocodiff.attention.sums import Found
 
 
 class Partial(NamedTuple):
@@ -97,21 +97,14 @@ def by_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tens
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask
 
 
-def bias_of(mask_B11S: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return a mask as what kernels add to scores."""
-    if mask_B11S is None:
-        return None
-    return torch.zeros_like(mask_B11S, dtype=dtype).masked_fill_(~mask_B11S, -math.inf)
+def parts_kernel(device: str, dtype: torch.dtype, masked: bool, in_chunks: bool) -> Found:
+    """Return a device's best kernel that tells the sums, or matrix products instead."""
+    from cocodiff.attention.sums import Found, attend_in_chunks, kernel_of
 
-
-def parts_kernel(q: Tensor, masked: bool, in_chunks: bool) -> tuple[SumsKernel, str]:
-    """Return the device's best kernel that tells the sums, or matrix products instead, and its name."""
-    if q.device.type in _KERNELS and not in_chunks:
-        return _KERNELS[q.device.type], f"{q.device.type}'s kernel for parts"
-    from cocodiff.attention.sums import attend_in_chunks, kernel_of
-
-    found = kernel_of(q.device.type, q.dtype, masked)
-    return (attend_in_chunks, "in chunks") if in_chunks else found
+    known = attend_in_chunks if in_chunks else _KERNELS.get(device)
+    return (
+        kernel_of(device, dtype, masked) if known is None else Found(known, "in chunks" if in_chunks else "for parts")
+    )
 
 
 def partial_attention(
@@ -122,8 +115,11 @@ def partial_attention(
     if not k_BSHD.shape[1]:
         return no_keys(q_BLHD)
     q_BHLD, k_BHSD, v_BHSD, mask_B11S = by_heads(q_BLHD, k_BSHD, v_BSHD, mask_B11S)
-    kernel, _ = parts_kernel(q_BLHD, mask_B11S is not None, in_chunks)
-    out_BHLD, lse_BHL = kernel(q_BHLD, k_BHSD, v_BHSD, bias_of(mask_B11S, q_BLHD.dtype))
+    bias = None
+    if mask_B11S is not None:
+        bias = torch.zeros_like(mask_B11S, dtype=q_BLHD.dtype).masked_fill_(~mask_B11S, -math.inf)
+    found = parts_kernel(q_BLHD.device.type, q_BLHD.dtype, bias is not None, in_chunks)
+    out_BHLD, lse_BHL = found.kernel(q_BHLD, k_BHSD, v_BHSD, bias)
     out_BLHD, lse_BLH = out_BHLD.transpose(1, 2), lse_BHL.transpose(1, 2)
     if mask_B11S is not None:
         empty_B = ~mask_B11S.flatten(1).any(1)  # kernels differ in what they say of a row without keys

@@ -234,10 +234,7 @@ class Config:
         False, "torch.compile the transformer's blocks (between the messages); see docs/models.md", given="machine"
     )
     deterministic: bool = setting(
-        True,
-        "have an accelerator's matrix products add up in one order, so that they give the same bits again; doctor "
-        "says what that costs, and whether it is obeyed",
-        given="machine",
+        True, "accelerators' products add up in one order, to give the same bits again (see doctor)", given="machine"
     )
     timeout_s: float = setting(300.0, "seconds without a sign of life after which a rank is lost", **TIMEOUT)
     start_timeout_s: float = setting(

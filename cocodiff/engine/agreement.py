@@ -42,12 +42,9 @@ def check_agreement(values: dict[str, Any], transport: Transport, at: str, wande
     that have something else than most."""
     own = [Compared((name, form(value), _bits(value)), described(value)) for name, value in values.items()]
     message = transport.over_all(own, disagreement, at)
-    if message is not None and wandering:
-        message += (
-            f"; {', '.join(wandering)} differ when repeated here: choose guidance_parallel 1, send one rank's inputs"
-        )
     if message is not None:
-        raise UserError(message)
+        repeated = f"; {', '.join(wandering)} differ when repeated here: send one rank's to all" * bool(wandering)
+        raise UserError(message + repeated)
 
 
 def disagreement(of_ranks: Sequence[Sequence[Compared]]) -> str | None:

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from cocodiff.engine.step_cache import FirstBlockCache
     from cocodiff.engine.weights import SplitBlock
 
+UNKNOWN_TOKENS = 1031  # of a call whose segments are known when attention is reached
 COMPARED_CALLS = 3  # at the start of each run: into its second step, where guidance takes two calls
 
 
@@ -372,20 +373,25 @@ class Engine:
         """Try accelerators at the shape of a run's first calls. Attention goes in chunks where a rank's is wrong.
         Raises UserError where a rank's copies are: nothing can be relied on then."""
         sequence, ranks = self.sequence, self._guided.comparing(self.counter.branch)
-        masked = any(name.endswith("mask") and isinstance(x, Tensor) for name, x in arguments.items())
-        key = sequence, sequence.segments, sample.shape, sample.dtype, masked
-        late = key in self._tried or self.counter.calls > COMPARED_CALLS
-        if ranks is None or late or sample.device.type in ("cpu", "meta"):
+        if ranks is None or self.counter.calls > COMPARED_CALLS or sample.device.type in ("cpu", "meta"):
             return
         from cocodiff.attention.trial import DeviceTrial, Shape, try_device
 
-        self._tried.add(key)
-        local, shape = sequence.strategy.local, Shape.of_call(sequence, self.adapter.heads(self.model), sample, masked)
+        mesh, (heads, head_dim), local = sequence.mesh, self.adapter.heads(self.model), sequence.strategy.local
+        tokens = sum(one.tokens for one in sequence.segments) or UNKNOWN_TOKENS
+        masked = any(name.endswith("mask") and isinstance(x, Tensor) for name, x in arguments.items())
+        qkv = len(sample), -(-tokens // mesh.ring), -(-heads // mesh.ulysses), head_dim
+        matrix, parts = (-(-tokens // sequence.size), heads * head_dim), mesh.ring > 1 or sequence.config.chunks != 1
+        shape = Shape(qkv, matrix, sample.dtype, masked, parts)
+        if (sequence, shape) in self._tried:
+            return
+        self._tried.add((sequence, shape))
         own = try_device(local, shape, sample.device, self._new_kernels(self.config.kernels))
         found = self.device_trial = ranks.over_all(own, DeviceTrial.merged, "the trial of devices")
-        found.check_copies(sample.device.type)
+        if found.copies:
+            raise UserError(f"results would be wrong: {found}: use a newer driver, or --device cpu")
         if found.error > 1 and not local.in_chunks:
-            warnings.warn(f"attention is wrong on a {sample.device.type} device: {found} ({shape})", stacklevel=2)
+            warnings.warn(f"attention goes in chunks of matrix products: {found} ({shape})", stacklevel=2)
             local.in_chunks = True
 
     def _compare_with_others(self, arguments: Arguments) -> None:
@@ -404,7 +410,7 @@ class Engine:
         if self.counter.calls == 1:
             facts["digest of weights"] = [weights_digest(model, self._split.get(model, ())) for model in self._models]
             arguments = arguments | parts_of(self._pipe)
-        wandering = self.device_trial.wandering if self.device_trial is not None else ()
+        wandering = self.device_trial.wandering if self.device_trial else ()
         check_agreement(facts | arguments, ranks, f"the transformer's {self.counter.here}", wandering)
 
     def _begin_step(self, arguments: Arguments) -> None:

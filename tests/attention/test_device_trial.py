@@ -30,7 +30,7 @@ SAME = 0.5  # of the error that may be: kernels that are right stay well below
 
 
 def shape(tokens: int, dtype: torch.dtype, head_dim: int = 64, **more: Any) -> Shape:
-    return Shape(1, tokens, tokens, 2, head_dim, dtype, tokens, 2 * head_dim, **more)
+    return Shape((1, tokens, 2, head_dim), (tokens, 2 * head_dim), dtype, **more)
 
 
 def right(q: Tensor, k: Tensor, v: Tensor, bias: Any = None) -> Tensor:
@@ -120,7 +120,7 @@ def test_parts_that_are_wrong_are_found_where_rings_or_chunks_need_them(which, m
 
 def test_a_trial_names_the_kernel_that_was_taken():
     """With the other one where heads are those that torch's fused kernel does not take."""
-    at = Shape(1, SMALL, SMALL, 2, 64, torch.bfloat16, SMALL, 128)
+    at = shape(SMALL, torch.bfloat16)
     assert "flash_attention" in try_device(LocalAttention(), at, CPU, Kernels("torch")).attention
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         found = try_device(LocalAttention(), at, CPU, Kernels("torch"))
@@ -151,8 +151,8 @@ def test_packing_that_loses_a_row_is_found():
 
     at = shape(SMALL, torch.bfloat16)
     assert wrong_copies(Kernels("torch"), at, CPU) == () and wrong_copies(Losing("torch"), at, CPU) == (
-        "pack",
         "unpack",
+        "pack",
     )
 
 
@@ -222,7 +222,7 @@ def test_all_ranks_go_without_a_kernel_that_is_wrong_on_one_of_them(settings, si
 def test_a_device_whose_strided_copies_are_wrong_is_refused_by_all_ranks(simulated):
     with simulated.devices(1, pitch_lost=True) as found:
         names = wrong_copies(Kernels("torch"), shape(SMALL, torch.bfloat16), found[0])
-    assert "from rows with a pitch" in names and "pack" in names and "transposed" in names
+    assert "from a pitch" in names and "pack" in names and "transposed" in names
     from simulated_device.ranks import run_ranks
 
     def of_rank(transport: Any) -> str:
@@ -232,7 +232,7 @@ def test_a_device_whose_strided_copies_are_wrong_is_refused_by_all_ranks(simulat
 
     with simulated.devices(2, pitch_lost=True):
         said = run_ranks(2, of_rank)
-    assert said[0] == said[1] and "from rows with a pitch" in said[0] and re.search("--device cpu", said[0])
+    assert said[0] == said[1] and "from a pitch" in said[0] and re.search("--device cpu", said[0])
     with simulated.devices(1) as found:
         assert wrong_copies(Kernels("torch"), shape(SMALL, torch.bfloat16), found[0]) == ()
 
@@ -260,7 +260,7 @@ def test_a_cpu_is_not_tried_and_a_device_once_for_each_shape(simulated, monkeypa
 
     with simulated.devices(1):
         run_ranks(1, of_rank)
-    assert len(tried) == 2 and tried[0].keys + 2 == tried[1].keys
+    assert len(tried) == 2 and tried[0].qkv[1] + 2 == tried[1].qkv[1]
 
 
 def test_sums_have_a_kernel_by_trial_where_none_is_known(monkeypatch):

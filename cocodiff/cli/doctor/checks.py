@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partialmethod
 from pathlib import Path
 
-from cocodiff.attention.trial import DeviceTrial
 from cocodiff.cli.doctor.facts import LATE, REQUIRED, Facts, Issue, RankFacts, by_value, name_ranks
 from cocodiff.comm.connect import overlap_killers
 from cocodiff.comm.host import THROUGH_HOST
@@ -431,24 +430,18 @@ def check_kernels(facts: Facts, found: Findings) -> None:
 
 def check_computing(facts: Facts, found: Findings) -> None:
     """Attention, strided copies and repeated operations of every rank's device."""
-    of_ranks = [(rank.device_trial, rank.rank) for rank in facts.ranks if rank.device_trial]
-    alike = by_key(((one.copies, one.wandering, one.error > 1), (one, rank)) for one, rank in of_ranks)
-    for (copies, wandering, wrong), some in alike.items():
-        text = f"{DeviceTrial.merged(one for one, _ in some)} on {name_ranks([rank for _, rank in some])}"
-        if copies:
-            found.fault(f"{text}; copies that differ: {', '.join(copies)}", "use a newer driver, or --device cpu")
-        elif wrong:
-            found.warning(text, "use another torch or driver: a run does without these kernels, and is slower")
-        elif wandering:
-            found.warning(text, "expect repeated runs to differ in their last bits, or use another torch or driver")
-    if of_ranks:
-        best = DeviceTrial.merged(one for one, _ in of_ranks)
-        found.otherwise(GOOD, f"{best} on {name_ranks([rank for _, rank in of_ranks])}")
+    tried = by_key((one.device_trial, one.rank) for one in facts.ranks if one.device_trial)
+    for trial, ranks in tried.items():
+        text = f"{trial} on {name_ranks(ranks)}"
+        if trial.copies:
+            found.fault(text, "use a newer driver, or --device cpu")
+        elif trial.error > 1 or trial.wandering:
+            found.warning(text, "use another torch or driver: runs are slower, or differ in their last bits")
+    if tried:
+        found.otherwise(GOOD, f"{[*tried][0]} on {name_ranks(sum(tried.values(), []))}")
     cost = max((rank.deterministic_cost for rank in facts.ranks if not rank.on_cpu), default=1.0)
     if cost > COSTLY:
-        found.note(
-            f"products that add up in one order take {cost:.2f} times as long: --deterministic false does without"
-        )
+        found.note(f"products in one order take {cost:.2f} times as long: --no_deterministic does without")
 
 
 def _difference(trial: KernelTrial) -> str:

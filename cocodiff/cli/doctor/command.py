@@ -220,12 +220,7 @@ def write(
     folder = output.open()
     known = {
         "machine": facts.topology.machine.name,
-        "ranks": [
-            asdict(rank)
-            | {"kernel_trials": [one._asdict() for one in rank.kernel_trials]}
-            | {"device_trial": rank.device_trial and rank.device_trial._asdict()}
-            for rank in facts.ranks
-        ],
+        "ranks": [asdict(rank) | {"kernel_trials": [t._asdict() for t in rank.kernel_trials]} for rank in facts.ranks],
         "alltoalls": [*map(asdict, facts.alltoalls)],
         "overlap": None if facts.overlap is None else asdict(facts.overlap) | {"hidden": facts.overlap.hidden},
         "stopped": facts.stopped,

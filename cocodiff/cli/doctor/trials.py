@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cocodiff.attention.local import LocalAttention
-from cocodiff.attention.trial import DeviceTrial, Shape, drawn, try_device
+from cocodiff.attention.trial import DeviceTrial, Shape, try_device
 from cocodiff.cli.doctor.facts import AllToAll, Issue, Overlap
 from cocodiff.comm.checked import CheckedGroup, WrongMessage
 from cocodiff.comm.health import Health
@@ -169,6 +169,18 @@ def work_of(device: torch.device, seconds: float) -> Callable[[], Any]:
     """Work of about `seconds` that needs no messages."""
     if device.type == "cpu":
         return lambda: time.sleep(seconds)
+    a, once_s = torch.ones(SIDE, SIDE, device=device, dtype=torch.bfloat16), product_s(device)
+    times = max(1, round(seconds / once_s))
+
+    def multiply() -> None:
+        for _ in range(times):
+            a @ a
+
+    return multiply
+
+
+def product_s(device: torch.device) -> float:
+    """Return the seconds that a product of large matrices takes, the mean of ten."""
     a = torch.ones(SIDE, SIDE, device=device, dtype=torch.bfloat16)
     a @ a
     synchronise(device)
@@ -176,13 +188,7 @@ def work_of(device: torch.device, seconds: float) -> Callable[[], Any]:
     for _ in range(10):
         a @ a
     synchronise(device)
-    times = max(1, round(seconds / ((time.perf_counter() - started) / 10)))
-
-    def multiply() -> None:
-        for _ in range(times):
-            a @ a
-
-    return multiply
+    return (time.perf_counter() - started) / 10
 
 
 def order(transport: Transport, group: Group) -> int | None:
@@ -273,19 +279,11 @@ def compute(device: torch.device, ranks: int, heads: int, head_dim: int, tokens:
     products take that add up in one order."""
     heads, tokens = map(min, (heads, tokens), of_device(MOST, device))
     own, rows = -(-heads // ranks), -(-tokens // ranks)
-    shape = Shape(1, tokens, tokens, own, head_dim, torch.bfloat16, rows, heads * head_dim, parts=True)
-    x, weight = (drawn((n, shape.width), 7, shape.dtype, device) for n in (rows, shape.width))
-    seconds = []
-    for in_one_order in (False, True):
+    shape, seconds = Shape((1, tokens, own, head_dim), (rows, heads * head_dim), torch.bfloat16, parts=True), [1.0, 1.0]
+    for in_one_order in (False, True) if device.type != "cpu" else ():
         set_repeatable(device, in_one_order)
-        x @ weight.T
-        synchronise(device)
-        started = time.perf_counter()
-        for _ in range(REPEATS):
-            x @ weight.T
-        synchronise(device)
-        seconds.append(time.perf_counter() - started)
-    return try_device(LocalAttention(), shape, device, Kernels()), seconds[1] / seconds[0]
+        seconds.append(product_s(device))
+    return try_device(LocalAttention(), shape, device, Kernels()), seconds[-1] / seconds[-2]
 
 
 def synchronise(device: torch.device) -> None:

@@ -5,9 +5,10 @@ what results depend on."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,6 @@ from cocodiff.planner.partitions import Partition
 from cocodiff_eval.harness.quality import Quality
 
 if TYPE_CHECKING:
-    from cocodiff.attention.trial import DeviceTrial
     from cocodiff.engine.engine import Engine
     from cocodiff_eval.harness.job import Job, JobResult
 
@@ -294,21 +294,15 @@ def finish(
     transport = session.replica.whole
     own = {mode: {**engine.trace.record(), "rank": transport.rank} for mode, engine in session.engines.items()}
     gathered = transport.gather_object(own) or []
-    tried = {mode: engine.device_trial for mode, engine in session.engines.items() if engine.device_trial}
+    tried = [f"{mode}: {engine.device_trial}" for mode, engine in session.engines.items() if engine.device_trial]
     trials = transport.gather_object(tried) or []
     if session.folder is not None:
-        records = {**(records or {}), "devices": _devices(session.engines.modes, trials)}
+        records = {**(records or {}), "devices": sorted({*chain(*trials)})}  # replicas may have different ones
         # settings that were tried by some replicas alone have no engine on others
         of_ranks = {mode: [of[mode] for of in gathered if mode in of] for mode in session.engines.modes}
         save_traces(session.folder / "trace.json", {mode: records for mode, records in of_ranks.items() if records})
         _write_results(session, session.folder, done, records, told, report)
     transport.broadcast_object(None)
-
-
-def _devices(modes: Iterable[str], trials: Sequence[Mapping[str, DeviceTrial]]) -> list[str]:
-    """Return a line for each mode: what the ranks' accelerators were found to compute."""
-    found = {mode: [of_rank[mode] for of_rank in trials if mode in of_rank] for mode in modes}
-    return [f"{mode}: {type(some[0]).merged(some)}" for mode, some in found.items() if some]
 
 
 def _write_results(
