@@ -16,7 +16,7 @@ from cocodiff.comm.launch import Launch, detect
 from cocodiff.comm.presence import Presence
 from cocodiff.config.errors import OwnRankError, UserError, check_choice
 from cocodiff.config.packages import one_line_of_imports
-from cocodiff.jobs.children import ignore_stops
+from cocodiff.jobs.children import ignore_stops, keep_interrupts
 from cocodiff.jobs.terminal import open_streams, stop_writing
 
 MODULES = {  # of subcommands that are no module of this package by their own name
@@ -44,6 +44,7 @@ COMMANDS = {
 def program() -> NoReturn:
     """Run `main` and end the process. Signals that come later find all done and are ignored: while Python ends, they
     would print a traceback, or kill a process whose work is done."""
+    keep_interrupts()
     code = main()
     ignore_stops()
     sys.exit(code)
