@@ -37,6 +37,18 @@ def test_presets_and_what_goes_on_top_of_them():
         ({"placement": "topologie"}, "placement 'topologie' topology? usp"),
         ({"exchnge": "flat"}, "exchnge exchange?"),
         ({"mashine": "x"}, "mashine machine? timeout_s"),
+        *(({"chunks": one}, "chunks whole number auto") for one in (0, -1, 2.0, True, "two", None)),
+        ({"selection": "v_major", "scoring": "card", "exchange": "flat"}, "scoring card exchange tapa, flat"),
+        ({"selection": "v_major", "ratio": 1.5}, "ratio 1.5 fraction"),
+        ({"selection": "v_major", "schedule": "list"}, "schedule list ratios"),
+        ({"selection": "v_major", "schedule": "liner"}, "liner linear?"),
+        ({"selection": "v_major", "warmup": -1}, "warmup -1"),
+        ({"selection": "v_major", "sync_interval": 0.5}, "sync_interval 0.5"),
+        ({"selection": "v_major", "codec": "int4"}, "codec int4 selection v_major none full"),
+        ({"selection": "v_major", "arrival": "adaptive"}, "arrival adaptive v_major now"),
+        ({"codec": "int4", "tau": 0}, "tau 0 above"),
+        ({"codec": "int3"}, "codec 'int3' none, lossless, int8, int4, int2"),
+        ({"codec": "int4", "predictor": "tailor"}, "predictor 'tailor' taylor?"),
     ],
 )
 def test_mistakes_are_named_with_a_remedy(settings: dict[str, Any], values: str) -> None:

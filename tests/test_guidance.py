@@ -15,9 +15,8 @@ from on_ranks import Call, Ran, check_alike, on_ranks, outputs_of
 from planned_models import cast
 from seams import bytes_held_of_parts, end_guidance_of, step_caches_of
 from test_engine_checks import BROADCAST
-from test_engine_families import with_lora
 from test_engine_pipelines import SIDE, inpainting, restored
-from tiny_models import FAMILIES, HEADS
+from tiny_models import FAMILIES, HEADS, with_lora
 from worlds import topology_of
 
 from cocodiff.comm.loopback import run_ranks

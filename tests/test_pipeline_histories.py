@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 import torch
 from seams import interrupt
-from test_engine_families import with_lora
 from test_engine_pipelines import restored
 from test_guidance import GUIDED, guiding
+from tiny_models import with_lora
 
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.config.errors import UserError
