@@ -59,7 +59,8 @@ def test_mistakes_are_named_with_a_remedy(settings: dict[str, Any], values: str)
 
 
 def test_parallelize_refuses_settings_before_it_starts():
-    for settings, said in (({"exchnage": "flat"}, "did you mean exchange"), ({"ring": 0}, "ring is 0")):
+    mistakes = (({"exchnage": "flat"}, "mean exchange"), ({"ring": 0}, "ring is 0"), ({"preset": "flatt"}, "mean flat"))
+    for settings, said in mistakes:
         with pytest.raises(UserError, match=said):
             cocodiff.parallelize(object(), **settings)
 

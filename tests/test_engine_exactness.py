@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,8 +12,7 @@ from exactness import Case, Expected, check_ranks, check_world, denoise, paralle
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from launching import TESTS, assert_succeeded
-from on_ranks import check_alike, on_ranks, outputs_of
-from seams import hooks_of
+from on_ranks import outputs_of, state_of
 from tiny_models import FAMILIES, HEADS
 from warm_ranks import warm_mpiexec
 from worlds import topology_of
@@ -133,54 +131,22 @@ def test_inference_mode_gives_the_same_bits(preset, chunks, ring):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("fails", [False, True])
-def test_leaving_restores_the_model(size, fails):
-    """With an error inside as well: processors, hooks, weights, and so the bits of one process."""
-    expected = Expected.of(case := CASES["24 heads"])
-    models, weights = [copy.deepcopy(expected.model) for _ in range(size)], expected.model.state_dict()
-    before = [(dict(own.attn_processors), len(hooks_of(own))) for own in models]
+def test_an_error_inside_leaves_the_model_as_it_was(size):
+    """Processors, hooks and weights, and so the bits of one process; what leaves without one is asked by `on_ranks`."""
+    model, inputs = (case := CASES["24 heads"]).model(), case.inputs()
+    plain = outputs_of(model, inputs)
 
     def work(transport):
-        own = models[transport.rank]
-        with torch.no_grad(), parallelize(own, transport=transport):
-            assert (dict(own.attn_processors), len(hooks_of(own))) != before[transport.rank]
-            own(**case.inputs())
-            if fails:
-                raise ZeroDivisionError("the user's own")
+        own = copy.deepcopy(model)
+        before = state_of(own)
+        with pytest.raises(ZeroDivisionError, match="the user's own"), parallelize(own, transport=transport):
+            assert state_of(own) != before
+            outputs_of(own, inputs)
+            raise ZeroDivisionError("the user's own")
+        assert state_of(own) == before and all(map(torch.equal, outputs_of(own, inputs), plain))
+        assert all(map(torch.equal, own.state_dict().values(), model.state_dict().values()))
 
-    if fails:
-        with pytest.raises(ZeroDivisionError, match="the user's own"):
-            run_ranks(size, work)
-    else:
-        run_ranks(size, work)
-    assert [(dict(own.attn_processors), len(hooks_of(own))) for own in models] == before
-    for own in models:
-        assert own.state_dict().keys() == weights.keys()
-        assert all(torch.equal(tensor, weights[name]) for name, tensor in own.state_dict().items())
-        with torch.no_grad():
-            assert torch.equal(own(**case.inputs()).sample, expected.plain)
-
-
-def test_a_flux_single_block_computes_its_mlp_once_q_and_k_are_on_their_way():
-    """One whose forward somebody else has replaced keeps that one."""
-    make, inputs_of = FAMILIES["flux"]
-    model, inputs = make(6, num_single_layers=2), inputs_of(1, 5, 4, 3)
-    expected, second = outputs_of(model, inputs), model.single_transformer_blocks[1]
-    second.forward = partial(type(second).forward, second)
-
-    def run(own: Any, _: Any) -> list[torch.Tensor]:
-        called: list[str] = []
-        first, second = own.single_transformer_blocks
-        parts = {"v": first.attn.to_v, "k": first.attn.to_k, "mlp": first.proj_mlp, "out": first.proj_out}
-        parts |= {"mlp 2": second.proj_mlp, "v 2": second.attn.to_v}
-        hooks = [part.register_forward_hook(lambda *_, name=name: called.append(name)) for name, part in parts.items()]
-        found = outputs_of(own, inputs)
-        assert called == ["v", "k", "mlp", "out", "mlp 2", "v 2"]
-        for hook in hooks:
-            hook.remove()
-        return found
-
-    check_alike(on_ranks(2, model, run=run, preset="v_first"), expected)
+    run_ranks(size, work)
 
 
 # Stages ---------------------------------------------------------------------------------------------------------------
@@ -236,7 +202,7 @@ def test_two_replicas_with_models_and_inputs_of_their_own_equal_one_process(mach
 
 def test_replicas_with_a_codec_have_the_bits_of_one_replica():
     """Each predicts by its own ranks' notes and keeps states of its own, over images of its own: the first makes one
-    while the second makes two, of other tokens, batch and family."""
+    while the second makes two, of other tokens, batch and family. A part is closed by itself."""
     axes = Axes.build(topology_of("local", 4), replica=2)
     models = [case.model() for case in IN_PARTS]
 
@@ -248,28 +214,18 @@ def test_replicas_with_a_codec_have_the_bits_of_one_replica():
         return outputs
 
     def work(transport: Any) -> list[torch.Tensor]:
-        return images(Part(transport, axes.replica(transport.rank)), axes.coordinates(transport.rank).replica)
+        part, number = Part(transport, axes.replica(transport.rank)), axes.coordinates(transport.rank).replica
+        outputs = images(part, number)
+        part.close()
+        with pytest.raises(UserError, match="the transport of this engine is closed"):
+            parallelize(copy.deepcopy(models[number]), transport=part).__enter__()
+        assert not transport.closed and transport.broadcast_object(transport.rank) == 0
+        return outputs
 
     of_ranks = run_ranks(4, work, 120.0)
     for number, (ranks,) in enumerate(axes.branches):
         for rank, alone in zip(ranks, run_ranks(2, lambda whole, number=number: images(whole, number)), strict=True):
             assert all(map(torch.equal, of_ranks[rank], alone))
-
-
-def test_a_part_may_make_more_images_than_the_other_and_is_closed_by_itself():
-    case, model = IN_PARTS[0], IN_PARTS[0].model()
-
-    def work(transport: Any) -> None:
-        part = Part(transport, (0, 1) if transport.rank < 2 else (2, 3))
-        for _ in range(1 if transport.rank < 2 else 3):
-            parallel_outputs(part, model, case, "local", selection="v_major", ratio=0.5, steps=3)
-        part.close()
-        with pytest.raises(UserError, match="the transport of this engine is closed"):
-            parallelize(copy.deepcopy(model), transport=part).__enter__()
-        assert not transport.closed
-        assert transport.broadcast_object(transport.rank) == 0
-
-    run_ranks(4, work, 120.0)
 
 
 def test_a_rank_lost_in_one_replica_ends_the_other_and_has_its_number_in_the_run():

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 from exactness import STEPS, denoise
-from on_ranks import on_ranks
+from on_ranks import on_ranks, refused
 from test_engine_pipelines import inpainting, restored
 from tiny_models import FAMILIES
 from torch.utils._pytree import tree_map_only
 
 from cocodiff.comm.loopback import run_ranks
-from cocodiff.config.errors import UserError
 from cocodiff.engine.engine import parallelize
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
@@ -93,14 +92,8 @@ def test_a_pipeline_tells_how_many_steps_run():
 
 def test_a_bare_model_must_be_told_the_steps():
     make, inputs_of = FAMILIES["sd3"]
-    model, inputs = make(4), inputs_of(1, 4, 4, 3)
-
-    def work(transport: Any) -> None:
-        with torch.no_grad(), parallelize(copy.deepcopy(model), "cocodiff+", transport=transport) as engine:
-            engine.model(**inputs)
-
-    with pytest.raises(UserError, match=r"how many steps run: parallelize\(\.\.\., steps=N\)"):
-        run_ranks(2, work)
+    words = r"how many steps run: parallelize\(\.\.\., steps=N\)"
+    refused(words, make(4), inputs_of(1, 4, 4, 3), preset="cocodiff+")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
