@@ -302,7 +302,7 @@ def test_caches_that_count_calls_give_one_processs_values(name, config, preset):
     def begin(own: Any) -> None:
         APPLIED[type(config)](own.transformer if of_pipeline else own, config)
 
-    exact, cached = run(target), copy.deepcopy(target)
+    exact, cached = run(copy.deepcopy(target)), copy.deepcopy(target)  # contexts reach hooks of before a first use
     begin(cached)
     plain = run(cached)
     assert max(float((x - y).abs().max()) for x, y in zip(plain, exact, strict=True)) > 1e-4
