@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from exactness import STEPS, denoise
-from on_ranks import refused
+from on_ranks import on_ranks, refused
 from test_engine_pipelines import inpainting, restored
 from tiny_models import FAMILIES
 from torch.utils._pytree import tree_map_only
@@ -77,6 +77,17 @@ def test_no_image_leaves_a_ghost(preset):
         run_ranks(3, lambda transport: work(transport, stopped=True))
     assert all(map(torch.equal, run_ranks(3, work), expected))
     assert [engine.sequence.strategy.codec.bytes_held() for engine in engines] == [0] * 9
+
+
+def test_a_pipeline_tells_how_many_steps_run():
+    pipe, arguments = inpainting("sd3")
+    settings = {"preset": "cocodiff", "sync_interval": 0}
+    ran = on_ranks(4, pipe, run=lambda own, _: restored(own, arguments, steps=6), guidance_parallel=1, **settings)[0]
+    profile = ran.engine.drift_profile()
+    assert [row["step"] for row in profile] == list(range(6))
+    realised = [row["stable_fraction"] for row in profile]
+    assert realised[0] == 0 and realised[-1] == 1 and realised == sorted(realised)
+    assert profile[0]["change"] is None and all(row["change"] > 0 for row in profile[1:])
 
 
 def test_a_bare_model_must_be_told_the_steps():
