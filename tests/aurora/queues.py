@@ -62,7 +62,9 @@ def job_of(words: Sequence[str]) -> Job:
     resources = dict(one.partition("=")[::2] for one in asked.l)
     hours, minutes, seconds = map(int, resources["walltime"].split(":"))
     names = sorted(one.partition("=")[0] for one in (asked.v or "").split(","))
-    return Job(script, asked.q, int(resources["select"]), hours + minutes / 60 + seconds / 3600, names)
+    return Job(
+        script, asked.q, int(resources["select"].partition(":")[0]), hours + minutes / 60 + seconds / 3600, names
+    )
 
 
 def accepts(job: Job, jobs: int = 1) -> bool:
