@@ -288,6 +288,24 @@ JUST_ENOUGH: dict[str, Change] = {
 }
 
 
+@pytest.mark.parametrize(
+    ("changed", "severities", "values"),
+    [
+        ({"pair": UNKNOWN}, ["note"], "no mpiexec batch"),
+        ({"pair": UNKNOWN, "one_by_one": True}, ["note"], "no mpiexec alltoall"),
+        ({"op_sync": UNKNOWN}, ["note", "ok"], "no mpiexec CCL_OP_SYNC"),
+        ({"pair": HANGS, "messages": "alltoall"}, ["ok"], "alltoall"),
+        ({"op_sync": other_sync(0, "right")}, ["ok", "ok"], "CCL_OP_SYNC=0: 2.0 70% 1.0 95% FAST=1"),
+        ({"op_sync": other_sync(0, "rank 3 got other numbers")}, ["ok", "ok"], "CCL_OP_SYNC=0: 3 70% 95%"),
+    ],
+)
+def test_what_jobs_of_their_own_found_is_told(changed: dict[str, Any], severities: list[str], values: str) -> None:
+    """A trial that could not be made is a note with its reason, and what is used all the same."""
+    found = [one for one in examine(job(**changed)(healthy_job())) if one.check == "messages"]
+    assert [one.severity for one in found] == severities
+    assert [value for value in values.split() if value not in " ".join(one.text for one in found)] == []
+
+
 def test_memory_that_grows_is_no_fault_where_oneccl_does_not_send_it() -> None:
     grows = setting(PYTORCH_ALLOC_CONF="expandable_segments:True")
     on_cuda = ranks(device="cuda:0", library="nccl")

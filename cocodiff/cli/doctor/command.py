@@ -205,8 +205,7 @@ def ask(trial: str, transport: Any, launch: Launch, values: dict[str, Any]) -> A
     trial: "pair", of two ranks; "op_sync", of all ranks, or of this node's where no mpiexec starts them."""
     if not transport.one_thread or (trial == "op_sync" and transport.library not in ("xccl", "ccl")):
         return [], []
-    limit_s, output = values["patience_s"], b""
-    by_mpi, local = launch.kind == "mpi", launch.local_size or transport.size
+    by_mpi, local, output = launch.kind == "mpi", launch.local_size or transport.size, b""
     ranks = 2 if trial == "pair" else transport.size if by_mpi else local
     given = (trial, None if by_mpi else ranks, values | {"transport": transport.library})
     words = python_words(f"from cocodiff.cli.doctor import command; sys.exit(command.answer(*{given!r}))")
@@ -215,14 +214,14 @@ def ask(trial: str, transport: Any, launch: Launch, values: dict[str, Any]) -> A
     environment = without_launcher(os.environ) | {"COCODIFF_RANKS": str(ranks)}
     if trial == "op_sync":  # oneCCL reads it once
         environment["CCL_OP_SYNC"] = "0" if os.environ.get("CCL_OP_SYNC", "0") != "0" else "1"
+    limit_s = values["patience_s"]
     with patience(2 * limit_s, transport.rank, transport.health, f"a job of its own, {trial}"):
         if transport.rank == 0:
             run: Any = partial(subprocess.run, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
             try:
                 output = run([*start, *words], timeout=limit_s).stdout
             except (OSError, subprocess.TimeoutExpired) as error:
-                why = getattr(error, "strerror", f"no end within {limit_s:g} s")
-                output = (getattr(error, "output", b"") or b"") + f"\n{why}".encode()
+                output = getattr(error, "strerror", f"no end within {limit_s:g} s").encode()
         transport.values_of_all(None, trial)
     lines = [line.partition(REPORT) for line in output.decode(errors="replace").strip().splitlines()]
     return [json.loads(told) for _, found, told in lines if found], [line for line, found, _ in lines if not found][-1:]
@@ -233,7 +232,8 @@ def answer(trial: str, ranks: int | None, values: dict[str, Any]) -> int:
     from cocodiff.cli.doctor import trials
 
     def work(transport: Any) -> None:
-        limit = partial(patience, PAIR_S, transport.rank, transport.health)
+        limit_s = PAIR_S if trial == "pair" else values["patience_s"] / 2  # what is killed later may stay on its tiles
+        limit = partial(patience, limit_s, transport.rank, transport.health)
         for found in getattr(trials, f"report_{trial}")(transport, limit, values["messages"]):
             if transport.rank == 0:
                 print(f"{REPORT}{json.dumps(found)}", flush=True)

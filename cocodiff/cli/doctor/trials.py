@@ -283,10 +283,11 @@ def report_pair(transport: Any, limit: Step, _: str) -> Iterator[Any]:
     yield wrong
 
 
-def report_op_sync(transport: Transport, _: Step, messages: str) -> Iterator[Any]:
+def report_op_sync(transport: Transport, limit: Step, messages: str) -> Iterator[Any]:
     """What is wrong with all-to-alls, the seconds that all take, and how much of one is hidden behind other work."""
-    group = transport.group(range(transport.size), TOGETHER[messages])
-    found = all_to_alls(transport, group)
-    wrong, seconds = [word for one in found for word in one.wrong], sum(one.seconds for one in found)
-    hidden = overlap(transport, group).hidden
-    yield {f"CCL_OP_SYNC={os.environ['CCL_OP_SYNC']}": [*wrong, "right"][0], "seconds": seconds, "hidden": hidden}
+    with limit("all-to-alls with another CCL_OP_SYNC"):
+        group = transport.group(range(transport.size), TOGETHER[messages])
+        found, hidden = all_to_alls(transport, group), overlap(transport, group).hidden
+    wrong = next((one.wrong[0] for one in found if one.wrong), "right")
+    seconds = sum(one.seconds for one in found)
+    yield {f"CCL_OP_SYNC={os.environ['CCL_OP_SYNC']}": wrong, "seconds": seconds, "hidden": hidden}
