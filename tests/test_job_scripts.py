@@ -17,6 +17,8 @@ import pytest
 from aurora.queues import Job, accepts, job_of
 from launching import fake, find_mpiexec
 
+from cocodiff.jobs.record import write_document
+
 ROOT = Path(__file__).parents[1]
 LAUNCH = ROOT / "launch"
 JOBS = ("aurora.pbs", "campaign.pbs", "generic.pbs", "slurm.sbatch")
@@ -163,6 +165,26 @@ def test_a_job_sets_its_environment_and_cleans_up(tmp_path, given, found):
     assert [call.split("--ppn ")[1].split()[0] for call in calls] == ["1", "1", "1", "12", "12", "1"]
     assert all(call.startswith(f"mpi x1.hsn.cm.aurora.alcf.anl.gov {found} ") for call in calls)
     assert re.search(rf"rm -rf -- {tmp_path}/scratch/cocodiff-\d+-[0-9a-f]{{16}}$", calls[-1])
+
+
+@pytest.mark.parametrize(
+    ("given", "verdict", "restored_with"),
+    [
+        ({"FAST": "1"}, "right", "0"),
+        ({"FAST": "1"}, "rank 3 got other numbers than were sent from [5]", "1"),
+        ({"FAST": "1", "SAFE": "1"}, "right", "1"),
+        ({}, "right", "1"),
+    ],
+)
+def test_a_job_takes_doctors_word_on_calls_that_wait_where_it_is_asked_to(tmp_path, given, verdict, restored_with):
+    """FAST=1 and the modules' CCL_OP_SYNC=1: only what comes after doctor is without."""
+    facts = {"op_sync": [[{"CCL_OP_SYNC=0": verdict, "seconds": 0.1, "hidden": 0.5}], []]}
+    (tmp_path / "restored/aurora-doctor").mkdir(parents=True)
+    write_document(tmp_path / "restored/aurora-doctor", "doctor.json", {"facts": facts}, {})
+    done = job(tmp_path, CCL_OP_SYNC="1", **given)
+    assert done.returncode == 0, done.stderr
+    calls = [call.split() for call in (tmp_path / "record").read_text().splitlines() if "--ppn 12" in call]
+    assert [call[2] for call in calls] == ["1", restored_with]
 
 
 @pytest.mark.parametrize(("nodes", "measured"), [(1, 41), (2, 5), (8, 5)])

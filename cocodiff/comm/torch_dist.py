@@ -77,6 +77,8 @@ class TorchDistGroup(Group):
     flat baseline of CoCoDiff, and a way around backends that deliver batches of sends and receives wrong (torch-xpu-ops
     3022) or each message alone (`ONE_BY_ONE`)."""
 
+    in_one_order = True  # of a batch's messages; without, sends come first, which never ends where `ONE_BY_ONE` is so
+
     def __init__(
         self, process_group: Any, ranks: tuple[int, ...], rank: int, device: torch.device, health: Health | None = None
     ) -> None:
@@ -106,7 +108,8 @@ class TorchDistGroup(Group):
             *((self.index ^ peer, self.index > peer, dist.isend, x, peer) for x, peer in sends),
             *((self.index ^ peer, peer > self.index, dist.irecv, x, peer) for x, peer in recvs),
         ]
-        listed.sort(key=itemgetter(0, 1))
+        if self.in_one_order:
+            listed.sort(key=itemgetter(0, 1))
         operations = [dist.P2POp(way, x, group=group, group_peer=peer) for *_, way, x, peer in listed]
         tensors = [tensor for tensor, _ in sends + recvs]
         return _Works(dist.batch_isend_irecv(operations) if operations else [], tensors)

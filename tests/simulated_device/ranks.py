@@ -156,6 +156,9 @@ class _ProcessGroup:
                 except PeerLost as error:
                     raise NeverEnds(f"rank {self._ranks[self._index]} posts a {message.way}: {error}") from error
 
+    def one(self) -> Tensor:
+        return torch.ones(1, device=self._device)
+
     def all_reduce(self, x: Tensor) -> _Work:
         self.met = True
         host, peers = host_view(x), range(len(self._ranks))
@@ -193,6 +196,10 @@ class _Library:
     def all_reduce(x: Tensor, group: _ProcessGroup, async_op: bool) -> _Work:
         assert async_op
         return group.all_reduce(x)
+
+    @staticmethod
+    def barrier(group: _ProcessGroup) -> None:
+        group.all_reduce(group.one()).done.synchronize()
 
 
 class SimulatedTransport(LoopbackTransport):
