@@ -47,6 +47,7 @@ class Draw:
     stored: bool = False  # in one of the rarer ways of storage
     stem: str = "scan"
     turn: int = 0  # the number of the case among those of its maker
+    wrong: bool = False  # what must be refused
 
     def path(self, suffix: str) -> Path:
         """Return the place of a file; one of another name has a suffix in capitals perhaps."""
@@ -86,10 +87,9 @@ class Result:
     own: bool  # in the input's format
     stack: Any  # the input as cocodiff opened it, or its region
     mask: np.ndarray  # [N, Y, X], True where voxels were restored
-    said: str | None  # all lines that the user saw; None where there were to be none
-    restored: np.ndarray | None = None  # as they were given to the writer, where that is known
-    scale: Any = None  # the range of intensities, where that is known
-    limits: tuple[float, float] | None = None  # between which restored voxels lie
+    said: str  # all lines that the user saw
+    restored: np.ndarray  # as they were given to the writer
+    scale: Any  # the range of intensities
 
     @property
     def start(self) -> tuple[int, ...]:
@@ -107,10 +107,10 @@ class Result:
 
     def told(self, pattern: str) -> bool:
         """Return True if a line that the user saw has one of these words, and does not say that this very result keeps
-        what it names; and if there were to be none."""
+        what it names."""
         kept = (": " if any(self.start) else "") + "results of its own format alone keep"
-        lines = [line for line in (self.said or "").splitlines() if not (self.own and kept in line)]
-        return self.said is None or re.search(pattern, "\n".join(lines), re.IGNORECASE) is not None
+        lines = [line for line in self.said.splitlines() if not (self.own and kept in line)]
+        return re.search(pattern, "\n".join(lines), re.IGNORECASE) is not None
 
 
 @dataclass
@@ -123,10 +123,11 @@ class Given:
     plain: bool = False  # the sides have no unit
     kind: str = ""  # what is unusual of it
     wrong: bool = False  # it must be refused
+    damaged: bool = False  # it or its mask
     refusals: str = ""  # a pattern of the lines by which it may be refused; "" where it must not be
     meant: np.ndarray | None = None  # voxels as the file means them, unscaled; None: as they are stored
     missing: np.ndarray | None = None  # True where the file declares a voxel to be missing
-    decode: Callable[[Path, bool], np.ndarray] | None = None  # read the input, or (True) a result, as xarray does
+    decode: Callable[[Path], np.ndarray] | None = None  # reads it, or a result, as xarray does
     # Each returns what is wrong with a result besides its voxels, "" where nothing is.
     checks: list[Callable[[Result], str]] = field(default_factory=list)
 
@@ -195,7 +196,7 @@ class Declared:
     meant: np.ndarray  # as the file means them, unscaled
     kind: str
 
-    def given(self, path: Path, decode: Callable[[Path, bool], np.ndarray] | None = None) -> Given:
+    def given(self, path: Path, decode: Callable[[Path], np.ndarray] | None = None) -> Given:
         refusals = WORDS if self.missing.any() or "_Unsigned" in self.attributes else ""
         more = {"meant": self.meant, "missing": self.missing, "decode": decode}
         return Given(path, self.stored, kind=self.kind, refusals=refusals, **more)

@@ -17,7 +17,7 @@ def usual(draw: Draw) -> Given:
     voxels = draw.voxels
     fits = {name: one for name, one in KINDS.items() if voxels.dtype.name in one.dtypes}
     fits = {name: one for name, one in fits.items() if voxels.ndim in map(len, one.shapes)}
-    name = draw.by_turn(*fits)
+    name = [*fits][7 * draw.turn % len(fits)]  # so that the first ones are of many formats
     written, _, inner = fits[name].file(draw.folder, voxels, draw.pick(*"<>")).partition(":/")
     path = draw.path(Path(written).suffix)
     Path(written).rename(path)

@@ -12,7 +12,9 @@ from typing import Any
 
 import h5py
 import numpy as np
+import xarray
 import zarr
+from file_kinds import VOXEL_SIZE, write_hdf5, write_zarr
 from inputs_files import (
     AXES,
     JUNK,
@@ -21,6 +23,7 @@ from inputs_files import (
     SHAPE,
     TEXTS,
     UNKNOWN,
+    Declared,
     Draw,
     Given,
     Plain,
@@ -86,92 +89,63 @@ def add_junk(h5: h5py.File, data: h5py.Dataset, draw: Draw) -> None:
     h5["texts"] = np.array([b"a", b"bc"])
 
 
-def opened_by_xarray(path: Path, name: str, **options: Any) -> np.ndarray:
+def decode(path: Path, name: str, **options: Any) -> np.ndarray:
     """Return the decoded values of a variable as xarray reads them."""
-    import xarray
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with xarray.open_dataset(path, decode_times=False, **options) as data:
             return np.asarray(data[name].values)
 
 
-def decode_hdf5(path: Path, of_result: bool) -> np.ndarray:
-    return opened_by_xarray(path, "vol", engine="h5netcdf", group="entry", phony_dims="sort")
-
-
 def values(draw: Draw) -> Given:
     """Write HDF5 with the attributes of CF, and with dimensions named by NeXus, an attribute, labels, scales, or as
     xarray names them in netCDF 4."""
-    import xarray
-
-    how, file = draw.by_turn("none", "nexus", "labels", "scales", "axes", "xarray", "xarray"), draw.path(".h5")
+    how, file = draw.by_turn("", "nexus", "labels", "scales", "old nexus", "xarray", "xarray"), draw.path(".h5")
     declared, (names, wrong) = declare(draw, KINDS[:-2] if how == "xarray" else KINDS), draw.dimensions()
-    about = dict(declared.attributes)
-    if how == "xarray":  # attributes as they are, not as xarray would make them of an encoding
-        data = xarray.Dataset({"vol": (names, declared.stored)})
-        encoding = {"vol": {"_FillValue": about.pop("_FillValue", None)}}
-        data["vol"].attrs.update(about)
+    if how == "xarray":
+        data, encoding = for_xarray(declared, names, "data")
         more = {"unlimited_dims": [names[0]]} if draw.maybe(0.3) else {}
-        data.to_netcdf(file, group="entry", engine="h5netcdf", encoding=encoding, **more)
+        data.to_netcdf(file, group="exchange", engine="h5netcdf", encoding=encoding, **more)
     else:
-        with h5py.File(file, "w") as h5:
-            dataset, group = store_voxels(h5, "entry/vol", declared.stored, draw), h5["entry"]
-            dataset.attrs.update(about | ({"axes": ":".join(names)} if how == "axes" else {}))
-            group.attrs.update({"NX_class": "NXdata", "signal": "vol", "axes": [*names]} if how == "nexus" else {})
-            for axis, name, side in zip(dataset.dims, names, SHAPE, strict=True):
-                if how == "labels":
-                    axis.label = name
-                elif how == "scales":
-                    group[name] = 3 + 0.5 * np.arange(side)
-                    group[name].make_scale(name)
-                    axis.attach_scale(group[name])
-    given = declared.given(Path(f"{file}:/entry/vol"), decode_hdf5)
+        write_hdf5(draw.folder, declared.stored, draw.pick(*"<>"), names, how, declared.attributes)
+    given = declared.given(
+        Path(f"{file}:/exchange/data"),
+        partial(decode, name="data", engine="h5netcdf", group="exchange", phony_dims="sort"),
+    )
+    given.meters = None if how == "xarray" else in_meters(VOXEL_SIZE, ["µm"] * 3)
     given.kind += f" {how} {names}"
-    given.refuse(AXES, wrong and how != "none")
+    given.refuse(AXES, wrong and how != "")
     return given
 
 
-def decode_zarr(path: Path, of_result: bool) -> np.ndarray:
-    return opened_by_xarray(path, "0" if of_result else "vol", engine="zarr", consolidated=False)
+def for_xarray(declared: Declared, names: tuple[str, ...], name: str) -> tuple[xarray.Dataset, dict[str, Any]]:
+    """Return what xarray writes of voxels, with attributes as they are and not as it would make them of an encoding."""
+    about = dict(declared.attributes)
+    encoding = {"_FillValue": about.pop("_FillValue")} if "_FillValue" in about else {}
+    data = xarray.Dataset({name: (names, declared.stored)})
+    data[name].attrs.update(about)
+    return data, {name: encoding}
 
 
 def zarr_values(draw: Draw) -> Given:
     """Write an array with the attributes of CF and dimensions by name, after one of time perhaps; or as xarray does,
     which has the missing value as fill value in format 2, in format 3 as an attribute, of floats in base64."""
-    import xarray
-
     by_xarray, version, path, (names, wrong) = draw.maybe(0.4), draw.pick(2, 3), draw.path(".zarr"), draw.dimensions()
-    declared, named = (
-        declare(draw, ("_FillValue", "scale", "unsigned", "both") if by_xarray else KINDS),
-        draw.maybe(0.7),
-    )
-    about = dict(declared.attributes)
+    declared = declare(draw, ("_FillValue", "scale", "unsigned", "both") if by_xarray else KINDS)
     if by_xarray:
-        data, fill = xarray.Dataset({"vol": (names, declared.stored)}), about.pop("_FillValue", None)
-        data["vol"].attrs.update(about)
-        encoding = {"vol": {} if fill is None else {"_FillValue": fill}}
+        data, encoding = for_xarray(declared, names, "0")
         data.to_zarr(path, zarr_format=version, consolidated=draw.maybe(0.5), encoding=encoding)
     else:
-        names = ("time", *names) if named and names[0] == "z" and draw.maybe(0.5) else names
-        options: Plain = {"shape": (1,) * (len(names) - 3) + SHAPE, "dtype": declared.stored.dtype}
-        options |= {"dimension_names": names} if named and version == 3 else {}
-        array = zarr.create_group(path, zarr_format=version).create_array(
-            "vol", chunks=(*[1] * (len(names) - 2), 22, 13), **options
-        )
-        array[:] = declared.stored.reshape(options["shape"])
-        about = {name: as_json(value, version) for name, value in about.items()}
-        array.attrs.update(about | ({"_ARRAY_DIMENSIONS": [*names]} if named and version == 2 else {}))
-    given = declared.given(Path(f"{path}:/vol"), decode_zarr if by_xarray or named else None)
-    given.refuse(AXES, wrong and (by_xarray or named))
+        lead = 1 if names[0] == "z" and draw.maybe(0.5) else 0
+        about, volume = dict(declared.attributes), declared.stored.reshape((1,) * lead + SHAPE)
+        for name, value in about.items():
+            if isinstance(value, np.floating) and version == 3:
+                about[name] = base64.standard_b64encode(struct.pack("<d", float(value))).decode()
+        axes, order = ("t",) * lead + names, draw.pick(*"<>")
+        write_zarr(draw.folder, volume, order, axes, version, image=False, attributes=about)
+    given = declared.given(Path(f"{path}:/0"), partial(decode, name="0", engine="zarr", consolidated=False))
+    given.refuse(AXES, wrong)
     return given
-
-
-def as_json(value: Any, version: int) -> Any:
-    """Return an attribute as JSON has it: missing values of floats in Zarr 3 as xarray writes them."""
-    if isinstance(value, np.floating) and version == 3:
-        return base64.standard_b64encode(struct.pack("<d", float(value))).decode()
-    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
 
 
 def store(draw: Draw) -> Given:
@@ -179,42 +153,35 @@ def store(draw: Draw) -> Given:
     version, image, voxels = draw.pick(2, 3), draw.maybe(0.7), draw.voxels
     given = Given(draw.path(draw.pick(".ome.zarr", ".zarr")), voxels, kind=f"v{version}{' image' * image}")
     lead, ndim, usual = draw.pick(0, 1, 2) * image, voxels.ndim, ("nanometer", "micrometer", "millimeter")
-    sides, units = draw.sides(), draw.units(["", *LENGTHS] if draw.maybe(0.3) else usual)
-    axes: list[Plain] = [{"name": "t", "type": "time"}, {"name": "c", "type": "channel"}][2 - lead :]
-    for name, unit in [*zip("zyx", units, strict=True)][-ndim:]:
-        axes.append({"name": name, "type": "space"} | ({"unit": unit} if unit else {}))
-    moves: list[Plain] = [{"type": "scale", "scale": [1.0] * lead + sides[-ndim:]}]
-    corner = [10.0, -20.0, 30.0] if draw.maybe(0.5) else []
-    moves += [{"type": "translation", "translation": [0.0] * lead + corner[-ndim:]}] if corner else []
-    about: Plain = {"name": "tooth", "axes": axes, "datasets": [{"path": "0", "coordinateTransformations": moves}]}
-    whole = [2.0, 3.0, 0.5] if draw.maybe(0.3) else [1.0] * 3
-    if whole[0] != 1:
-        about["coordinateTransformations"] = [{"type": "scale", "scale": [1.0] * lead + whole[-ndim:]}]
-    about = {"version": "0.4", **about} if version == 2 else {"version": "0.5", "multiscales": [about]}
-    about = {"multiscales": [about]} if version == 2 else {"ome": about}
-    about = mutated(about, draw.chance) if draw.odd else about
-    sample, shape = draw.pick(*JUNK[:13]) if draw.odd else draw.pick(*TEXTS), (1,) * lead + voxels.shape
-    dtype = voxels.dtype.newbyteorder(draw.pick(*"<>")) if version == 2 else voxels.dtype
     chunks = (1,) * lead + tuple(max(1, min(side, draw.pick(1, 7, 16, 50))) for side in voxels.shape)
     options: Plain = {"chunks": chunks, "fill_value": draw.pick(0, 1, 3), "config": {"write_empty_chunks": False}}
     if draw.stored:
         options |= draw.pick({"compressors": None}, {}, {"order": "F"} if version == 2 else {})
         if version == 3 and voxels.size:
             options["shards"] = tuple(2 * side for side in chunks)
-    if image:
-        root = zarr.create_group(given.path, zarr_format=version, attributes=about if isinstance(about, dict) else {})
-        root.attrs["sample"] = sample
-        array = root.create_array("0", shape=shape, dtype=dtype, **options)
-    else:
-        array = zarr.create_array(given.path, shape=shape, dtype=dtype, zarr_format=version, **options)
-        array.attrs["sample"] = sample
     if voxels.shape == SHAPE and draw.maybe(0.4):
         given.voxels = np.full(SHAPE, options["fill_value"], voxels.dtype)
         given.voxels[1] = voxels[1]
-    if voxels.size:
-        array[(0,) * lead] = given.voxels
+    sample = draw.pick(*JUNK[:13]) if draw.odd else draw.pick(*TEXTS)
     if not image:
+        array = zarr.create_array(given.path, data=given.voxels, zarr_format=version, **options)
+        array.attrs["sample"] = sample
         return given
+    sides, units = draw.sides(), draw.units(draw.pick(usual, usual, ["", *LENGTHS], [""]))
+    corner = [10.0, -20.0, 30.0] if draw.maybe(0.5) else []
+    of_axes: Plain = {"sides": dict(zip("zyx", sides, strict=True)), "units": dict(zip("zyx", units, strict=True))}
+    of_axes |= {"version": version, "translation": [0.0] * lead + corner[-ndim:] if corner else []}
+    names, stored = "tc"[2 - lead :] + "zyx"[-ndim:], voxels if given.voxels is None else given.voxels
+    shape = (1,) * lead + voxels.shape
+    written = write_zarr(draw.folder, stored.reshape(shape), draw.pick(*"<>"), names, **of_axes, **options)
+    Path(written).rename(given.path)
+    root, whole = zarr.open_group(given.path, mode="a"), [2.0, 3.0, 0.5] if draw.maybe(0.3) else [1.0] * 3
+    about = root.attrs.asdict() | {"sample": sample}
+    if whole[0] != 1:
+        of_image = {"type": "scale", "scale": [1.0] * lead + whole[-ndim:]}
+        about.get("ome", about)["multiscales"][0]["coordinateTransformations"] = [of_image]
+    about = mutated(about, draw.chance) if draw.odd else about
+    root.attrs.put(about if isinstance(about, dict) else {})
     sides, used = [one * other for one, other in zip(sides, whole, strict=True)], {*units[-ndim:]}
     given.plain = used == {""}
     given.meters = None if "" in used and not given.plain else in_meters(sides, [unit or "m" for unit in units])

@@ -45,30 +45,13 @@ def test_bytes_have_the_sign_that_their_header_tells(
     assert_bits(given.path, volume)
     assert any("bytes without sign" in line for line in given.metadata.remarks) is (dtype == "u1")
     assert_bits(restored(given, "tiff", tmp_path).path, volume)
-    result = restored(given, "same", tmp_path).path
-    with mrcfile.open(result) as file:
-        assert np.array_equal(file.data, volume) and file.data.dtype.newbyteorder("=") == (
-            "u2" if dtype == "u1" else "i1"
-        )
-    assert np.array_equal(as_imod(result), volume) and mrcfile.validate(result)
-
-
-@pytest.mark.parametrize("dtype", ["int8", "uint8"])
-def test_bytes_of_other_formats(tmp_path: Path, dtype: str) -> None:
-    """A mask that was made is of uint8."""
-    volume = voxels(dtype=dtype)
-    result = restored(open_volume(write_hdf5(tmp_path, volume)), "mrc", tmp_path).path
-    assert np.array_equal(as_imod(result), volume) and np.array_equal(mrcfile.read(result), volume)
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # statistics that mrcfile takes
-@pytest.mark.parametrize("dtype", ["int16", "float32"])
-def test_a_result_is_a_valid_file_that_says_who_made_it(tmp_path: Path, dtype: str) -> None:
-    given = open_volume(write_mrc(tmp_path, voxels(dtype=dtype)))
-    result = restored(given, "same", tmp_path).path
-    with mrcfile.open(result) as file:
-        assert {"restored by cocodiff", "a tooth"} <= {*file.get_labels()} and file.is_volume()
-        assert mrcfile.validate(result) or file.header.rms < 0  # which says that it is not known
+    for one in (given, open_volume(write_hdf5(tmp_path, volume))):
+        result = restored(one, "mrc", tmp_path).path
+        with mrcfile.open(result) as file:
+            stored = "u2" if dtype == "u1" else "i1"
+            assert np.array_equal(file.data, volume) and file.data.dtype.newbyteorder("=") == stored
+            assert {"restored by cocodiff", *["a tooth"] * (one is given)} <= {*file.get_labels()}
+        assert np.array_equal(as_imod(result), volume) and mrcfile.validate(result)
 
 
 @pytest.mark.parametrize("order", "<>")

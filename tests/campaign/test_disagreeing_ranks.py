@@ -1,28 +1,23 @@
-"""A campaign of ranks that disagree: one rank of a script makes other calls than the rest, and every rank must end.
-
-    python tests/campaign/disagreeing_ranks.py --cases 60 --seed 0
+"""Ranks that disagree: one rank of a script makes other calls than the rest, and every rank must end.
 
 Every rank runs a list of calls inside `parallelize`, as a user's script does; the list of one rank is changed. A case
 is right if all ranks end within `timeout_s` of the first rank's last call: all of them without an error, where the
 calls were alike after all, or each with a PeerLost or UserError of one line that names a rank and two calls. The seed
-and a case's number choose the case. Prints each case, and for a wrong one the command that repeats it.
+and a case's number choose the case.
 """
 
 from __future__ import annotations
 
-import argparse
+import os
 import random
 import re
-import sys
-import time
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
+import pytest
 from disagreements import CASES, OWN, Case, run_processes
 
+SEED, COUNT = map(int, os.environ.get("DISAGREEING", "0 12").split())  # of another seed, or more cases
 TIMEOUT_S = 20.0
 START_S = 60.0  # until the ranks of a case have met, on a busy machine
 LIMITS = {"timeout_s": TIMEOUT_S, "start_timeout_s": START_S, "device": "cpu", "transport": "gloo"}
@@ -77,51 +72,18 @@ def drawn(number: int, seed: int) -> tuple[str, Case]:
     return kind, Case(tuple(calls), tuple(changed), catches, **where)
 
 
-def judge(kind: str, case: Case, ends: dict[int, dict[str, Any]]) -> list[str]:
-    """Return what is wrong with the ends of the ranks, nothing where all is right."""
-    wrong = [
-        f"rank {rank} has not ended, or without an error of Python" for rank in range(case.ranks) if rank not in ends
-    ]
+@pytest.mark.full
+@pytest.mark.processes
+@pytest.mark.parametrize("number", range(COUNT))
+def test_every_rank_ends_and_says_which_calls_differ(number: int) -> None:
+    kind, case = drawn(number, SEED)
+    ends, said = run_processes(case, START_S + 2 * TIMEOUT_S)
+    assert {*ends} == {*range(case.ranks)}, f"not all have ended, with an error of Python: {case}: {said}"
     times, errors = [one["time"] for one in ends.values()], [one["error"] for one in ends.values()]
-    if times and max(times) - min(times) > TIMEOUT_S:
-        last = max(ends, key=lambda rank: ends[rank]["time"])
-        wrong.append(f"rank {last} ended {max(times) - min(times):.0f} s later")
+    assert max(times) - min(times) <= TIMEOUT_S, (case, ends)
     # The others may have ended when one rank begins anew: it alone finds nobody.
-    if any(errors) and not all(errors) and kind != "again":
-        wrong.append("some ranks have no error")
+    assert all(errors) or not any(errors) or kind == "again", (case, ends)
     for error in filter(None, errors):
         own = f"ValueError: {OWN}" in error and not case.catches
-        if not error.startswith(("PeerLost: ", "UserError: ")) and not own:
-            wrong.append(f"another kind of error: {error}")
-        elif "\n" in error or INSIDES.search(error) or not re.search(r"\brank \d", error):
-            wrong.append(f"no line that names a rank and calls: {error}")
-    return wrong
-
-
-def run_case(number: int, seed: int) -> list[str]:
-    """Run the case of a number, and print it. Return what is wrong."""
-    (kind, case), began = drawn(number, seed), time.monotonic()
-    ends, said = run_processes(case, START_S + 2 * TIMEOUT_S)
-    wrong = judge(kind, case, ends)
-    print(f"{number} {'WRONG' if wrong else 'ok'} {time.monotonic() - began:.1f} s {kind} {asdict(case)}", flush=True)
-    for rank, one in sorted(ends.items()):
-        print(f"    rank {rank}: {one['error'] or 'no error'}")
-    if wrong:
-        again = f"python tests/campaign/disagreeing_ranks.py --cases 1 --first {number} --seed {seed}"
-        print(*(f"    wrong: {line}" for line in wrong), f"    said: {said[-600:]!r}", f"    again: {again}", sep="\n")
-    return wrong
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    for name, default in (("cases", 60), ("first", 0), ("seed", 0)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    chosen = parser.parse_args()
-    numbers = range(chosen.first, chosen.first + chosen.cases)
-    wrong = [number for number in numbers if run_case(number, chosen.seed)]
-    print(f"{len(numbers)} tried, {len(numbers) - len(wrong)} right, wrong: {wrong}")
-    return 1 if wrong else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        assert own or error.startswith(("PeerLost: ", "UserError: ")), case
+        assert "\n" not in error and not INSIDES.search(error) and re.search(r"\brank \d", error), case
