@@ -4,20 +4,18 @@ A seed and a number make a file and a mask. It is opened as `cocodiff inpaint` d
 other values, and results are written in every format, of the whole and of a region.
 
 A result is right where h5py, xarray, tifffile, mrcfile and Zarr's library find in it: the input's voxels outside the
-mask, and under it the new ones; the type, the voxel's sides, the attributes and byte order, or a line that names what
-is lost. Else it must end with one line that names the file. Of most cases it is known which of both is right.
+mask, and under it the new ones; the type, the voxel's sides, the attributes and byte order. Else it must end with one
+line that names the file. Of most cases it is known which of both is right.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
-import logging
 import random
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -33,8 +31,8 @@ from cocodiff_eval.harness.tasks import export, result_files
 from file_kinds import KINDS, read_plainly, texts_in
 from inputs_checks import bits, check_result, file_of, in_meters, opened, other_sides, voxels_of
 from inputs_files import DTYPES, SHAPE, UNKNOWN, USUAL, Draw, Given, Result, damage, make_voxels
-from inputs_images import imagej, mrc, ome, tiff, usual
-from inputs_stores import hdf5, store, values, zarr_values
+from inputs_images import imagej, ome, tiff, usual
+from inputs_stores import hdf5, store
 
 from cocodiff.config.errors import UserError
 from cocodiff.jobs.options import parse, with_settings
@@ -44,11 +42,10 @@ PRESET = "cocodiff, of a test"
 NO_FORMAT = "MRC files hold no"  # the one refusal of a format
 BOX = (slice(1, 3), slice(8, 14), slice(9, 17))  # the usual mask
 MADE = {"block": partial(block_mask, seed=0), "center": center_mask}
-# Makers that take voxels of any shape and of these types, any name, and what is odd; the others have something odd.
+# Makers by the types of voxels that they take.
 TYPES: dict[Callable[[Draw], Given], tuple[str, ...]] = dict.fromkeys((usual, tiff, hdf5, store), DTYPES)
 TYPES |= {imagej: ("u1", "u2", "f4"), ome: tuple(sorted({*DTYPES} - {"u8", "i8", "f2"}))}
-MAKERS = (usual, hdf5, mrc, store, values, usual, imagej, tiff, zarr_values, usual, ome, hdf5, usual, values, mrc)
-MAKERS += (usual, store, ome, usual, tiff, zarr_values, imagej, usual, hdf5)
+MAKERS = (usual, hdf5, usual, store, usual, imagej, tiff, usual, ome, hdf5, usual, store, usual, ome, tiff, usual)
 # As many as have no common divisor with the makers: each pair comes up.
 TWISTS = ("none", "dtype", "storage", "metadata", "mask", "values", "cut", "shape", "none", "name", "flip", "storage")
 TWISTS += ("gone",)
@@ -64,8 +61,8 @@ def run_case(number: int, seed: int, folder: Path) -> list[str]:
     inputs.mkdir()
     draw = make_draw(chance, maker, twist, inputs, laps * MAKERS.count(maker) + MAKERS[:place].count(maker))
     given, wrong = maker(draw), []
-    given.refuse(".", draw.wrong)
-    if draw.odd and maker in TYPES:
+    given.wrong = draw.wrong
+    if draw.wrong or draw.odd:
         given.refusals = "."
     elif twist == "values" and draw.voxels.dtype.kind == "f":
         given.refusals = "NaN or Inf|too far apart"
@@ -93,21 +90,21 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 def make_draw(chance: random.Random, maker: Callable[[Draw], Given], twist: str, folder: Path, turn: int) -> Draw:
     """Draw the voxels of an input, and what is unusual of it."""
-    types, wrong = TYPES.get(maker, ("u1", "u2")), False
+    types, wrong = TYPES[maker], False
     dtype = chance.choice([*types] if twist == "dtype" else [one for one in USUAL if one in types])
     if twist == "dtype" and maker in (hdf5, tiff) and chance.random() < 0.2:
         dtype, wrong = chance.choice(["?", "c8", "c16"]), True
-    shape: tuple[int, ...] = SHAPE[1:] if maker in TYPES and chance.random() < 0.25 else SHAPE
-    if twist == "shape" and maker in TYPES:
+    shape: tuple[int, ...] = SHAPE[1:] if chance.random() < 0.25 else SHAPE
+    if twist == "shape":
         side, lead = chance.randint(16, 24), shape[:-2]
         shapes = [(*lead, *sides) for sides in ((15, side), (side, 1), (16, 500), (16, 17), (501, 17), (1, 1))]
         shapes += [(0, side, side), (2, 0, side), (side,), (2, 2, side, side), ()] * (maker in (hdf5, store))
         shape = chance.choice(shapes)
         wrong = len(shape) not in (2, 3) or min(shape[-2:]) < 16 or shape[0] == 0
-    voxels = make_voxels(shape, np.dtype(dtype), chance, twist == "values" and maker in TYPES)
+    voxels = make_voxels(shape, np.dtype(dtype), chance, twist == "values")
     if twist == "dtype" and dtype in ("u8", "i8") and chance.random() < 0.5:  # steps that a float64 cannot tell
         voxels, wrong = voxels * 40 + voxels.dtype.type(chance.choice([2**53, 2**60, 2**62])), True
-    stem = chance.choice(NAMES) if twist == "name" and maker in TYPES else "scan"
+    stem = chance.choice(NAMES) if twist == "name" else "scan"
     return Draw(folder, voxels, chance, twist == "metadata", twist == "storage", stem, turn, wrong)
 
 
@@ -136,7 +133,7 @@ def spoil(given: Given, mask: str, twist: str, chance: random.Random) -> None:
     if not of_mask:
         given.meters, given.checks = UNKNOWN, []
         if twist != "cut":
-            given.voxels = given.meant = given.missing = given.decode = None
+            given.voxels = None
 
 
 def try_format(
@@ -147,7 +144,11 @@ def try_format(
     try:
         return write_result(given, format, mask, hidden, part, out)
     except UserError as error:
-        return judge_refusal(given, str(error), part, hidden)
+        line, folder = str(error), str(file_of(given.path).parent)
+        if "\n" in line or not (folder in line or NO_FORMAT in line):
+            return f"a refusal of several lines, or that does not name the file: {line}"
+        named = given.refusals and re.search(given.refusals, line, re.IGNORECASE)
+        return "" if named or NO_FORMAT in line else f"refused: {line}"
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         return f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
@@ -159,19 +160,17 @@ def write_result(
     asked = {**defaults(), "input": [str(given.path)], "mask": [mask], "format": format}
     ends = [f"{one.start}:{one.stop}" for one in part if one.stop is not None]
     asked |= {"slices": "".join(ends[:-2]) or None, "roi": ",".join(ends[-2:])} if ends else {}
-    with listened() as said:
-        (task,) = find_tasks(asked)
-        said += task.remarks()
-        stack, masks = task.stack, np.stack([task.mask.read(index) for index in range(len(task.stack))])
-        pattern = np.random.default_rng(5).random(stack.shape)  # over the range of known voxels
-        images = (compose_native(stack.read(n), pattern[n], masks[n], task.scale) for n in range(len(stack)))
-        restored, spread = np.stack([*images]), np.where(masks, pattern, 0).astype(np.float32)
-        files = result_files(task, ["tapa"], out.parent, samples=2)
-        for file, slices in zip(files.values(), (restored, spread), strict=True):
-            file.create()
-            for index, image_YX in enumerate(slices):
-                file.write(index, image_YX)
-        said += export(task, files, out, {"tapa": {"preset": PRESET}}, {}, lambda numbers, what: numbers)
+    (task,) = find_tasks(asked)
+    stack, masks = task.stack, np.stack([task.mask.read(index) for index in range(len(task.stack))])
+    pattern = np.random.default_rng(5).random(stack.shape)  # over the range of known voxels
+    images = (compose_native(stack.read(n), pattern[n], masks[n], task.scale) for n in range(len(stack)))
+    restored, spread = np.stack([*images]), np.where(masks, pattern, 0).astype(np.float32)
+    files = result_files(task, ["tapa"], out.parent, samples=2)
+    for file, slices in zip(files.values(), (restored, spread), strict=True):
+        file.create()
+        for index, image_YX in enumerate(slices):
+            file.write(index, image_YX)
+    export(task, files, out, {"tapa": {"preset": PRESET}}, {}, lambda numbers, what: numbers)
     if given.wrong or not np.isfinite(np.ptp(voxels_of(stack)[~masks].astype("f8"))):
         return "restored, and it had to be refused"
     if given.voxels is None:
@@ -187,7 +186,7 @@ def write_result(
     if not np.array_equal(masks, expected) or {*out.iterdir()} != written:
         return f"another mask, or other files than {[one.name for one in written]}"
     own = format == "same" or task.format == stack.metadata.kind.replace("hdf5", "h5")
-    result = Result(path, task.format, own, stack, masks, "\n".join(said), restored, task.scale)
+    result = Result(path, task.format, own, stack, masks, restored, task.scale)
     if voxels_of(opened(result, of_spread)).tobytes() != spread.tobytes():
         return "another standard deviation"
     of_mask = path / "labels" / mask if task.format == "zarr" else of_mask
@@ -220,30 +219,3 @@ def written_again(result: Result, out: Path) -> str:
 def defaults() -> dict[str, Any]:
     """Return the options of `cocodiff inpaint` as they are where none is given."""
     return parse("inpaint", ABOUT, with_settings(OPTIONS), ["--input", "scan", "--quiet", "--follow_links"])
-
-
-@contextlib.contextmanager
-def listened() -> Iterator[list[str]]:
-    """Collect what is printed or logged meanwhile."""
-    said: list[str] = []
-    handler, output = logging.Handler(), io.StringIO()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("cocodiff")
-    logger.addHandler(handler)
-    try:
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-            yield said
-    finally:
-        logger.removeHandler(handler)
-        said += output.getvalue().splitlines()
-
-
-def judge_refusal(given: Given, line: str, part: tuple[slice, ...], hidden: np.ndarray | None) -> str:
-    """Return what is wrong with a refusal of a part of an input."""
-    if "\n" in line or not (str(file_of(given.path).parent) in line or NO_FORMAT in line):
-        return f"a refusal of several lines, or that does not name the file: {line}"
-    matters = given.missing is None or given.wrong or given.damaged or given.kind.startswith("unsigned")
-    if given.missing is not None and not matters:
-        matters = hidden is None or bool((given.missing & ~hidden)[part].any())
-    named = matters and given.refusals and re.search(given.refusals, line, re.IGNORECASE)
-    return "" if named or NO_FORMAT in line else f"refused: {line}"

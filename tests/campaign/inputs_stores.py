@@ -3,49 +3,16 @@ units."""
 
 from __future__ import annotations
 
-import base64
-import struct
-import warnings
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
-import xarray
 import zarr
-from file_kinds import VOXEL_SIZE, write_hdf5, write_zarr
-from inputs_files import (
-    AXES,
-    JUNK,
-    KINDS,
-    LENGTHS,
-    SHAPE,
-    TEXTS,
-    UNKNOWN,
-    Declared,
-    Draw,
-    Given,
-    Plain,
-    Result,
-    declare,
-    in_meters,
-    mutated,
-)
+from file_kinds import write_zarr
+from inputs_files import JUNK, LENGTHS, SHAPE, TEXTS, UNKNOWN, Draw, Given, Plain, Result, in_meters, mutated
 
 PLACES = ("entry/instrument/detector/data", "exchange/data", "data", "scan/tomo/data")
-
-
-HOW = ("whole", "none", "chunks", "other file")
-
-
-def store_voxels(h5: h5py.File, place: str, voxels: np.ndarray, draw: Draw) -> h5py.Dataset:
-    options: Plain = {}
-    if voxels.size and voxels.ndim and (draw.stored or draw.maybe(0.5)):
-        options = {"chunks": tuple(min(side, draw.pick(1, 7, 16)) for side in voxels.shape)}
-        options |= {"compression": draw.pick(None, "gzip", "lzf"), "shuffle": draw.maybe(0.5)}
-        options |= {"fletcher32": draw.maybe(0.3), "maxshape": (None,) * voxels.ndim}
-    return h5.create_dataset(place, data=voxels.astype(voxels.dtype.newbyteorder(draw.pick(*"<>"))), **options)
 
 
 def hdf5(draw: Draw) -> Given:
@@ -53,11 +20,18 @@ def hdf5(draw: Draw) -> Given:
     attributes."""
     plain = draw.stem != "scan" or draw.voxels.shape != SHAPE or draw.odd or draw.voxels.dtype.kind in "bc"
     file = draw.path(".h5" if plain else draw.pick(".h5", ".nxs", ".hdf5"))
-    place, how = ("exchange/data", "whole") if plain else (draw.pick(*PLACES), draw.by_turn(*HOW))
+    place = "exchange/data" if plain else draw.pick(*PLACES)
+    how = "whole" if plain else draw.by_turn("whole", "none", "chunks", "other file")
     given, sides = Given(file, draw.voxels, kind=how), draw.sides()
     with h5py.File(draw.path("-raw.h5") if how == "other file" else file, "w") as h5:
         if how in ("whole", "other file"):
-            data = store_voxels(h5, place, draw.voxels, draw)
+            options: Plain = {}
+            if draw.voxels.size and draw.voxels.ndim and (draw.stored or draw.maybe(0.5)):
+                options = {"chunks": tuple(min(side, draw.pick(1, 7, 16)) for side in draw.voxels.shape)}
+                options |= {"compression": draw.pick(None, "gzip", "lzf"), "shuffle": draw.maybe(0.5)}
+                options |= {"fletcher32": draw.maybe(0.3), "maxshape": (None,) * draw.voxels.ndim}
+            stored = draw.voxels.astype(draw.voxels.dtype.newbyteorder(draw.pick(*"<>")))
+            data = h5.create_dataset(place, data=stored, **options)
         else:
             chunks = (1, 11, 13) if how == "chunks" else None
             data = h5.create_dataset(place, SHAPE, draw.voxels.dtype, chunks=chunks, fillvalue=7)
@@ -87,65 +61,6 @@ def add_junk(h5: h5py.File, data: h5py.Dataset, draw: Draw) -> None:
         about.attrs.create(name, value)
     h5["link"], h5["other"] = h5py.SoftLink("/nowhere"), h5py.ExternalLink("elsewhere.h5", "/data")
     h5["texts"] = np.array([b"a", b"bc"])
-
-
-def decode(path: Path, name: str, **options: Any) -> np.ndarray:
-    """Return the decoded values of a variable as xarray reads them."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with xarray.open_dataset(path, decode_times=False, **options) as data:
-            return np.asarray(data[name].values)
-
-
-def values(draw: Draw) -> Given:
-    """Write HDF5 with the attributes of CF, and with dimensions named by NeXus, an attribute, labels, scales, or as
-    xarray names them in netCDF 4."""
-    how, file = draw.by_turn("", "nexus", "labels", "scales", "old nexus", "xarray", "xarray"), draw.path(".h5")
-    declared, (names, wrong) = declare(draw, KINDS[:-2] if how == "xarray" else KINDS), draw.dimensions()
-    if how == "xarray":
-        data, encoding = for_xarray(declared, names, "data")
-        more = {"unlimited_dims": [names[0]]} if draw.maybe(0.3) else {}
-        data.to_netcdf(file, group="exchange", engine="h5netcdf", encoding=encoding, **more)
-    else:
-        write_hdf5(draw.folder, declared.stored, draw.pick(*"<>"), names, how, declared.attributes)
-    given = declared.given(
-        Path(f"{file}:/exchange/data"),
-        partial(decode, name="data", engine="h5netcdf", group="exchange", phony_dims="sort"),
-    )
-    given.meters = None if how == "xarray" else in_meters(VOXEL_SIZE, ["µm"] * 3)
-    given.kind += f" {how} {names}"
-    given.refuse(AXES, wrong and how != "")
-    return given
-
-
-def for_xarray(declared: Declared, names: tuple[str, ...], name: str) -> tuple[xarray.Dataset, dict[str, Any]]:
-    """Return what xarray writes of voxels, with attributes as they are and not as it would make them of an encoding."""
-    about = dict(declared.attributes)
-    encoding = {"_FillValue": about.pop("_FillValue")} if "_FillValue" in about else {}
-    data = xarray.Dataset({name: (names, declared.stored)})
-    data[name].attrs.update(about)
-    return data, {name: encoding}
-
-
-def zarr_values(draw: Draw) -> Given:
-    """Write an array with the attributes of CF and dimensions by name, after one of time perhaps; or as xarray does,
-    which has the missing value as fill value in format 2, in format 3 as an attribute, of floats in base64."""
-    by_xarray, version, path, (names, wrong) = draw.maybe(0.4), draw.pick(2, 3), draw.path(".zarr"), draw.dimensions()
-    declared = declare(draw, ("_FillValue", "scale", "unsigned", "both") if by_xarray else KINDS)
-    if by_xarray:
-        data, encoding = for_xarray(declared, names, "0")
-        data.to_zarr(path, zarr_format=version, consolidated=draw.maybe(0.5), encoding=encoding)
-    else:
-        lead = 1 if names[0] == "z" and draw.maybe(0.5) else 0
-        about, volume = dict(declared.attributes), declared.stored.reshape((1,) * lead + SHAPE)
-        for name, value in about.items():
-            if isinstance(value, np.floating) and version == 3:
-                about[name] = base64.standard_b64encode(struct.pack("<d", float(value))).decode()
-        axes, order = ("t",) * lead + names, draw.pick(*"<>")
-        write_zarr(draw.folder, volume, order, axes, version, image=False, attributes=about)
-    given = declared.given(Path(f"{path}:/0"), partial(decode, name="0", engine="zarr", consolidated=False))
-    given.refuse(AXES, wrong)
-    return given
 
 
 def store(draw: Draw) -> Given:

@@ -30,7 +30,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
         ("HUP all", "attend", 9, False),
         ("QUIT all", "load", 0, False),
         pytest.param("STOP", "attend", 9, False, marks=pytest.mark.full),
-        pytest.param("STOP ranks", "start", 0, False, marks=pytest.mark.full),
+        pytest.param("STOP ranks", "attend", 9, False, marks=pytest.mark.full),
     ],
 )
 def test_a_job_that_is_struck_ends_rightly(jobs: Jobs, fault: str, moment: str, number: int, launched: bool) -> None:

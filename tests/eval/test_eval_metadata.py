@@ -16,7 +16,6 @@ from cocodiff_eval.data.volume import LENGTHS, Part, Stack, one_unit, unit_name,
 from file_kinds import (
     PROVENANCE,
     SHAPE,
-    UNITS,
     WHITE,
     reopened,
     restored,
@@ -68,15 +67,6 @@ def test_a_unit_that_is_no_length_is_kept_by_its_own_format_alone(tmp_path: Path
         assert 'PhysicalSizeXUnit="reference frame"' in tiff.ome_metadata
     thin = ome(tmp_path, **{f"PhysicalSize{axis}Unit": "pm" for axis in "ZYX"})
     assert reopened(thin, "h5", tmp_path).metadata.voxel_size == pytest.approx((25e-4, 5e-7, 2.5e-7), rel=1e-9)
-
-
-def test_sides_without_a_unit_stay_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for axis in UNITS:
-        monkeypatch.setitem(UNITS, axis, "")
-    bare = open_volume(write_zarr(tmp_path, VOLUME))
-    for word in ("tiff", "h5"):
-        found = reopened(bare, word, tmp_path).metadata
-        assert (found.voxel_size, found.unit) == ((2500.0, 0.5, 0.25), "")
 
 
 def test_a_word_that_is_no_number_loses_the_size_alone(tmp_path: Path) -> None:

@@ -165,23 +165,23 @@ def test_a_run_goes_on_only_with_the_type_and_the_voxel_size_it_began_with(tmp_p
         return as_read({"inputs": described_inputs([SimpleNamespace(stack=stack, mask=mask, truth=truth)])})
 
     size = {"resolution": (100, 100), "resolutionunit": 3}
+    last = SimpleNamespace(name="block", shape=volume.shape, read=lambda index: volume[index] > 9 + 20000 * index)
     there = described(tmp_path, volume, **size)
     assert first_difference(there, described(tmp_path / "elsewhere", volume, **size)) is None
     for data, options, told in (
-        (volume.view(np.int16), size, ("dtype uint16", "dtype int16")),
-        (volume, size | {"resolution": (50, 50)}, ("voxel size 100.0", "voxel size 200.0")),
-        (volume, size | {"description": "another tooth"}, ("metadata", "metadata")),
+        (volume.view(np.int16), {}, "dtype uint16, dtype int16"),
+        (volume, {"resolution": (50, 50)}, "voxel size 100.0, voxel size 200.0"),
+        (volume, {"description": "another tooth"}, "metadata, metadata"),
+        (volume, {"mask": last}, "hidden, hidden"),
+        (volume, {"truth": last}, "truth, truth"),
+        (volume, {"truth": mask}, "truth, truth"),
     ):
-        difference = first_difference(there, described(tmp_path, data, **options))
-        assert difference is not None and all(map(str.startswith, difference[1:], told)), difference
+        difference = first_difference(there, described(tmp_path, data, **size | options))
+        assert difference is not None and all(map(str.startswith, difference[1:], told.split(", "))), difference
     sides = {f"PhysicalSize{axis}": 2.0 for axis in "XYZ"}
     units = [{f"{name}Unit": unit for name in sides} for unit in ("nm", "mm")]
     both = [described(tmp_path, volume, ome=True, metadata=sides | unit) for unit in units]
     assert first_difference(*both) == ("inputs", "unit nanometer", "unit millimeter")
-    last = SimpleNamespace(name="block", shape=volume.shape, read=lambda index: volume[index] > 9 + 20000 * index)
-    for more, told in (({"mask": last}, "hidden"), ({"truth": last}, "truth"), ({"truth": mask}, "truth")):
-        difference = first_difference(there, described(tmp_path, volume, **size, **more))
-        assert difference is not None and difference[1].startswith(told), difference
     both = [described(tmp_path, volume, truth=one, **size) for one in (mask, last)]
     assert first_difference(*both) is not None  # in the last slice
     assert first_difference({"a": 1, "only there": 2}, {"a": 1}) == ("only there", "2", "None")

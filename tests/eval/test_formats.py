@@ -84,7 +84,7 @@ def test_a_part_is_all_that_is_read_of_an_input_its_truth_and_its_mask(tmp_path:
     volume = voxels(dtype="float32")
     path = KINDS[kind].file(tmp_path, volume)
     stack = open_stack(path, part=PART)
-    assert [*stack.numbers] == [2, 3, 4]
+    assert [*stack.numbers] == [2, 3, 4] and open_stack(path, part=Part("5:6", "4:20,:33")).shape == (1, 16, 33)
     for found in (stack, open_truth(path, stack)):
         assert_bits(found, volume[CUT])
     hole = np.zeros(volume.shape, "f4")

@@ -87,11 +87,12 @@ def test_a_result_lies_where_its_part_of_the_input_does(
 def test_a_stack_of_images_and_a_cell_larger_than_the_volume_stay(tmp_path: Path) -> None:
     volume = voxels(dtype="int16")
     given = open_volume(write_mrc(tmp_path, volume, mz=1, mx=66, ispg=0, cella=(99, 40, 4)))
-    assert given.metadata.voxel_size == (4.0, 2.0, 1.5)
+    assert given.metadata.voxel_size == (4.0, 2.0, 1.5) and given.metadata.unit == "angstrom"
     for volume_or_part in (given, Part("2:5", ":,8:33").of(given)):
         with mrcfile.open(restored(volume_or_part, "same", tmp_path).path) as file:
             assert file.is_image_stack() and (int(file.header.mz), int(file.header.mx)) == (1, 66)
             assert file.voxel_size.tolist() == (1.5, 2.0, 4.0)
+    assert open_volume(write_mrc(tmp_path, volume, cella=(0, 0, 0))).metadata.voxel_size is None
 
 
 def test_a_region_of_another_format_has_its_place(tmp_path: Path) -> None:
