@@ -65,7 +65,7 @@ def run_case(number: int, seed: int, folder: Path) -> list[str]:
     if draw.wrong or draw.odd:
         given.refusals = "."
     elif twist == "values" and draw.voxels.dtype.kind == "f":
-        given.refusals = "NaN or Inf|too far apart"
+        given.refusals = "NaN or Inf|too far apart|missing"
     shape = SHAPE if given.voxels is None or given.wrong else given.voxels.shape
     word, hidden = make_mask(inputs, shape, draw, twist)
     if twist in DAMAGES:
@@ -131,7 +131,7 @@ def spoil(given: Given, mask: str, twist: str, chance: random.Random) -> None:
     damage(file_of(Path(mask)) if of_mask else file_of(given.path), twist, chance)
     given.wrong, given.refusals, given.damaged = given.wrong and of_mask, ".", True
     if not of_mask:
-        given.meters, given.checks = UNKNOWN, []
+        given.meters = UNKNOWN
         if twist != "cut":
             given.voxels = None
 

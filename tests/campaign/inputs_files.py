@@ -7,7 +7,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +101,6 @@ class Given:
     wrong: bool = False  # it must be refused
     damaged: bool = False  # it or its mask
     refusals: str = ""  # a pattern of the lines by which it may be refused; "" where it must not be
-    # Each returns what is wrong with a result besides its voxels, "" where nothing is.
-    checks: list[Callable[[Result], str]] = field(default_factory=list)
 
 
 def in_meters(sides: Sequence[float], units: Sequence[str]) -> Sides | None:

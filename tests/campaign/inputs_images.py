@@ -23,7 +23,7 @@ def usual(draw: Draw) -> Given:
         (path / draw.pick(".hidden.tif", "notes.txt", "Thumbs.db", "other_1.tif")).write_bytes(b"II*\0")
     given = Given(Path(f"{path}:/{inner}") if inner else path, voxels, kind=name)
     if name == "zarr 2 array":  # whose fill value is that of missing voxels
-        given.refusals = "_FillValue 0"
+        given.refusals = "missing"
     if fits[name].size is not None:
         given.meters = in_meters(fits[name].size, [fits[name].unit] * 3)
     return given

@@ -3,14 +3,13 @@ units."""
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import h5py
 import numpy as np
 import zarr
 from file_kinds import write_zarr
-from inputs_files import JUNK, LENGTHS, SHAPE, TEXTS, UNKNOWN, Draw, Given, Plain, Result, in_meters, mutated
+from inputs_files import JUNK, LENGTHS, SHAPE, TEXTS, UNKNOWN, Draw, Given, Plain, in_meters, mutated
 
 PLACES = ("entry/instrument/detector/data", "exchange/data", "data", "scan/tomo/data")
 
@@ -90,31 +89,13 @@ def store(draw: Draw) -> Given:
     shape = (1,) * lead + voxels.shape
     written = write_zarr(draw.folder, stored.reshape(shape), draw.pick(*"<>"), names, **of_axes, **options)
     Path(written).rename(given.path)
-    root, whole = zarr.open_group(given.path, mode="a"), [2.0, 3.0, 0.5] if draw.maybe(0.3) else [1.0] * 3
+    root, used = zarr.open_group(given.path, mode="a"), {*units[-ndim:]}
     about = root.attrs.asdict() | {"sample": sample}
-    if whole[0] != 1:
-        of_image = {"type": "scale", "scale": [1.0] * lead + whole[-ndim:]}
-        about.get("ome", about)["multiscales"][0]["coordinateTransformations"] = [of_image]
     about = mutated(about, draw.chance) if draw.odd else about
     root.attrs.put(about if isinstance(about, dict) else {})
-    sides, used = [one * other for one, other in zip(sides, whole, strict=True)], {*units[-ndim:]}
     given.plain = used == {""}
     given.meters = None if "" in used and not given.plain else in_meters(sides, [unit or "m" for unit in units])
     if ndim == 2:
         given.meters = UNKNOWN if given.meters is None else given.meters
-    given.checks.append(partial(check_translation, sides, whole, corner, lead))
-    if draw.odd:
-        given.meters, given.checks = UNKNOWN, []
+    given.meters = UNKNOWN if draw.odd else given.meters
     return given
-
-
-def check_translation(sides: list[float], whole: list[float], corner: list[float], lead: int, result: Result) -> str:
-    """Return how the place of a result in Zarr is wrong: of a region its first voxel's."""
-    if not result.own:
-        return ""
-    about = zarr.open_group(result.path, mode="r").attrs.asdict()
-    moves = about.get("ome", about)["multiscales"][0]["datasets"][0]["coordinateTransformations"]
-    found = next((one["translation"] for one in moves if one["type"] == "translation"), [0.0] * len(moves[0]["scale"]))
-    steps = zip(corner or (0, 0, 0), result.start, sides, whole, strict=True)
-    wanted = [0.0] * lead + [place + first * side / times for place, first, side, times in steps][lead - len(found) :]
-    return "" if np.allclose(found, wanted) else f"translation {found}, where {wanted} is right"

@@ -210,7 +210,7 @@ ORDERS = (("z", "y", "x"), ("depth", "lat", "lon"), ("Z", "Y", "X"), ("slice", "
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["netcdf", "zarr 2", "zarr 3"])
-@pytest.mark.parametrize(("number", "name"), enumerate(BY_XARRAY))
+@pytest.mark.parametrize(("number", "name"), [*enumerate(BY_XARRAY)])
 def test_xarray_decodes_a_result_as_it_does_its_input(tmp_path: Path, kind: str, number: int, name: str) -> None:
     """And finds nothing missing that was restored."""
     dtype, missing, about = BY_XARRAY[name]

@@ -26,7 +26,13 @@ from cocodiff.jobs.record import as_read, described_inputs, first_difference
 def test_a_pyramid_halves_and_stays_in_place(tmp_path: Path, version: int) -> None:
     volume, place = voxels((5, 600, 515), "uint8"), [0.0, 0.0, 10.0, 20.0, 30.0]
     store = write_zarr(tmp_path, volume, version=version, translation=place, chunks=(1, 1, 4, 512, 512))
+    if version == 3:  # a scale of the whole image, in which the place of a level is not
+        root = zarr.open_group(store, mode="a")
+        about = root.attrs.asdict()
+        about["ome"]["multiscales"][0]["coordinateTransformations"] = [{"type": "scale", "scale": [1, 1, 2, 3, 0.5]}]
+        root.attrs.put(about)
     given = open_volume(store)
+    assert given.metadata.voxel_size == ((5.0, 1.5, 0.125) if version == 3 else (2.5, 0.5, 0.25))
     (told,) = given.metadata.remarks
     assert told.endswith(f": results of its own format alone keep its translation {place}")
     path = restored(given, "same", tmp_path).path

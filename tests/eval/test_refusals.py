@@ -63,15 +63,12 @@ def hdf5(folder: Path, dataset: str | None) -> str:
     return str(path) if dataset is None else f"{path}:{dataset}"
 
 
-def colour_png16(path: Path) -> str:
-    """Pillow cannot write one: three chunks by hand."""
-
-    def chunk(kind: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-
-    header = struct.pack(">IIBBBBB", 20, 20, 16, 2, 0, 0, 0)
-    rows = zlib.compress((b"\0" + bytes(20 * 6)) * 20)
-    return text(path, b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b""))
+def png(path: Path, side: int, depth: int, colour: int, rows: bytes) -> str:
+    """Write a PNG of a kind that Pillow cannot write: three chunks by hand."""
+    header, said = struct.pack(">IIBBBBB", side, side, depth, colour, 0, 0, 0), b"\x89PNG\r\n\x1a\n"
+    for kind, body in ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")):
+        said += struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+    return text(path, said)
 
 
 def cut(path: str, end: int) -> str:
@@ -126,11 +123,6 @@ def claiming(path: Path, side: int, compression: int) -> str:
     return text(path, struct.pack("<2sHIH", b"II", 42, 8, len(tags)) + entries + bytes(999))
 
 
-def claiming_png(path: Path, side: int) -> str:
-    header = b"IHDR" + struct.pack(">IIBBBBB", side, side, 8, 0, 0, 0, 0)
-    return text(path, b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header)))
-
-
 ELSEWHERE = '<TiffData IFD="0" FirstZ="1" PlaneCount="1"><UUID FileName="b.ome.tif">urn:uuid:b</UUID></TiffData>'
 ALONE = {"compression": "zlib", "metadata": None}
 LARGE, CUT_SHORT = voxels((4, 64, 64)), r"scan\.tif: .*(cannot be read|damaged TIFF|not a readable TIFF)"
@@ -148,7 +140,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], str], str]] = {
     "short png": (lambda d: cut(write_png(d, voxels((64, 64), "uint8")), 2000), "not a readable PNG"),
     "colour png": (lambda d: write_png(d, COLOUR), "a colour image whose channels differ; save it as grey"),
     "transparent png": (lambda d: write_png(d, np.full((20, 20, 4), 9, "u1")), "transparent pixels"),
-    "16-bit colour png": (lambda d: colour_png16(d / "a.png"), "a 16-bit colour PNG; save it as 16-bit grey"),
+    "16-bit colour png": (lambda d: png(d / "a.png", 20, 16, 2, bytes(2420)), "a 16-bit colour PNG; save it as 16-bit"),
     "1-bit png": (lambda d: write_png(d, COLOUR[..., 0] > 90), "boolean values.*--mask"),
     # TIFF
     "corrupt tiff": (lambda d: text(d / "a.tif", b"II*\x00\xff\xff\xff\xff"), r"damaged TIFF.*invalid offset"),
@@ -162,10 +154,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], str], str]] = {
     "shapes": (lambda d: pages(d, ANOTHER, np.zeros((30, 20), "u2")), r"dtypes \(20 x 20, 30 x 20\)"),
     "pages of two whites": (lambda d: pages(d, ANOTHER, ANOTHER, white=[1]), "MINISBLACK, MINISWHITE"),
     **{
-        f"samples {kind}": (
-            lambda d, kind=kind: overwritten(pages(d, ANOTHER), 262, kind),
-            "photometric interpretation",
-        )
+        f"samples {kind}": (lambda d, kind=kind: overwritten(pages(d, ANOTHER), 262, kind), "photometric interp")
         for kind in (3, 4, 5, 6, 8, 32803, 34892)
     },
     "no tiles": (lambda d: overwritten(write_tiff(d, voxels(), **TILES), 325, [0] * 6), "slice 0 .*6 of 6 strips"),
@@ -333,7 +322,7 @@ def test_more_voxels_than_memory_holds_are_refused_unread(tmp_path: Path, side: 
     with h5py.File(tmp_path / "a.h5", "w") as file:
         for name, depth in (("one", 1), ("many", 3)):
             file.create_dataset(name, (depth, side, side), "f4", chunks=(1, 64, 64))
-    paths = [claiming_png(tmp_path / "a.png", side), f"{tmp_path}/a.h5:/one", f"{tmp_path}/a.h5:/many"]
+    paths = [png(tmp_path / "a.png", side, 8, 0, b""), f"{tmp_path}/a.h5:/one", f"{tmp_path}/a.h5:/many"]
     for path in (*paths, *(claiming(tmp_path / f"{kind}.tif", side, kind) for kind in (1, 5, 8))):
         check_refused(path, rf"claims {side} x {side} voxels .* this machine has [0-9,]+ GiB")
 
