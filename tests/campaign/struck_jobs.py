@@ -43,8 +43,8 @@ FILES = ("create", "write", "put together", "hand over", "publish")
 RESUME = "resume"  # the job is killed, and struck when it goes on
 # A signal goes to one rank, to the process that forked them, or to all.
 OF_SIGNALS = ("KILL", "KILL job", "KILL all", "STOP", "TERM", "TERM job", "HUP", "HUP all", "INT all", "QUIT all")
-OF_ONE = ("KILL", "TERM", "HUP", "INT", *OF_DISKS, "exception", "vanished", "damaged")  # rank alone
-FAULTS = (*OF_SIGNALS, *OF_DISKS, *MESSAGES, "pause", "exception", "exit", "slow", "hang", "vanished", "damaged")
+OF_ONE = ("KILL", "TERM", "HUP", "INT", *OF_DISKS, "exception", "vanished")  # rank alone
+FAULTS = (*OF_SIGNALS, *OF_DISKS, *MESSAGES, "pause", "exception", "exit", "slow", "hang", "vanished")
 
 
 class Kind(NamedTuple):
@@ -102,15 +102,13 @@ def fits(command: str, fault: str, moment: str, launcher: str = "forked") -> boo
     alone = kind.ranks * kind.replicas == 1
     if alone and (fault in ("STOP", "hang", "exit", *MESSAGES) or " " in fault):
         return False
-    others = (*OF_DISKS, "pause", "vanished", "damaged")  # of torchrun's ranks each is on its own
+    others = (*OF_DISKS, "pause", "vanished")  # of torchrun's ranks each is on its own
     if launcher == "torchrun" and (alone or " " in fault or fault in others or moment == RESUME):
         return False
     if moment == "put together" and command.split(", ")[-1] not in ("samples", "quality"):
         return False
     if fault in MESSAGES or fault == "full disk":
         return moment in ("attend" if fault in MESSAGES else "write", RESUME)
-    if fault == "damaged":
-        return moment == "write" and not command.startswith("sweep")
     return fault not in OF_DISKS or moment in (*FILES, RESUME)
 
 
@@ -154,8 +152,8 @@ class Jobs:
             shutil.copytree(job.whole(), job.out)
         return job
 
-    def struck(self, number: int, chance: random.Random, chosen: tuple[str, ...]) -> tuple[str, Job, list[str]]:
-        """A job to which something has happened: what that was, the job, and what was damaged then."""
+    def struck(self, number: int, chance: random.Random, chosen: tuple[str, ...]) -> tuple[str, Job]:
+        """A job to which something has happened: what that was, and the job."""
         command, fault, moment, *launcher = chosen
         job = self.drawn(number, command, chance)
         told, launched = [*chosen, *job.options], launcher == ["torchrun"]
@@ -171,8 +169,7 @@ class Jobs:
             job.judge(given["strike"], job.struck(), done)
             job.mark.unlink(missing_ok=True)
             job.restore_input()
-        harm = damage(job.out, chance) if fault == "damaged" else []
-        return ", ".join([*told, *harm]), job, harm
+        return ", ".join(told), job
 
 
 class Done(NamedTuple):
@@ -230,8 +227,6 @@ class Job:
 
     def strike(self, fault: str, moment: str, chance: random.Random) -> dict[str, Any]:
         """Choose what a run is to do. Early operations are struck more often than late ones, which may not come."""
-        if fault == "damaged":
-            fault = "KILL all"
         name, _, who = fault.partition(" ") if fault.split()[0] in SIGNALS else (fault, "", "")
         most = {"start": 1, "load": 2, "attend": 60, "create": 12, "write": 30, "publish": 12}.get(moment, 30)
         amount = {"short write": chance.choice((4096, 9000, 30000)), "full disk": chance.choice((60, 120, 200, 300))}
@@ -412,25 +407,3 @@ def moved(made: Path, place: Path) -> None:
         made.rename(place)
     except OSError:
         shutil.rmtree(made)
-
-
-def damage(out: Path, chance: random.Random) -> list[str]:
-    """Do what a purge of old files or a faulty disk may do to an unfinished job. Returns what was done."""
-    partial = out / PARTIAL
-    patterns = ("images/**/*", ".progress/results/*", ".progress/*/*.npz", ".progress/*.jsonl")
-    found = {path for pattern in patterns for path in partial.glob(pattern) if path.is_file()}
-    kind = chance.choice(("purge", "remove", "truncate", "overwrite"))
-    if Manifest.read(partial) is not None or not found:
-        return []
-    if kind == "purge":
-        for name in ("images", ".progress/results"):
-            shutil.rmtree(partial / name, ignore_errors=True)
-        return ["images purged"]
-    path = chance.choice(sorted(found))
-    if kind == "remove":
-        path.unlink()
-    elif kind == "truncate":
-        os.truncate(path, path.stat().st_size * chance.randrange(100) // 100)
-    else:
-        path.write_bytes(chance.randbytes(path.stat().st_size) + b"\n")
-    return [f"{kind} {path.relative_to(partial)}"]

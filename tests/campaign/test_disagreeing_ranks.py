@@ -47,27 +47,23 @@ def drawn(number: int, seed: int) -> tuple[str, Case]:
         return name, replace(CASES[name], **where)
     calls = [chance.choice(CALLS) for _ in range(chance.randint(2, 5))]
     calls[chance.randrange(len(calls))] = "image 3"
-    changed, at, image = list(calls), chance.randrange(len(calls)), calls.index("image 3")
-    if kind in ("more", "again"):
-        changed.insert(at, kind if kind == "again" else chance.choice([one for one in CALLS if one not in LOCAL]))
-    elif kind == "fewer":
-        del changed[at]
-    elif kind == "order":
-        chance.shuffle(changed)
-    elif kind == "steps":
-        changed[image] = f"image {chance.choice((1, 2, 4, 6))}"
-    elif kind == "size":
-        changed[image] = "large 3"
-    elif kind in ("raise", "interrupt"):
-        changed[image] = f"image 3 {kind} {chance.choice((0, 1, 2))}"
-    elif kind == "settings":
+    at, image = chance.randrange(len(calls)), calls.index("image 3")
+    another = "large 3" if kind == "size" else f"image {chance.choice((1, 2, 4, 6))}"
+    another = f"image 3 {kind} {chance.choice((0, 1, 2))}" if kind in ("raise", "interrupt") else another
+    changed = {
+        "more": [*calls[:at], chance.choice([one for one in CALLS if one not in LOCAL]), *calls[at:]],
+        "again": [*calls[:at], "again", *calls[at:]],
+        "fewer": [*calls[:at], *calls[at + 1 :]],
+        "order": chance.sample(calls, len(calls)),
+        "leaves": calls[:at],
+        **{one: [*calls[:image], another, *calls[image + 1 :]] for one in ("steps", "size", "raise", "interrupt")},
+    }.get(kind, calls)
+    if kind == "settings":
         others = [one for one in SETTINGS if one != settings and (ranks != 3 or "ring" not in one)]
         where["others"] = chance.choice(others) | LIMITS
     elif kind == "parts":
         parts = chance.choice(((1, 2), (2, 1)))
         where["settings"], where["others"] = (settings | LIMITS | {"guidance_parallel": one} for one in parts)
-    else:
-        changed = changed[:at]
     catches = "all" if kind in ("raise", "interrupt") or chance.random() < 0.3 else ""
     return kind, Case(tuple(calls), tuple(changed), catches, **where)
 

@@ -58,6 +58,6 @@ def test_a_job_goes_on_where_a_terminals_signals_are_ignored(jobs: Jobs, command
 @pytest.mark.parametrize("number", range(CASES))
 def test_a_job_to_which_something_happens_ends_rightly_and_goes_on(jobs: Jobs, number: int) -> None:
     chosen, chance = choose_all(COMMANDS, FAULTS, LAUNCHERS), random.Random(f"{SEED} {number}")
-    told, job, harm = jobs.struck(number, chance, chosen[number % len(chosen)])
-    job.go_on(chance.choice((1, job.kind.replicas)), harmed=bool(harm))
+    told, job = jobs.struck(number, chance, chosen[number % len(chosen)])
+    job.go_on(chance.choice((1, job.kind.replicas)))
     assert not job.wrong, (told, job.wrong)

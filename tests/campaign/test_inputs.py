@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tifffile
 import yaml
+from cocodiff_eval.cli import generate, inpaint, sweep
 from covering import examples
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,6 +20,7 @@ from inputs import DAMAGES, MAKERS, TWISTS, run_case
 from tiny_pipelines import sd3_pipeline
 
 from cocodiff.cli.main import main
+from cocodiff.jobs.options import Option, with_settings
 
 # Of another seed, or more of them: INPUTS="SEED CASES".
 SEED, CASES = map(int, os.environ.get("INPUTS", f"0 {len(MAKERS) * len(TWISTS)}").split())
@@ -51,24 +53,15 @@ BAD_OPTIONS: dict[str, tuple[str, ...]] = {
     "out": ("", ".", "/proc/x", "y" * 300, "scan.tif/x"),
     "colour": ("red",),
 }
-MORE = {
-    "samples": "1001",
-    "steps": "9" * 30,
-    "strength": "2",
-    "ranks": "100000000",
-    "replicas": "2",
-    "model": "\ud800",
-}
+MORE = {"samples": "1001", "steps": "9" * 30, "strength": "2", "ranks": "100000000", "replicas": "2", "model": "\ud800"}
 for option, word in MORE.items():
     BAD_OPTIONS[option] += (word,)
-SETTINGS: dict[str, dict[str, Any]] = {
-    "inpaint": {"input": ["scan.tif"], "mask": ["block"], "steps": 1, "strength": 1.0, "range": "0,60000", "seed": 3}
-    | {"format": "zarr", "preset": ["tapa"], "samples": 1, "exact": False, "batch": 4, "timeout_s": 60.0}
-    | {"slices": "0:1", "roi": "0:20,0:20", "dtype": "fp32", "replicas": 1, "chunks": 1, "quality_slices": 2},
-    "generate": {"model": "model", "prompt": [], "height": 32, "width": 32, "steps": 1, "seed": 1, "preset": ["tapa"]}
-    | {"exact": False, "guidance": 1.0, "dtype": "fp32", "parallel": "off", "replicas": "auto", "ring": "auto"},
-    "sweep": {"input": ["scan.tif"], "steps": [1], "base": {"exchange": "flat"}, "seed": 3, "strength": 1.0}
-    | {"grid": {"mask": ["center"], "order": ["v_first", "joint"]}, "points": [{"name": "theirs", "preset": "tapa"}]},
+USUAL: dict[str, Any] = {"out": "out", "quiet": True, "dry_run": True}
+# By command its options, and settings with which it runs.
+SETTINGS: dict[str, tuple[Sequence[Option], dict[str, Any]]] = {
+    "inpaint": (inpaint.OPTIONS, {"input": ["scan.tif"], "mask": ["block"], "slices": "0:1", "steps": 1, "seed": 3}),
+    "generate": (generate.OPTIONS, {"model": "model", "prompt": [], "height": 32, "width": 32, "steps": 1}),
+    "sweep": (sweep.OPTIONS, {"input": ["scan.tif"], "grid": {"order": ["joint"]}, "points": [{"preset": "tapa"}]}),
 }
 # What is no YAML of settings, with the right text in the place of {}.
 NO_SETTINGS = ("\t{}", "{0}{0}", "", "- a\n- b\n", "a: &a [*a]\n", "{}seed: !!python/object/apply:os.getpid []\n", "\0")
@@ -114,14 +107,15 @@ def test_a_word_that_an_option_does_not_take_is_refused(refused: Callable[..., s
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_any_settings_are_taken_or_refused_in_one_line(refused: Callable[..., str], folder: Path, name: str) -> None:
-    usual = SETTINGS[name] | {"out": "out", "quiet": True, "dry_run": True}
+    options, usual = SETTINGS[name][0], SETTINGS[name][1] | USUAL
+    names = st.sampled_from([one.name for one in with_settings(options) if one.name not in USUAL])
 
     def try_text(text: str) -> str:
         (folder / "run.yaml").write_bytes(text.encode(errors="surrogateescape"))
         return refused(name, "--config", "run.yaml")
 
     @examples(40, 1000)
-    @given(st.dictionaries(st.sampled_from([*SETTINGS[name]]), JUNK, min_size=1, max_size=2))
+    @given(st.dictionaries(names, JUNK, min_size=1, max_size=2))
     def check(changed: dict[str, Any]) -> None:
         try_text(yaml.safe_dump(usual | changed))
 

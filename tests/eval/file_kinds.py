@@ -23,7 +23,7 @@ from PIL import Image
 SHAPE = (6, 20, 33)
 SHAPES = (SHAPE, (3, 16, 31), (4, 19, 16), (1, 20, 16), (17, 23))
 STACKS = SHAPES[:3]
-DTYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "float32", "float64")
+DTYPES = ("uint8", "float32", "uint16", "int16", "int8", "uint32", "int32", "uint64", "int64", "float16", "float64")
 PROVENANCE = {"version": "1.0", "preset": "cocodiff+", "seed": 7, "settings": {"threshold": 0.1}}
 VOXEL_SIZE = (2.5, 0.5, 0.25)
 SIDES = {"z": 2500.0, "y": 0.5, "x": 0.25}

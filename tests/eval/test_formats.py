@@ -42,20 +42,11 @@ def test_the_words_of_the_option_are_the_formats_that_are_written() -> None:
     assert tuple(word for word, one in FORMATS.items() if one.writer is not None) == WRITTEN
 
 
-USUAL = ("uint8", "float32", "uint16", "int16")
-CASES = [
-    pytest.param(
-        kind,
-        dtype,
-        # by turns, so that the first tier tries each kind with about two of the usual ones
-        marks=() if dtype in USUAL[number % 2 :: 2] or kind in ("tiff", "hdf5", "mrc") else pytest.mark.full,
-    )
-    for number, (kind, one) in enumerate(KINDS.items())
-    for dtype in one.dtypes
-]
+CASES = [(kind, dtype) for dtype in DTYPES for kind, one in KINDS.items() if dtype in one.dtypes]
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # statistics that mrcfile takes of any bits
+@pytest.mark.sample(100)
 @pytest.mark.parametrize(("kind", "dtype"), CASES)
 def test_a_volume_comes_back_in_its_own_format(tmp_path: Path, kind: str, dtype: str) -> None:
     """Of each shape: its bits, also as the format's own library reads them, its byte order, and its voxels' sides."""
