@@ -15,7 +15,8 @@ from inputs_files import UNKNOWN, Given, Result
 
 MOST_EQUAL = 0.3  # of restored voxels that may have come out as they were
 # Attributes that name cocodiff, the region, a frame or other objects.
-OTHERS = {*"Info Labels date cocodiff ome xorigin yorigin zorigin DIMENSION_LIST REFERENCE_LIST".split()}
+OTHERS = {"Info", "Labels", "date", "cocodiff", "ome", "xorigin", "yorigin", "zorigin"}
+OTHERS |= {"DIMENSION_LIST", "REFERENCE_LIST"}
 
 
 def check_result(given: Given, result: Result) -> str:
