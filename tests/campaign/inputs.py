@@ -136,13 +136,10 @@ def spoil(given: Given, mask: str, twist: str, chance: random.Random) -> None:
             given.voxels = None
 
 
-def try_format(
-    given: Given, format: str, mask: str, hidden: np.ndarray | None, part: tuple[slice, ...], out: Path
-) -> str:
+def try_format(given: Given, *of_result: Any) -> str:
     """Return what is wrong with the result of a part of an input in one format, or with its refusal."""
-    out.mkdir()
     try:
-        return write_result(given, format, mask, hidden, part, out)
+        return write_result(given, *of_result)
     except UserError as error:
         line, folder = str(error), str(file_of(given.path).parent)
         if "\n" in line or not (folder in line or NO_FORMAT in line):
@@ -157,6 +154,7 @@ def try_format(
 def write_result(
     given: Given, format: str, mask: str, hidden: np.ndarray | None, part: tuple[slice, ...], out: Path
 ) -> str:
+    out.mkdir()
     asked = {**defaults(), "input": [str(given.path)], "mask": [mask], "format": format}
     ends = [f"{one.start}:{one.stop}" for one in part if one.stop is not None]
     asked |= {"slices": "".join(ends[:-2]) or None, "roi": ",".join(ends[-2:])} if ends else {}

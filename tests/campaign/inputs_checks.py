@@ -9,7 +9,7 @@ import mrcfile
 import numpy as np
 import zarr
 from cocodiff_eval.data.formats import open_volume
-from cocodiff_eval.data.volume import LENGTHS
+from cocodiff_eval.data.volume import LENGTHS, start_of
 from file_kinds import read_plainly
 from inputs_files import UNKNOWN, Given, Result
 
@@ -53,7 +53,8 @@ def check_result(given: Given, result: Result) -> str:
 
 def as_cut(array: np.ndarray, whole: tuple[int, ...], result: Result) -> np.ndarray:
     """Return the part of an array of the input that a result holds."""
-    return np.ascontiguousarray(array.reshape(whole)[result.region])
+    sides = zip(start_of(result.stack.region), result.stack.shape, strict=True)
+    return np.ascontiguousarray(array.reshape(whole)[tuple(slice(first, first + side) for first, side in sides)])
 
 
 def bits(voxels: np.ndarray) -> bytes:
@@ -90,7 +91,7 @@ def check_said(given: Given, result: Result) -> str:
         kept = {name: one for name, one in old.attributes.items() if "reference>" not in str(one)}
         changed = {name for name, one in kept.items() if new.attributes.get(name) != one} - OTHERS
         wrong.append(f"attributes lost or changed: {sorted(changed)}" if changed else "")
-        of_slice = old.kind == "sequence" and result.start[0] > 0  # which has its own
+        of_slice = old.kind == "sequence" and start_of(result.stack.region)[0] > 0  # which has its own
         if old.description not in new.description and not of_slice:
             wrong.append(f"description {new.description:.60}, of {old.description:.60}")
         photometric = [about.details.get("photometric") for about in (old, new)]

@@ -78,16 +78,6 @@ class Result:
     restored: np.ndarray  # as they were given to the writer
     scale: Any  # the range of intensities
 
-    @property
-    def start(self) -> tuple[int, ...]:
-        """The first voxel of the region in the input."""
-        return self.stack.region.start if self.stack.region is not None else (0, 0, 0)
-
-    @property
-    def region(self) -> tuple[slice, ...]:
-        """The part of the input that the result holds."""
-        return tuple(slice(first, first + side) for first, side in zip(self.start, self.stack.shape, strict=True))
-
 
 @dataclass
 class Given:

@@ -17,7 +17,7 @@ from cocodiff_eval.data.volume import Part, Stack
 from cocodiff_eval.report.pictures import Picture, encode
 from cocodiff_eval.restore import baseline
 from cocodiff_eval.restore.restore import restore_slices
-from eval_helpers import SmoothInpainter, phantom, restore_slice
+from eval_helpers import SmoothInpainter, marked, phantom, restore_slice
 from file_kinds import write_tiff
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -141,8 +141,8 @@ def test_a_hot_spot_changes_neither_the_range_nor_the_restoration(
     pictures. Restored values may reach as far as the data."""
     noise_YX = np.random.default_rng(0).normal(0, 300, (side, side))
     plain_YX = (phantom(side, side) * 12000 + noise_YX).clip(0, 16383).astype(dtype)
-    mask_YX, spot_YX, hot_YX = center_mask((side, side)), np.zeros((side, side), bool), plain_YX.copy()
-    spot_YX[side // 4 - 3 : side // 4, side // 2 : side // 2 + 3] = True
+    mask_YX, hot_YX = center_mask((side, side)), plain_YX.copy()
+    spot_YX = marked((side, side), np.s_[side // 4 - 3 : side // 4, side // 2 : side // 2 + 3])
     hot_YX[spot_YX] = value
     plain, hot = scales = [intensity_range(*save(tmp_path, image_YX)) for image_YX in (plain_YX, hot_YX)]
     known = plain_YX[~mask_YX]
@@ -247,8 +247,7 @@ def test_biharmonic_beats_filling_and_solves_large_holes_coarser(monkeypatch: py
     mask_YX = center_mask((96, 80))
     fine_YX = baseline.biharmonic(np.where(mask_YX, np.nan, image_YX), mask_YX)
     assert np.abs(fine_YX - image_YX).max() < 0.5 * np.abs(fill_from_outside(image_YX, mask_YX) - image_YX).max()
-    small_YX = np.zeros_like(mask_YX)
-    small_YX[40:48, 30:38] = True
+    small_YX = marked((96, 80), np.s_[40:48, 30:38])
     small_hole_YX = baseline.biharmonic(image_YX, small_YX)
     monkeypatch.setattr(baseline, "LARGEST_HOLE", 500)
     np.testing.assert_array_equal(baseline.biharmonic(image_YX, small_YX), small_hole_YX)

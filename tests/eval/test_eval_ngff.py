@@ -17,6 +17,7 @@ from cocodiff_eval.data.labels import write_labels
 from cocodiff_eval.data.masks import make_mask
 from cocodiff_eval.data.slices import open_stack
 from cocodiff_eval.data.volume import Region
+from eval_helpers import marked
 from file_kinds import assert_bits, reopened, restored, voxels, write_hdf5, write_tiff, write_zarr
 
 from cocodiff.jobs.record import as_read, described_inputs, first_difference
@@ -138,8 +139,7 @@ def test_labels_are_kept_in_the_region_and_the_mask_that_was_made_is_one_of_them
     group.create_array("half", data=labels[:, ::2], chunks=(2, 12, 64))
     part = (slice(1, 4), slice(0, 20), slice(4, 300))
     volume = open_volume(path).cropped(Region((1, 0, 4), (4, 20, 300)))
-    hole = np.zeros((20, 296), bool)
-    hole[3:9, 5:100] = True
+    hole = marked((20, 296), np.s_[3:9, 5:100])
     for _ in range(2):  # as a start does that goes on after a kill
         result = restored(volume, "same", tmp_path)
         (lost,) = write_labels(result, volume, lambda index: hole, {"mask": "block"})

@@ -28,7 +28,7 @@ from cocodiff_eval.report.pictures import (
     worst_slices,
 )
 from cocodiff_eval.report.tables import terminal_table
-from eval_helpers import BASELINE, NOTHING, QUALITY, RICH_SLICES, SAMPLES, phantom, rich_run, row_of
+from eval_helpers import BASELINE, NOTHING, QUALITY, RICH_SLICES, SAMPLES, marked, phantom, rich_run, row_of
 from PIL import Image
 
 SCALE = IntensityRange(0.0, 1.0)
@@ -229,11 +229,9 @@ def test_error_and_spread_are_of_masked_voxels_and_a_truth_may_have_gaps() -> No
 
 def test_a_restored_picture_is_stored_around_the_mask_alone() -> None:
     """In blocks of 16 pixels of which one is at most two steps from a masked pixel; the rest is one grey."""
-    image_YX, mask_YX = np.full((64, 96), 0.75), np.zeros((64, 96), bool)
-    mask_YX[30, 47] = True
+    image_YX, mask_YX = np.full((64, 96), 0.75), marked((64, 96), (30, 47))
     shown = json.loads(encode(Picture("a", "m", 0, image_YX, mask_YX, SCALE, {"flat": image_YX}), 96, 10**6))
-    stored_YX = np.zeros(mask_YX.shape, bool)
-    stored_YX[16:48, 32:48] = stored_YX[16:32, 48:64] = True
+    stored_YX = marked((64, 96), np.s_[16:48, 32:48], np.s_[16:32, 48:64])
     np.testing.assert_array_equal(pixels(shown["restored"]["flat"])[..., 0], np.where(stored_YX, 191, 127))
 
 
