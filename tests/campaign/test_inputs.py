@@ -102,7 +102,7 @@ def refused(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 def test_a_word_that_an_option_does_not_take_is_refused(refused: Callable[..., str], name: str) -> None:
     for word in BAD_OPTIONS[name]:
         line = refused("inpaint", "--input", "scan.tif", "--quiet", f"--{name}={word}")
-        assert name in line or (word and word in line), (word, line)
+        assert name in line or (word and " ".join(word.split()) in line), (word, line)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
