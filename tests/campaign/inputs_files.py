@@ -1,5 +1,4 @@
-"""What the campaign of inputs has in common: what makers draw, what is right of a file, the voxels of files and what
-they declare of them, and damage."""
+"""What makers of generated inputs draw, what is right of a file, the voxels of files, and damage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makers of images: every kind of `file_kinds`, TIFF in its forms with what it says drawn, and MRC."""
+"""Makers of images: every kind of `file_kinds`, TIFF in its forms with what it says drawn."""
 
 from __future__ import annotations
 

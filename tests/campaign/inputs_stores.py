@@ -1,5 +1,4 @@
-"""Makers of HDF5, netCDF and Zarr: voxels stored in part or elsewhere, what attributes say of values, dimensions and
-units."""
+"""Makers of HDF5 and Zarr: voxels stored in part or elsewhere, sides, units and texts, and odd attributes."""
 
 from __future__ import annotations
 
