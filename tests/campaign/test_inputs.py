@@ -54,8 +54,7 @@ BAD_OPTIONS: dict[str, tuple[str, ...]] = {
     "colour": ("red",),
 }
 MORE = {"samples": "1001", "steps": "9" * 30, "strength": "2", "ranks": "100000000", "replicas": "2", "model": "\ud800"}
-for option, word in MORE.items():
-    BAD_OPTIONS[option] += (word,)
+BAD_OPTIONS |= {option: (*BAD_OPTIONS[option], word) for option, word in MORE.items()}
 USUAL: dict[str, Any] = {"out": "out", "quiet": True, "dry_run": True}
 # By command its options, and settings with which it runs.
 SETTINGS: dict[str, tuple[Sequence[Option], dict[str, Any]]] = {

@@ -213,16 +213,14 @@ def test_error_and_spread_are_of_masked_voxels_and_a_truth_may_have_gaps() -> No
     error_YX, known_YX = error_image(torn_YX, IMAGE_YX, MASK_YX, SCALE)
     assert not error_YX.any() and not known_YX.any()
     spread = {"flat": np.full(MASK_YX.shape, np.float32(0.2))}
-    shown = json.loads(
-        encode(Picture("a", "m", 0, torn_YX, MASK_YX, SCALE, {"flat": IMAGE_YX}, None, spread), 24, 10**5)
-    )
+    torn = Picture("a", "m", 0, torn_YX, MASK_YX, SCALE, {"flat": IMAGE_YX}, None, spread)
+    shown = json.loads(encode(torn, 24, 10**5))
     assert (shown["width"], shown["height"], shown["spread_top"]) == (24, 20, "0.2")
     assert set(np.unique(pixels(shown["spread"]["flat"]))) == {0, 255}
     gap_YX = MASK_YX & (np.arange(48) % 3 == 0)
     truth_YX = np.where(gap_YX, np.nan, IMAGE_YX)
-    shown = json.loads(
-        encode(Picture("a", "m", 0, IMAGE_YX, MASK_YX, SCALE, {"flat": 0 * IMAGE_YX}, truth_YX), 48, 10**6)
-    )
+    with_gaps = Picture("a", "m", 0, IMAGE_YX, MASK_YX, SCALE, {"flat": 0 * IMAGE_YX}, truth_YX)
+    shown = json.loads(encode(with_gaps, 48, 10**6))
     np.testing.assert_array_equal(pixels(shown["unknown"]), gap_YX)
     np.testing.assert_array_equal(pixels(shown["error"]["flat"])[..., 0] > 0, MASK_YX & ~gap_YX)
 
