@@ -45,7 +45,8 @@ COUNTS, WORDS = ("samples", "steps", "batch", "exact_slices", "ranks", "replicas
 BAD_OPTIONS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(COUNTS, ("0", "-1", "1.5", "1e3", "x", "²", "")),
     **dict.fromkeys(("strength", "timeout_s"), ("0", "-1", "nan", "x", "")),
-    **dict.fromkeys(("format", "preset", "dtype", "machine", "model", "truth", "config"), WORDS),
+    **dict.fromkeys(("format", "preset", "dtype", "machine", "model", "truth"), WORDS),
+    "config": WORDS[:-1],  # "" is taken for the current folder
     "range": ("7", "5,1", "nan,1", "0,inf", "a,b", "1,2,3", "", "-1e400,1"),
     "slices": ("5:1", "9999:", "0:3", "1:1", "x", "1", "-1:2", "0:99999999999", "²:3"),
     "roi": ("0:1", "0:99999,0:1", "5:5,:", ":,0:25", "0:20", ",", "a:b,c:d", "0:20,0:20,0:20", "-5:20,0:20"),
