@@ -78,10 +78,10 @@ def test_a_job_to_which_something_happens_goes_on_to_the_same_results(
     jobs: Jobs, number: int, command: str, fault: str, moment: str
 ) -> None:
     chance = random.Random(f"walk {number}")
-    told, job, harm = jobs.struck(number, chance, (command, fault, moment))
+    told, job = jobs.struck(number, chance, (command, fault, moment))
     assert not job.wrong, (told, job.wrong)
     ask_unfinished(job, chance)
-    job.go_on(harmed=bool(harm))
+    job.go_on()
     assert not job.wrong, (told, job.wrong)
 
 

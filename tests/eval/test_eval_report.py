@@ -28,7 +28,7 @@ from cocodiff_eval.report.pictures import (
     worst_slices,
 )
 from cocodiff_eval.report.tables import terminal_table
-from eval_helpers import BASELINE, NOTHING, QUALITY, RICH_SLICES, SAMPLES, phantom, rich_run, row_of
+from eval_helpers import BASELINE, NOTHING, QUALITY, RICH_SLICES, SAMPLES, marked, phantom, rich_run, row_of
 from PIL import Image
 
 SCALE = IntensityRange(0.0, 1.0)
@@ -213,27 +213,23 @@ def test_error_and_spread_are_of_masked_voxels_and_a_truth_may_have_gaps() -> No
     error_YX, known_YX = error_image(torn_YX, IMAGE_YX, MASK_YX, SCALE)
     assert not error_YX.any() and not known_YX.any()
     spread = {"flat": np.full(MASK_YX.shape, np.float32(0.2))}
-    shown = json.loads(
-        encode(Picture("a", "m", 0, torn_YX, MASK_YX, SCALE, {"flat": IMAGE_YX}, None, spread), 24, 10**5)
-    )
+    torn = Picture("a", "m", 0, torn_YX, MASK_YX, SCALE, {"flat": IMAGE_YX}, None, spread)
+    shown = json.loads(encode(torn, 24, 10**5))
     assert (shown["width"], shown["height"], shown["spread_top"]) == (24, 20, "0.2")
     assert set(np.unique(pixels(shown["spread"]["flat"]))) == {0, 255}
     gap_YX = MASK_YX & (np.arange(48) % 3 == 0)
     truth_YX = np.where(gap_YX, np.nan, IMAGE_YX)
-    shown = json.loads(
-        encode(Picture("a", "m", 0, IMAGE_YX, MASK_YX, SCALE, {"flat": 0 * IMAGE_YX}, truth_YX), 48, 10**6)
-    )
+    with_gaps = Picture("a", "m", 0, IMAGE_YX, MASK_YX, SCALE, {"flat": 0 * IMAGE_YX}, truth_YX)
+    shown = json.loads(encode(with_gaps, 48, 10**6))
     np.testing.assert_array_equal(pixels(shown["unknown"]), gap_YX)
     np.testing.assert_array_equal(pixels(shown["error"]["flat"])[..., 0] > 0, MASK_YX & ~gap_YX)
 
 
 def test_a_restored_picture_is_stored_around_the_mask_alone() -> None:
     """In blocks of 16 pixels of which one is at most two steps from a masked pixel; the rest is one grey."""
-    image_YX, mask_YX = np.full((64, 96), 0.75), np.zeros((64, 96), bool)
-    mask_YX[30, 47] = True
+    image_YX, mask_YX = np.full((64, 96), 0.75), marked((64, 96), (30, 47))
     shown = json.loads(encode(Picture("a", "m", 0, image_YX, mask_YX, SCALE, {"flat": image_YX}), 96, 10**6))
-    stored_YX = np.zeros(mask_YX.shape, bool)
-    stored_YX[16:48, 32:48] = stored_YX[16:32, 48:64] = True
+    stored_YX = marked((64, 96), np.s_[16:48, 32:48], np.s_[16:32, 48:64])
     np.testing.assert_array_equal(pixels(shown["restored"]["flat"])[..., 0], np.where(stored_YX, 191, 127))
 
 

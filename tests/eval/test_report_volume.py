@@ -18,7 +18,7 @@ from cocodiff_eval.data.volume import Metadata, Region, Stack
 from cocodiff_eval.quality.metrics import metrics_document, slice_jumps
 from cocodiff_eval.report.page import write_report
 from cocodiff_eval.report.volume import ShownVolume, embedded
-from eval_helpers import QUALITY, row_of
+from eval_helpers import QUALITY, marked, row_of
 
 SHAPE = (20, 32, 40)
 FIRST = (100, 0, 7)  # slice, row and column in the input
@@ -29,21 +29,15 @@ REGIONS = ((slice(2, 4), slice(3, 6), slice(4, 7)), (slice(6, 11), slice(10, 15)
 def volume(shape: Sequence[int] = SHAPE, regions: Sequence[tuple[slice, ...]] = REGIONS) -> tuple[Any, ...]:
     """A shown volume, its truth, its mask and what was restored: 100 more than the truth under the mask."""
     truth = np.random.default_rng(0).integers(100, 800, shape).astype(np.uint16)
-    mask = np.zeros(shape, bool)
-    for region in regions:
-        mask[region] = True
+    mask = marked(tuple(shape), *regions)
     restored = np.where(mask, truth + 100, truth).astype(np.uint16)
     spread = np.where(mask, 50.0, 0.0).astype(np.float32)
     grey = {"tapa": restored.__getitem__, "tapa: low 90 %": (restored - 50).__getitem__}
     sides, region = Metadata(voxel_size=(0.7, 0.7, 0.7), unit="micrometer"), Region(FIRST, (100 + shape[0], 98, 105))
     stack = Stack("scan.h5", "scan", truth.shape, truth.dtype, 3, truth.__getitem__, sides, region=region)
     holes = Mask("holes", True, truth.shape, mask.__getitem__, (True,) * len(truth))
-    return (
-        ShownVolume(stack, holes, SCALE, stack, grey, {"tapa: uncertainty": spread.__getitem__}),
-        truth,
-        mask,
-        restored,
-    )
+    shown = ShownVolume(stack, holes, SCALE, stack, grey, {"tapa: uncertainty": spread.__getitem__})
+    return shown, truth, mask, restored
 
 
 def voxels(text: str) -> np.ndarray:
