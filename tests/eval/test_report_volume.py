@@ -4,7 +4,9 @@ import base64
 import gzip
 import json
 import re
-from collections.abc import Iterator, Sequence
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from cocodiff_eval.data.volume import Metadata, Region, Stack
 from cocodiff_eval.quality.metrics import metrics_document, slice_jumps
 from cocodiff_eval.report.page import write_report
 from cocodiff_eval.report.volume import ShownVolume, embedded
-from eval_helpers import QUALITY, row_of
+from eval_helpers import BASELINE, NOTHING, QUALITY, row_of
 
 SHAPE = (20, 32, 40)
 FIRST = (100, 0, 7)  # slice, row and column in the input
@@ -154,6 +156,63 @@ def test_volumes_share_the_room_of_a_page(tmp_path: Path, monkeypatch: pytest.Mo
     for room in (60_000, 1.1 * lengths(1)[0]):  # of the second one volume takes nearly all
         monkeypatch.setattr("cocodiff_eval.report.page.VOLUME_BYTES", int(room))
         assert len(lengths(2)) == 2 and sum(lengths(2)) < 1.4 * room
+
+
+EVENTS: list[list[Any]] = [
+    ["view", 0, "pointerdown", {"clientX": 30, "clientY": 25}],  # of 500 pixels from 10, of 400 from 20
+    ["view", 1, "pointermove", {"clientX": 400, "clientY": 200, "buttons": 1}],
+    ["view", 0, "keydown", {"key": "PageDown"}],
+    ["view", 2, "keydown", {"key": "ArrowDown"}],
+    ["press", "zoom to the mask"],
+    ["press", "next region"],
+    ["press", "tapa: uncertainty"],
+    ["press", "masked"],
+    ["slide", "level", 51],
+    ["slide", "window", 102],
+    *(["key", key] for key in ("End", "1", " ", "4", "ArrowLeft", "ArrowDown", "5", "PageUp", "2")),
+    ["press", "show more"],
+    ["curve", 1, 505],
+    ["curve", 0, 100],
+]
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_what_the_script_of_a_page_tells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Callable[[str], None]
+) -> None:
+    """Figures, curves and views of a volume of which every second voxel is embedded, and of 14 of 98 slices."""
+    rows = []
+    for n in range(101, 129, 2):
+        for add, mode in enumerate(("tapa", "late")):
+            quality = (
+                NOTHING
+                if n == 105
+                else {"psnr_db": 20 + (n * 7 % 13) / 2 + add, "ssim": n / 200 + add / 10, "mse": 0.01}
+            )
+            compared = {"psnr_vs_exact_db": None if n == 103 else 31.25, "exact_compared": mode == "late"}
+            rows.append(row_of(f"scan[{n}]", "holes", mode, quality, 1.0, {}, baseline=BASELINE, **compared))
+    texts = {"original": "o!Aa~C", "hole": "þ!þ!!þ", "a": "azbycx", "b": "kljmin", "e": "#:Zpd(", "s": "!Q/ub}"}
+    file = {name: base64.b64encode(text.encode("latin-1")).decode() for name, text in texts.items()}
+    pictures = []
+    for n in (101, 103, 107, 109, 120, 127):
+        one = {"name": f"scan[{n}]", "mask": "holes", "original": file["original"], "hole": "", "unknown": ""}
+        if n != 120:
+            one |= {"hole": file["hole"], "restored": {"tapa": file["a"], "late": file["b"]}}
+            one |= {"error": {"tapa": file["e"]}, "error_top": "0.25"} if n != 109 else {"unknown": file["hole"]}
+            one |= {"spread": {"late": file["s"], "tapa": file["e"]}, "spread_top": "0.5"}
+        pictures.append(json.dumps(one))
+    document = metrics_document({}, 1, rows) | {"inputs": []}
+    regions = [(slice(9, 10), slice(12, 15), slice(4, 9)), (slice(60, 62), slice(40, 42), slice(50, 52))]
+    monkeypatch.setattr("cocodiff_eval.report.page.VOLUME_BYTES", 60_000)
+    page, shown = (
+        tmp_path / "report.html",
+        replace(volume((98, 98, 98), regions)[0], scale=IntensityRange(60.0, 1060.0)),
+    )
+    write_report(page, document, pictures, {}, slices={"scan": range(100, 198)}, shown=[shown])
+    words = ["node", str(Path(__file__).with_name("page_in_node.mjs")), str(page), json.dumps(EVENTS)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    snapshot(done.stdout)
 
 
 AT, SHOWN = (f"document.querySelector('.volume').dataset.{name}" for name in ("at", "shown"))
