@@ -98,8 +98,9 @@ def test_a_launcher_that_tells_no_size_gives_the_restoration_of_one_process(
 
 
 def test_doctor_asks_mpi_how_many_ranks_there_are(tmp_path: Path) -> None:
-    done = pals(2, "doctor", "--kernels", "torch", "--out", tmp_path / "d")
+    done = pals(2, f"TMPDIR={tmp_path}", "doctor", "--kernels", "torch", "--out", tmp_path / "d")
     assert_succeeded(done)
+    assert [*tmp_path.glob("cocodiff-start-*")] and not [*tmp_path.glob("cocodiff-start-*/*")]  # numbers of processes
     facts = json.loads((tmp_path / "d/doctor.json").read_text())["facts"]
     assert [(rank["rank"], rank["local_size"]) for rank in facts["ranks"]] == [(0, 2), (1, 2)]
     told = ("PALS", "PMI", "COCODIFF_RANKS")
