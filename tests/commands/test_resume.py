@@ -14,14 +14,12 @@ from typing import Any
 import pytest
 import tifffile
 from campaign.struck_jobs import ALONE, FORMATS, INPAINT, OF_ONE, Job, Jobs, choose_all
-from cocodiff_eval.cli import generate, inpaint
 from commands.killed_runs import results
 from warm_ranks import warm_mpiexec
 
 from cocodiff.cli.main import main
 from cocodiff.jobs.folder import LOCK, Manifest, shown
 from cocodiff.jobs.journal import Entry, Journals
-from cocodiff.jobs.record import REMEMBERED
 
 pytestmark = pytest.mark.processes
 COCODIFF = Path(__file__).parents[2] / "cocodiff" / "__main__.py"
@@ -250,17 +248,3 @@ def test_something_is_said_before_anything_is_read_or_imported(
     assert importing.splitlines()[-1] == "importing torch and diffusers"
     assert loading.splitlines()[-1] == "loading the model: embedded"
     assert not any(tmp_path.iterdir())
-
-
-# Options that `--resume` need not find as they were, or finds in what it knows of presets, inputs, tests and files.
-KNOWN_OTHERWISE = """
-    axes dry_run exact exact_slices follow_links format hidden_test image input keep_samples log_level mask out
-    overwrite parallel preset quality quality_every quality_slices quiet ranks replicas resume roi samples slices
-    steps truth
-"""
-
-
-def test_every_option_of_a_run_that_can_be_resumed_is_remembered() -> None:
-    """All but those that are named above."""
-    options = {one.name for command in (inpaint, generate) for one in command.OPTIONS}
-    assert options - {*KNOWN_OTHERWISE.split()} <= {*REMEMBERED}
