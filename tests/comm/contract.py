@@ -200,7 +200,8 @@ def check_parts_go_their_own_ways(whole: Transport, part: Transport) -> None:
         assert part.control.submit(lambda own=own: total_over(part.world, own)).wait() == sum(part.run_ranks)
     check_objects(whole)
     part.close()
-    assert part.closed and not whole.closed
+    of_part = Part(part, [part.rank])
+    assert part.closed and of_part.closed and not whole.closed
     assert whole.broadcast_object(whole.rank) == 0
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from seams import tell_of_blocking
 
 from cocodiff.comm import torch_dist
+from cocodiff.comm.checked import CheckedGroup
 from cocodiff.comm.connect import overlap_killers
 from cocodiff.comm.health import Health
 from cocodiff.comm.torch_dist import CCL_BINDINGS, check_backend, device_backend, posts_one_by_one
@@ -95,7 +96,8 @@ def test_groups_are_all_to_alls_by_default_where_batches_are_posted_one_by_one(m
     with contextlib.closing(transport):
         groups = [transport.world, *(transport.group([0], TOGETHER[name]) for name in ("auto", "batch", "alltoall"))]
         assert [group.at_once for group in groups] == [one_by_one, one_by_one, False, True]
-        assert [PartGroup(group, (0,), [0], CPU).at_once for group in groups] == [group.at_once for group in groups]
+        within = [(PartGroup(group, (0,), [0], CPU).at_once, CheckedGroup(group, Health()).at_once) for group in groups]
+        assert within == [(group.at_once, group.at_once) for group in groups]
 
 
 KILLERS = [

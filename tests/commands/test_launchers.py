@@ -85,6 +85,19 @@ def test_a_launcher_that_tells_no_size_gives_the_restoration_of_one_process(
     assert np.abs(tifffile.imread(tmp_path / "out/images/scan_block_tapa.tif") - single).max() < 1e-4
 
 
+@pytest.mark.full
+def test_doctor_asks_mpi_how_many_ranks_there_are(tmp_path: Path) -> None:
+    done = pals(2, f"TMPDIR={tmp_path}", "doctor", "--kernels", "torch", "--out", tmp_path / "d")
+    assert_succeeded(done)
+    assert [*tmp_path.glob("cocodiff-start-*")] and not [*tmp_path.glob("cocodiff-start-*/*")]  # numbers of processes
+    facts = json.loads((tmp_path / "d/doctor.json").read_text())["facts"]
+    assert [(rank["rank"], rank["local_size"]) for rank in facts["ranks"]] == [(0, 2), (1, 2)]
+    told = ("PALS", "PMI", "COCODIFF_RANKS")
+    assert {"PALS_RANKID", "PMIX_RANK", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"} == {
+        name for rank in facts["ranks"] for name in rank["environment"] if name.startswith(told)
+    }
+
+
 @pytest.mark.parametrize(
     ("told", "remedy"), [(3, "COCODIFF_RANKS=2"), pytest.param(1, "COCODIFF_RANKS=2", marks=pytest.mark.full)]
 )

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from browser import CHROMIUM, Browser
 from cocodiff_eval.data.intensity import IntensityRange
 from cocodiff_eval.data.masks import block_mask
 from cocodiff_eval.quality.metrics import metrics_document
@@ -259,50 +258,3 @@ def test_odd_pictures_do_not_break_the_page(tmp_path: Path, value: float) -> Non
     with np.errstate(all="raise"):
         page = rendered(tmp_path, metrics_document({}, 1, rows), pictures, {}, slices={"t": range(3)})
     assert [("restored" in shown) for shown in Outline(page).pictures.values()] == [True, True, False]
-
-
-@pytest.mark.full
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
-def test_a_browser_leads_through_2000_slices_by_keys(tmp_path: Path) -> None:
-    """Slices 20 to 2020 of a scan, the last of them without a picture."""
-    texts = {n: json.loads(encode(picture, 192, 9000)) for n, picture in enumerate(known()[1])}
-    rows = []
-    for n in range(20, 2020):
-        quality = QUALITY | {"psnr_db": 20.0 - (n == 1234)}
-        rows += [row_of(f"scan[{n}]", "block", mode, quality, 1.0, {}, baseline=BASELINE) for mode in ("a", "b")]
-    stored = {kind: dict.fromkeys(("a", "b", "biharmonic"), texts[0][kind]["flat"]) for kind in ("restored", "error")}
-    padding = {"padding": "A" * 11000}  # as large as of real slices
-    pictures = (
-        json.dumps({**texts[0], **stored, **padding, "name": f"scan[{n}]", "index": n}) for n in range(20, 2020)
-    )
-    page = tmp_path / "report.html"
-    write_report(page, metrics_document({}, 1, rows), pictures, FACTS, slices={"scan": range(20, 2021)})
-    assert page.stat().st_size < 30e6
-    shown, kind = (f"document.querySelector('.series').dataset.{name}" for name in ("shown", "kind"))
-    with Browser(tmp_path / "profile") as browser:
-        browser.call("Emulation.setDeviceMetricsOverride", width=360, height=800, deviceScaleFactor=1, mobile=False)
-        browser.open(page)
-        browser.until(shown, "20")
-        assert "Pictures of 2000 of 2001 slices" in browser.value("document.querySelector('.viewer .note').textContent")
-        for keys, slice_ in (
-            (["ArrowRight"] * 3, "23"),
-            (["PageDown"], "33"),
-            (["End", "ArrowLeft"], "2018"),
-            (["Home"], "20"),
-        ):
-            for key in keys:
-                browser.press(key)
-            browser.until(shown, slice_)
-        for key, wanted in (("1", "original"), (" ", "restored"), (" ", "original"), ("2", "masked"), ("4", "error")):
-            browser.press(key)
-            browser.until(kind, wanted)
-        browser.value("document.querySelector('.worst button').click()")
-        browser.until(shown, "1234")
-        browser.press("ArrowDown")
-        browser.until("document.querySelector('[aria-label=Preset] [aria-pressed=true]').textContent", "b")
-        browser.value(
-            """(() => { const svg = document.querySelector('.curve svg'), box = svg.getBoundingClientRect();
-            svg.dispatchEvent(new MouseEvent('click', {clientX: box.right - 1, clientY: box.top + 9})); })()"""
-        )
-        browser.until(shown, "2019")
-        assert browser.value("document.documentElement.scrollWidth") == 360

@@ -3,6 +3,7 @@ nothing else is printed."""
 
 from __future__ import annotations
 
+import logging
 import os
 import struct
 import sys
@@ -238,6 +239,13 @@ def test_mistakes(tmp_path: Path, case: str, capfd: pytest.CaptureFixture) -> No
     told = check_refused(path, message)
     assert told.startswith(path.partition(":/")[0] or "''") or "\0" in path
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("kept", [5000, -40])
+def test_a_damaged_tiff_is_never_read_in_part(tmp_path: Path, kept: int, capfd: pytest.CaptureFixture) -> None:
+    path = cut(write_tiff(tmp_path, voxels((4, 64, 64)), compression="zlib"), kept)
+    check_refused(path, r"scan\.tif: .*(cannot be read|damaged TIFF|not a readable TIFF)")
+    assert capfd.readouterr() == ("", "") and logging.getLogger("tifffile").filters == []
 
 
 @pytest.mark.parametrize("version", [2, 3])
