@@ -19,7 +19,7 @@ from cocodiff.exchange.messages import BlockSet, InOrder, Port, Target, run_phas
 from cocodiff.exchange.outgoing import Outgoing
 from cocodiff.kernels import Kernels
 from cocodiff.topology.routes.chunks import Chunking, ExchangeTable, chunk_ranks, megabytes_per_rank
-from cocodiff.topology.routes.plans import Phase, Plan, plan_of, reverse
+from cocodiff.topology.routes.plans import Phase, Plan, group_ranks, plan_of, reverse
 
 if TYPE_CHECKING:
     from cocodiff.exchange.staged import StagedExchange
@@ -62,7 +62,7 @@ class Exchange:
         if chunking is not None and chunking.chunks > 1:
             together = False
         for link in dict.fromkeys(phase.lane for plan in self.plans.values() for phase in plan):
-            members = topology.cards[topology.places[self.rank].card] if link == "sibling" else range(topology.size)
+            members = group_ranks(topology, self.rank, link, known, nic_balance)
             self.groups[link] = transport.group(members, together)
             if link == "plane" or self._in_phases:
                 self.lanes[link] = transport.lane(link)
