@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import socket
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -28,10 +27,6 @@ NEVER = datetime.timedelta(days=7)
 # PyTorch's releases whose xccl makes a group of oneCCL's of every message in a batch (torch-xpu-ops, release/2.10,
 # ProcessGroupXCCL.cpp:990; mended in 2.11 by 2688). A group's end waits on the host for the message's other rank.
 ONE_BY_ONE = ("2.10",)
-# Backends of which a process group with ranks of several nodes passes all that it sends through the host's memory, also
-# between tiles of a card (oneCCL 2021.17: send and receive ask where the group's ranks are). Of an all-to-all that is
-# not so, but what stays on a node waits there for what leaves it (src/coll/algorithms/alltoallv.cpp).
-STAGED = ("xccl", "ccl")
 _gloo_groups: Counter[tuple[int, ...]] = Counter()  # how many of given ranks this process has made
 _users: list[TorchDistTransport] = []  # of the default process group, where one of them started it
 
@@ -198,12 +193,13 @@ class TorchDistTransport(LaneOwner):
         counted = owns_group or bool(_users)
         if counted:
             _users.append(self)
-        if self.library in STAGED:
-            self.node_of = self.values_of_all(socket.gethostname(), "the names of all nodes")
-        everyone, whole = tuple(range(self.size)), None
-        if counted and self.library == dist.get_backend():  # that of somebody else has limits of time of its own
-            whole = self._group_over(dist.group.WORLD, everyone)
-        self.world = self._by_node(everyone, whole)
+        if carrier is not None:
+            from cocodiff.comm.groups import nodes_to_tell_apart
+
+            self.node_of = nodes_to_tell_apart(self)
+        everyone, ours = tuple(range(self.size)), counted and self.library == dist.get_backend()
+        # The process group of somebody else has limits of time of its own.
+        self.world = self._by_node(everyone, self._group_over(dist.group.WORLD, everyone) if ours else None)
         if self.one_by_one:
             self.world = self.world.together()
 

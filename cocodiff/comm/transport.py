@@ -16,7 +16,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from contextvars import copy_context
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -204,14 +204,12 @@ class LaneOwner(Transport):
         return group if self.around is None else self.around(group)
 
     def _by_node(self, ranks: tuple[int, ...], whole: Group | None = None) -> Group:
-        """Make a group, of one library's group for each kind of link that it uses. whole: one of these ranks that is
-        there already."""
+        """See `group_by_node`. whole: one of all these ranks that is there already."""
         if len(set(self.node_of)) < 2:
             return whole or self._new_group(ranks)
-        here = tuple(rank for rank in ranks if self.node_of[rank] == self.node_of[self.rank])
-        near = self._new_group(here)  # two on every rank, if of itself alone: see `Transport.group`
-        whole = whole or self._new_group((self.rank,) if here == ranks else ranks)
-        return near if here == ranks else whole if len(here) == 1 else GroupByNode(near, whole)
+        from cocodiff.comm.groups import group_by_node
+
+        return group_by_node(self._new_group, ranks, self.rank, self.node_of, whole)
 
     def close(self) -> None:
         if self.closed:
@@ -230,45 +228,6 @@ class LaneOwner(Transport):
     def _release(self) -> None:
         """Gives back what the communication library holds."""
         return
-
-
-class GroupByNode(Group):
-    """Ranks of several nodes. Messages between ranks of one node go over a group of that node's ranks alone, all others
-    over one of all ranks, in each call in this order."""
-
-    def __init__(self, near: Group, whole: Group) -> None:
-        self._near, self._whole = near, whole
-        self.ranks, self.index, self.device = whole.ranks, whole.index, whole.device
-        self.receives_ahead, self.at_once = whole.receives_ahead, whole.at_once
-        self._near_index = {whole.ranks.index(rank): index for index, rank in enumerate(near.ranks)}
-
-    def together(self) -> Group:
-        return GroupByNode(self._near.together(), self._whole.together())
-
-    def send_recv(self, sends: Messages, recvs: Messages) -> Pending:
-        return self._apart(self._near.send_recv, self._whole.send_recv, sends, recvs)
-
-    def collective(self, sends: Messages, recvs: Messages) -> Pending:
-        return self._apart(self._near.collective, self._whole.collective, sends, recvs)
-
-    def _apart(self, near: Callable[..., Pending], far: Callable[..., Pending], *lists: Messages) -> Pending:
-        index = self._near_index
-        on_node = near(*([(x, index[peer]) for x, peer in some if peer in index] for some in lists))
-        return Both(on_node, far(*([(x, peer) for x, peer in some if peer not in index] for some in lists)))
-
-    def barrier(self) -> None:
-        self._whole.barrier()
-
-
-class Both(NamedTuple):
-    """Two transfers under way."""
-
-    first: Pending
-    second: Pending
-
-    def wait(self) -> None:
-        self.first.wait()
-        self.second.wait()
 
 
 class PartGroup(Group):

@@ -9,7 +9,7 @@ phase by phase; it can be printed and checked without any communication.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -54,18 +54,6 @@ def plan_of(topology: Topology, rank: int, name: str, nic_balance: bool) -> Plan
         return split_plan(topology, rank, nic_detours(topology))
     plan: Plan = load(EXCHANGES, name)(topology, rank)
     return plan
-
-
-def group_ranks(topology: Topology, rank: int, lane: str, names: Collection[str], nic_balance: bool) -> tuple[int, ...]:
-    """Return the ranks, ascending, of the group that carries this rank's messages of a link group: those that messages
-    join to it, by way of others too. names: of the exchanges whose messages these are."""
-    joined, waiting = {rank}, [rank]
-    while waiting and len(joined) < topology.size:
-        plans = [plan_of(topology, waiting[-1], name, nic_balance) for name in names]
-        phases = [phase for plan in plans for phase in plan if phase.lane == lane]
-        waiting[-1:] = {peer for phase in phases for peer in (*phase.sends, *phase.receives)} - joined
-        joined.update(waiting)
-    return tuple(sorted(joined))
 
 
 def flat_plan(topology: Topology, rank: int) -> Plan:
