@@ -24,6 +24,7 @@ from torch import Tensor
 from cocodiff.comm.health import Health
 from cocodiff.comm.objects import as_bytes, as_value
 from cocodiff.config.errors import UserError
+from cocodiff.config.registry import imported
 from cocodiff.kernels.device import HandedOver, OwnStream
 
 T = TypeVar("T")
@@ -207,9 +208,8 @@ class LaneOwner(Transport):
         """See `group_by_node`. whole: one of all these ranks that is there already."""
         if len(set(self.node_of)) < 2:
             return whole or self._new_group(ranks)
-        from cocodiff.comm.groups import group_by_node
-
-        return group_by_node(self._new_group, ranks, self.rank, self.node_of, whole)
+        make: Callable[..., Group] = imported("cocodiff.comm.groups:group_by_node")  # which few runs need
+        return make(self._new_group, ranks, self.rank, self.node_of, whole)
 
     def close(self) -> None:
         if self.closed:
