@@ -196,10 +196,13 @@ class TorchDistTransport(LaneOwner):
         counted = owns_group or bool(_users)
         if counted:
             _users.append(self)
-        if counted and self.library == dist.get_backend():
-            self.world = self._group_over(dist.group.WORLD, tuple(range(self.size)))
-        else:  # the process group of somebody else has limits of time of its own
-            self.world = self._new_group(tuple(range(self.size)))
+        if carrier is not None:
+            from cocodiff.comm.groups import nodes_to_tell_apart
+
+            self.node_of = nodes_to_tell_apart(self)
+        everyone, ours = tuple(range(self.size)), counted and self.library == dist.get_backend()
+        # The process group of somebody else has limits of time of its own.
+        self.world = self._by_node(everyone, self._group_over(dist.group.WORLD, everyone) if ours else None)
         if self.one_by_one:
             self.world = self.world.together()
 
@@ -211,7 +214,7 @@ class TorchDistTransport(LaneOwner):
         return self._group_over(process_group, members)
 
     def _group_over(self, process_group: Any, members: tuple[int, ...]) -> TorchDistGroup:
-        if self.device.type != "cpu":
+        if self.device.type != "cpu" and len(members) > 1:
             self._meet(process_group, members)
         return TorchDistGroup(process_group, members, self.rank, self.device, self.health)
 
