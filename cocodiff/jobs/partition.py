@@ -247,11 +247,11 @@ def dry_lines(choice: Choice) -> list[str]:
     """Memory and predicted time of the partition that was taken."""
     from cocodiff.planner.memory import mib
 
-    taken, machine = choice.taken, choice.machine.name
+    taken, machine, tile = choice.taken, choice.machine.name, choice.machine.device.memory
     need = f"memory of the fullest rank: {mib(taken.need.total)} MiB (weights {mib(taken.need.weights)}, activations "
     need += f"{mib(taken.need.activations)}, cache {mib(taken.need.cache)})"
     unknown = f"; machine {machine} does not say how much memory a rank has"
-    lines = [need + (unknown if taken.tile is None else f" of {mib(taken.tile)} MiB"), *filter(None, [choice.reason])]
+    lines = [need + (unknown if tile is None else f" of {mib(tile)} MiB"), *filter(None, [choice.reason])]
     if not choice.reason:
         times = (
             f"{span(taken.image_s)} for each of {taken.batches} call(s) of the pipeline, {span(taken.job_s)} for all"

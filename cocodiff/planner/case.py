@@ -17,7 +17,6 @@ from cocodiff.config.machine import Topology
 from cocodiff.engine.assemble import AttentionWork, chunking, exchange_table, mesh_of
 from cocodiff.models.adapter import IMAGE, image_and_text
 from cocodiff.models.family import VAE_FACTOR, Family, VaeSize, Video
-from cocodiff.planner.costs import Costs, state_sizes
 from cocodiff.planner.decisions import Decisions
 from cocodiff.planner.traffic import Latencies
 from cocodiff.topology.axes import Mesh
@@ -158,11 +157,6 @@ class Case:
     def image_only(self) -> Segments:
         """The image's tokens alone."""
         return tuple(segment for segment in self.segments if segment.name == IMAGE)
-
-    @property
-    def state(self) -> Costs | None:
-        """The costs of what is kept between calls; None where that is nothing."""
-        return state_sizes(self.config)
 
     @property
     def tile(self) -> int | None:

@@ -181,11 +181,6 @@ class Division:
                 )
 
     @property
-    def tile(self) -> int | None:
-        """As of `Case`."""
-        return self.cases[0].tile
-
-    @property
     def image_s(self) -> float:
         """Seconds of one batch in all presets, denoising alone."""
         return sum(step.image_s for step in self.steps)
@@ -209,7 +204,8 @@ class Division:
 
     @property
     def fits(self) -> bool | None:
-        return None if self.tile is None else misfit(self.need, self.tile) is None
+        tile = self.cases[0].tile
+        return None if tile is None else misfit(self.need, tile) is None
 
     @property
     def rounds(self) -> int:
@@ -256,9 +252,9 @@ class Choice:
 
     def check_fits(self) -> None:
         """Raises UserError where no partition fits the memory of a rank."""
-        if self.taken.tile is not None:
+        if (tile := self.taken.cases[0].tile) is not None:
             least = f"the partition that needs least, {self.taken}" if len(self.listed) > 1 else f"{self.taken}"
-            check_fits(self.taken.need, self.taken.tile, f"the fullest rank in {least}")
+            check_fits(self.taken.need, tile, f"the fullest rank in {least}")
 
     def line(self) -> str:
         """What was taken, why, and what the next best would cost."""

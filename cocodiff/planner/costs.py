@@ -20,7 +20,7 @@ from cocodiff.attention.v_major.selection import Schedule, scored_blocks
 from cocodiff.config.config import Config
 from cocodiff.config.machine import Topology
 from cocodiff.config.registry import COSTS, load
-from cocodiff.engine.assemble import AttentionWork, codec_class, codec_name
+from cocodiff.engine.assemble import AttentionWork, codec_name
 from cocodiff.kernels.lossless import least_room
 from cocodiff.topology.layout import Layout
 
@@ -107,12 +107,6 @@ def costs_of(config: Config) -> Costs:
     name = codec_name(config)
     found: type[Costs] = load(COSTS, name) if name in COSTS else Costs
     return found(config)
-
-
-def state_sizes(config: Config) -> Costs | None:
-    """What tells how much the codec and the step cache keep between calls; None where that is nothing."""
-    keeps = codec_class(config).keeps_state or config.step_cache != "none"
-    return costs_of(config) if keeps else None
 
 
 class VMajorCosts(Costs):

@@ -24,6 +24,7 @@ from cocodiff.config.machine import Topology
 from cocodiff.engine.weights import sharing, split_blocks
 from cocodiff.models.adapter import IMAGE
 from cocodiff.planner.case import Case, ModelShape, coded_layers
+from cocodiff.planner.costs import costs_of
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.links import alltoall_bound
 from cocodiff.topology.routes.rounds import rounds_of
@@ -75,15 +76,14 @@ def add(parts: list[RankMemory]) -> RankMemory:
 
 def run_cache(case: Case) -> list[RankMemory]:
     """Return every rank's caches of all layers, layers times branches, and its step cache."""
-    state, shape, mesh, kept_P = case.state, case.shape, case.mesh, [Counter[str]() for _ in case.topology.places]
-    if state is None:
-        return [RankMemory()] * case.topology.size
+    shape, mesh, kept_P = case.shape, case.mesh, [Counter[str]() for _ in case.topology.places]
+    state_bytes = costs_of(case.config).state_bytes
     *of_all, image_layers = coded_layers(shape, case.config.state_layers)
     for layers, segments in ((sum(of_all), case.segments), (image_layers, case.image_only)):
         if not segments:  # by a plan no token is known to be an image's
             continue
         for group, part, layout in zip(mesh.groups, mesh.parts, mesh.layouts(segments, shape.heads), strict=True):
-            of_layer = state.state_bytes(part, layout, case.work) if part.size > 1 else [{}]  # one alone keeps nothing
+            of_layer = state_bytes(part, layout, case.work) if part.size > 1 else [{}]  # one alone keeps nothing
             for rank, sizes, L in zip(group, of_layer, layout.rows, strict=True):
                 kept_P[rank].update({name: size * layers * case.branches for name, size in sizes.items()})
                 if case.config.step_cache != "none":

@@ -22,8 +22,9 @@ from cocodiff.engine.assemble import AttentionWork, mesh_of
 from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.models.adapter import image_and_text
 from cocodiff.planner.automatic import PricedMesh, price, price_meshes
-from cocodiff.planner.case import Case
-from cocodiff.planner.layers import plan_step
+from cocodiff.planner.case import Case, ModelShape
+from cocodiff.planner.costs import CODED, WHOLE
+from cocodiff.planner.layers import plan_layers, plan_step
 from cocodiff.planner.rings import staged_seconds
 from cocodiff.planner.traffic import Traffic, Wires
 from cocodiff.topology.axes import Mesh, meshes
@@ -249,6 +250,25 @@ def test_what_auto_takes():
     assert chosen(replace(two, machine=telling), 38, 65536, selection="v_major").ring == 1
     assert chosen(two, 38, 65536).ring == 1  # parts whose sums no kernel tells cost more
     assert chosen(two.part((0, 1)), 38, 65536).ring == 1
+
+
+@pytest.mark.parametrize("settings", [{}, {"chunks": 2}, {"codec": "int4"}], ids=["exact", "chunks", "int4"])
+@pytest.mark.parametrize("exchange", ["flat", "tapa", "split"])
+def test_a_mesh_is_priced_as_a_plan_has_a_layer(exchange, settings):
+    topology, config, work = topology_of("aurora", 24), Config(exchange=exchange, **settings), AttentionWork(24)
+    for ring in (1, 2, 12):
+        mesh = Mesh.build(topology, ring)
+        layer = Case(ModelShape("a layer", 24, 128, 1, 1), topology, config, work.segments, known_mesh=mesh)
+        plan = plan_layers(layer)[0][1][WHOLE if config.codec == "none" else CODED]
+        found = price(config, mesh, work)
+        assert (found.seconds, found.sent.bytes) == (plan.seconds, plan.bytes)
+
+
+def test_meshes_that_the_settings_do_not_allow_are_left_out():
+    """Chunks are measured for one and two nodes, so that a Ulysses group is on as many at most."""
+    assert max(part.nodes for part in chosen(topology_of("aurora", 96), 24, chunks="auto").parts) <= 2
+    with pytest.raises(UserError, match="chunks auto"):
+        chosen(topology_of("aurora", 96), 24, chunks="auto", ring=4, placement="topology")
 
 
 @pytest.mark.parametrize("nodes", [2, 3, 4])
