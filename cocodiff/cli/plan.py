@@ -223,16 +223,10 @@ def case_of(values: dict[str, Any], shape: ModelShape, video: Video) -> Case:
             f"leave it away"
         )
     config = engine_record().preset(values["preset"], **engine_settings(values)).with_(image_tokens=image)
-    return Case(
-        shape,
-        topology_of(values),
-        config,
-        image_and_text(image, text),
-        values["batch"] * shape.rows_per_image,
-        DTYPES[values["dtype"]],
-        branches,
-        values["steps"],
+    batch, itemsize = values["batch"] * shape.rows_per_image, DTYPES[values["dtype"]]
+    call = image_and_text(image, text), batch, itemsize, branches
+    apart, decisions = (
         None if negative is None else image_and_text(image, negative),
-        values["stable"],
         read_decisions(values["decisions"]),
     )
+    return Case(shape, topology_of(values), config, *call, values["steps"], apart, values["stable"], decisions)

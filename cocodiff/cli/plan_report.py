@@ -82,21 +82,20 @@ def memory_of(division: Division, video: Video) -> tuple[dict[str, Any], str | N
     (case,), (replicas, guidance), parts = division.cases, division.partition, [*chain(*division.parts[0])]
     topology, shape = case.topology, case.shape
     branches = chain(*Axes.build(topology, replicas, guidance).branches)
-    of_ranks, of_sites = dict[int, RankMemory](), dict[int, RankMemory]()
+    of_ranks: dict[int, tuple[RankMemory, RankMemory]] = {}
     for ranks, part in zip(branches, parts, strict=True):
         one_site = replace(part.shape, joint_layers=1, parallel_layers=0, image_layers=0)
         site = replace(part, shape=one_site, branches=1, known_mesh=part.mesh)
-        of_ranks |= zip(ranks, size_run(part), strict=True)
-        of_sites |= zip(ranks, size_run(site), strict=True)
-    fullest = max(range(topology.size), key=lambda rank: of_ranks[rank].total)
-    on_nodes = [[of_ranks[rank] for rank in ranks] for ranks in topology.on_node.values()]
-    rank, node, tile = of_ranks[fullest], max(map(add, on_nodes), key=lambda node: node.total), case.tile
-    why = None if tile is None else misfit(rank, tile)
+        of_ranks |= zip(ranks, zip(size_run(part), size_run(site), strict=True), strict=True)
+    rank, site_there = max(of_ranks.values(), key=lambda sizes: sizes[0].total)
+    on_nodes = [[of_ranks[rank][0] for rank in ranks] for ranks in topology.on_node.values()]
+    node, tile = max(map(add, on_nodes), key=lambda node: node.total), case.tile
+    why = misfit(rank, tile)
     batch = max(1, case.batch // shape.rows_per_image)
     peaks = size_peaks(shape, topology, video, batch, case.itemsize, replicas)
     told = {
         "memory_mib": {
-            "site": in_mib(of_sites[fullest], (*KEPT, "cache")),
+            "site": in_mib(site_there, (*KEPT, "cache")),
             "rank": in_mib(rank, ROWS.values()),
             "node": in_mib(node, ROWS.values()),
             "tile": None if tile is None else tile / MIB,

@@ -252,9 +252,8 @@ class Choice:
 
     def check_fits(self) -> None:
         """Raises UserError where no partition fits the memory of a rank."""
-        if (tile := self.taken.cases[0].tile) is not None:
-            least = f"the partition that needs least, {self.taken}" if len(self.listed) > 1 else f"{self.taken}"
-            check_fits(self.taken.need, tile, f"the fullest rank in {least}")
+        least = f"the partition that needs least, {self.taken}" if len(self.listed) > 1 else f"{self.taken}"
+        check_fits(self.taken.need, self.taken.cases[0].tile, f"the fullest rank in {least}")
 
     def line(self) -> str:
         """What was taken, why, and what the next best would cost."""

@@ -27,8 +27,7 @@ from cocodiff.comm.trace import LINK_CLASSES
 from cocodiff.config.registry import ORDERS, load
 from cocodiff.engine.assemble import chunking, exchange_table
 from cocodiff.planner.case import Case, coded_layers
-from cocodiff.planner.costs import WHOLE, CallKind, Typical, costs_of
-from cocodiff.planner.decisions import decisions_of, without_seldom
+from cocodiff.planner.costs import WHOLE, CallKind, costs_of
 from cocodiff.planner.memory import weights_waited_s
 from cocodiff.planner.rings import Seconds, in_chunks, ring_of
 from cocodiff.planner.roofline import Layer, coded_s, copied_s, merged_s, roofline, scored_s
@@ -66,11 +65,8 @@ def kinds_of(case: Case) -> list[Kind]:
 
 def kinds_of_steps(case: Case) -> list[dict[CallKind, float]]:
     """As of `Costs`; one rank's are all whole."""
-    if case.topology.size == 1:
-        return [{WHOLE: 1.0}] * case.steps
-    decisions = decisions_of(case.config, case.steps, case.decisions)
-    displaced = without_seldom(decisions.over(case.steps)) if decisions else ()
-    return costs_of(case.config).kinds_of_steps(case.steps, Typical(case.stable, displaced))
+    alone = case.topology.size == 1
+    return [{WHOLE: 1.0}] * case.steps if alone else costs_of(case.config).kinds_of_steps(case)
 
 
 def sampled_kinds(case: Case) -> list[CallKind]:

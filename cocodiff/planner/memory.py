@@ -191,9 +191,10 @@ def largest_batch(case: Case, memory: int) -> int:
     return max(0, min((memory - need.weights - need.library) // (need.activations + need.cache) for need in of_one))
 
 
-def misfit(need: RankMemory, memory: int) -> str | None:
-    """Why a rank's needs exceed `memory` bytes, what is to blame and what helps; None where they fit."""
-    if need.total <= memory:
+def misfit(need: RankMemory, memory: int | None) -> str | None:
+    """Why a rank's needs exceed `memory` bytes, what is to blame and what helps; None where they fit, or where
+    `memory` is not known."""
+    if memory is None or need.total <= memory:
         return None
     parts = {"weights": need.weights, "activations": need.activations, "cache": need.cache, "library": need.library}
     if need.weights > memory:
@@ -224,7 +225,7 @@ def misfit(need: RankMemory, memory: int) -> str | None:
     return f"{mib(need.total)} MiB are needed ({listed}) and {mib(memory)} MiB are there; {blame}"
 
 
-def check_fits(need: RankMemory, memory: int, where: str) -> None:
+def check_fits(need: RankMemory, memory: int | None, where: str) -> None:
     """Raises UserError with figures, blame and remedy where a rank's needs exceed `memory`, in bytes. where: what is
     asked, for the message, e.g. "rank 3 on cpu"."""
     reason = misfit(need, memory)
