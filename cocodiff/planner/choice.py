@@ -55,6 +55,7 @@ def parts_of(case: Case, partition: Partition) -> list[list[Case]]:
 
 
 MARGIN = 4 * 2**30  # bytes of a tile, for the driver and what estimates are off by
+TO_FIT = ("weights", "split_layers", "predictor", "state_layers")  # settings that make a case fit a tile
 NEAR = 1.01  # times as long is taken for what keeps more
 
 
@@ -67,17 +68,24 @@ def with_weights_chosen(case: Case, partition: Partition) -> Case:
     memory = (machine.device.memory or 0) - MARGIN
     last = {"predictor": "last"} if config.codec != "none" else {}
 
+    whole = case.with_settings(weights="whole")
+    if memory <= 0 or not blocks:
+        return whole
+    divided = chain(*parts_of(whole, partition))  # in meshes that these settings do not change
+    parts = {part.alike: replace(part, known_mesh=part.mesh) for part in divided}.values()
+
     def fits(one: Case) -> bool:
-        return max(fullest(part).total for part in chain(*parts_of(one, partition))) <= memory
+        changed = {name: getattr(one.config, name) for name in TO_FIT}
+        return max(fullest(part.with_settings(**changed)).total for part in parts) <= memory
+
+    if fits(whole):
+        return whole
 
     def first(count: int, case_of: Callable[[int], Case]) -> list[Case]:
         """Of so many settings, each of which needs less than the one before, the first that fits."""
         found = bisect_left(range(count), True, key=lambda number: fits(case_of(number)))
         return [case_of(found)] if found < count else []
 
-    whole = case.with_settings(weights="whole")
-    if memory <= 0 or not blocks or fits(whole):
-        return whole
     fitting: list[Case] = []
     for changes in ({}, last) if last and config.predictor != "last" else ({},):
         for among in ("card", "node"):
@@ -200,7 +208,7 @@ class Division:
         """What a replica's first batch takes longer: in its first step both branches of calls in turn are computed by
         all."""
         in_turn = self.partition.guidance > 1 and self.cases[0].branches > 1
-        return sum(step.step_s for step in self.steps) if in_turn else 0.0
+        return sum(step.step_s for step in self.steps if in_turn)
 
     @property
     def fits(self) -> bool | None:
