@@ -29,17 +29,15 @@ from cocodiff.models import family_of
 from cocodiff.models.adapter import image_and_text
 from cocodiff.models.checks import called_often
 from cocodiff.planner import automatic
-from cocodiff.planner.costs import Costs, state_sizes
+from cocodiff.planner.case import Case, ModelShape, shape_of_config
 from cocodiff.planner.memory import (
     MIB,
-    Load,
-    ModelShape,
     RankMemory,
     block_parameters,
     check_fits,
+    fullest,
     largest_batch,
     run_cache,
-    shape_of_config,
     size_run,
 )
 from cocodiff.topology.axes import Mesh
@@ -60,12 +58,6 @@ KEPT = {  # settings that keep something between calls
     "step cache": {"step_cache": "first_block"},
     "step cache, int4": {"step_cache": "first_block", "codec": "int4"},
 }
-
-
-def state(kept: str) -> Costs:
-    found = state_sizes(Config(**KEPT[kept]))
-    assert found is not None
-    return found
 
 
 AURORA = topology_of("aurora", 12)
@@ -110,9 +102,10 @@ def test_caches_are_as_real_ones_on_every_rank(
                 for _ in range(branches):
                     own(**inputs | {"timestep": torch.full_like(inputs["timestep"], time)})
             kept_text = 0 if family == "sd3" and "step cache" in kept else text
-            load = Load(image_and_text(side[0] * side[1], kept_text), batch, dtype.itemsize, branches, state(kept))
-            shape = shape_of_config(family_of(own), own.config, parameters)
-            expected = run_cache(shape, engine.topology, load, engine.sequence.mesh)[transport.rank]
+            shape, mesh = shape_of_config(family_of(own), own.config, parameters), engine.sequence.mesh
+            call = image_and_text(side[0] * side[1], kept_text), batch, dtype.itemsize, branches
+            case = Case(shape, engine.topology, Config(**KEPT[kept]), *call, known_mesh=mesh)
+            expected = run_cache(case)[transport.rank]
             real = step_caches_of(engine)[0] if "step cache" in kept else engine.sequence.strategy.codec
             return real.bytes_held(), expected.step_cache or expected.cache
 
@@ -155,20 +148,24 @@ def test_tensors_of_the_whole_image_where_tokens_enter(family):
         assert seen == expected
 
 
-def most(shape: ModelShape, topology: Topology, load: Load, ring: int = 1) -> int:
+IMAGE = image_and_text(4096, 333)
+
+
+def most(shape: ModelShape, topology: Topology, ring: int = 1) -> int:
     """Bytes of activations on the fullest rank."""
-    return max(need.activations for need in size_run(shape, topology, load, Mesh.build(topology, ring)))
+    case = Case(shape, topology, Config(), IMAGE, known_mesh=Mesh.build(topology, ring))
+    return max(need.activations for need in size_run(case))
 
 
 def test_a_large_image_needs_most_where_it_enters():
     """1024 x 1024 on 12 ranks: three whole tensors are more than a layer's of a twelfth each; one lives on in it."""
-    shape, load = ModelShape("sd3", 24, 64, 12, 1000, unsharded_copies=3), Load(image_and_text(4096, 333), 1)
+    shape = ModelShape("sd3", 24, 64, 12, 1000, unsharded_copies=3)
     without, whole = replace(shape, unsharded_copies=0), 4096 * shape.width * 2
     for topology in (AURORA, topology_of("aurora", 24)):
-        assert most(shape, topology, load) == 3 * whole > most(without, topology, load) + whole
+        assert most(shape, topology) == 3 * whole > most(without, topology) + whole
     few = topology_of("local", 4)
-    assert most(shape, few, load) == most(without, few, load) + whole > 3 * whole
-    assert most(without, few, load, ring=2) > most(without, few, load), "blocks of two other groups are here"
+    assert most(shape, few) == most(without, few) + whole > 3 * whole
+    assert most(without, few, ring=2) > most(without, few), "blocks of two other groups are here"
 
 
 SD35 = {
@@ -221,23 +218,24 @@ def test_a_dual_layer_attends_to_the_image_once_more():
 def test_the_library_of_messages_takes_memory_of_every_process(ranks, job, taken):
     """By the machine's file: more across nodes, also where ranks of other nodes share no sequence with these; nothing
     where the file does not say so."""
-    shape, load = ModelShape("sd3", 24, 64, 12, 1000), Load(image_and_text(4096, 333), 1, job=job)
+    shape = ModelShape("sd3", 24, 64, 12, 1000)
     everywhere = range(ranks) if ranks > 1 else (0,)
     aurora = topology_of("aurora", max(12, ranks)).part(everywhere)
     silent = replace(
         aurora, machine=replace(aurora.machine, device=replace(aurora.machine.device, library_mib=0, across_mib=0))
     )
-    for with_library, without in zip(size_run(shape, aurora, load), size_run(shape, silent, load), strict=True):
+    sizes = (size_run(Case(shape, topology, Config(ring=1), IMAGE, job=job)) for topology in (aurora, silent))
+    for with_library, without in zip(*sizes, strict=True):
         assert (with_library.library, without.library) == (taken * MIB, 0)
         assert with_library.total - without.total == taken * MIB
 
 
 def test_what_the_library_takes_is_not_there_for_images():
     """One image that fits exactly no longer does where the library takes a MiB more."""
-    shape, load = ModelShape("sd3", 24, 64, 12, 10**9), Load(image_and_text(4096, 333), 1)
-    most_of_all = max(size_run(shape, AURORA, load), key=lambda need: need.total)
-    assert largest_batch(shape, AURORA, load, most_of_all.total) == 1
-    assert largest_batch(shape, AURORA, load, most_of_all.total - MIB) == 0
+    case = Case(ModelShape("sd3", 24, 64, 12, 10**9), AURORA, Config(), IMAGE)
+    most_of_all = fullest(case)
+    assert largest_batch(case, most_of_all.total) == 1
+    assert largest_batch(case, most_of_all.total - MIB) == 0
     with pytest.raises(UserError, match="library 384"):
         check_fits(most_of_all, most_of_all.total - MIB, "a rank")
 
@@ -247,12 +245,13 @@ def test_what_the_library_takes_is_not_there_for_images():
 def test_the_largest_batch_fits_and_an_image_more_does_not(name, branches, gib, kept):
     """SD3.5's calls have two rows for an image."""
     shape, memory = load_shape(name), gib * 1024 * MIB
-    load = Load(image_and_text(96 * 96, 512), 4, 2, branches, kept and state(kept))
-    largest = largest_batch(shape, AURORA, load, memory)
+    config = Config(**KEPT[kept] if kept else {})
+    case = Case(shape, AURORA, config, image_and_text(96 * 96, 512), 4, 2, branches)
+    largest = largest_batch(case, memory)
     rows = [shape.rows_per_image * (largest + more) for more in (0, 1)]
-    totals = [max(x.total for x in size_run(shape, AURORA, replace(load, batch=batch))) for batch in rows]
+    totals = [fullest(replace(case, batch=batch)).total for batch in rows]
     assert totals[0] <= memory < totals[1] and largest > 1
-    assert largest_batch(shape, AURORA, load, memory // 8) == 0
+    assert largest_batch(case, memory // 8) == 0
 
 
 @pytest.mark.parametrize(
@@ -321,8 +320,8 @@ def test_a_run_is_not_refused_for_what_the_library_has_taken_before(monkeypatch,
 def activations_of_the_run() -> int:
     model = FAMILIES["sd3"][0](4)
     shape = shape_of_config(family_of(model), model.config, 1)
-    needs = size_run(shape, topology_of("local", 3), Load(image_and_text(42, 5), 2, 4, 1, state("source")))
-    return max(need.activations for need in needs)
+    case = Case(shape, topology_of("local", 3), Config(**KEPT["source"]), image_and_text(42, 5), 2, 4)
+    return max(need.activations for need in size_run(case))
 
 
 @pytest.mark.parametrize("settings", [{"codec": "int4"}, {"arrival": "displaced"}], ids=["int4", "displaced"])

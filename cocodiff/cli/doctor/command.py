@@ -184,15 +184,14 @@ def needed(values: dict[str, Any], topology: Topology, transport: Any) -> int | 
     """Bytes of the fullest rank for --model at an exact preset; None without one."""
     if not values["model"] or transport.rank:
         return None
-    from cocodiff.engine.assemble import AttentionWork
+    from cocodiff.config.config import Config
     from cocodiff.jobs.model_shapes import load_shape
-    from cocodiff.planner.memory import Load, size_run
-    from cocodiff.planner.placement import choose
+    from cocodiff.planner.case import Case
+    from cocodiff.planner.memory import fullest
 
     shape = load_shape(values["model"])
-    load = Load(shape.segments(values["size"]), values["batch"] * shape.rows_per_image)
-    mesh = choose(topology, AttentionWork(shape.heads, shape.head_dim))
-    return max(need.total for need in size_run(shape, topology, load, mesh))
+    call = shape.segments(values["size"]), values["batch"] * shape.rows_per_image
+    return fullest(Case(shape, topology, Config(), *call)).total
 
 
 # Trials in jobs of their own, whose ranks may hang or have another value of a variable --------------------------------
