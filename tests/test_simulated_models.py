@@ -138,6 +138,11 @@ def in_one_launch(codes: Callable[..., None], written: int, *arguments: Any) -> 
     launch(stream, codes.__name__, tensors, outputs, lambda: codes(*here))
 
 
+def code_in_one_launch(patch: pytest.MonkeyPatch) -> None:
+    for codes, written in ((lossless.encode_lossless, 4), (lossless.decode_lossless, 1)):
+        patch.setattr(lossless, codes.__name__, partial(in_one_launch, codes, written))
+
+
 @contextlib.contextmanager
 def at_case(case: tuple[Any, ...]) -> Iterator[tuple[int, dict[str, Any], str, int]]:
     """The ranks, settings, family and calls of a step, for so long as the world is the case's."""
@@ -149,8 +154,7 @@ def at_case(case: tuple[Any, ...]) -> Iterator[tuple[int, dict[str, Any], str, i
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "detect", lambda: Launch(local_size=node))
         patch.setitem(kernels_of_parts(), "sim", kernels_of_parts()["cpu"])
-        for codes, written in ((lossless.encode_lossless, 4), (lossless.decode_lossless, 1)):
-            patch.setattr(lossless, codes.__name__, partial(in_one_launch, codes, written))
+        code_in_one_launch(patch)
         yield size, settings | {"guidance_parallel": parts, **SELECTIONS[codec]}, family, calls
 
 
