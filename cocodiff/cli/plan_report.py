@@ -27,9 +27,8 @@ from cocodiff.planner.choice import Choice, Division
 from cocodiff.planner.costs import CallKind, costs_of
 from cocodiff.planner.decisions import as_file, decisions_of
 from cocodiff.planner.layers import SITES, StepPlan, plan_layers
-from cocodiff.planner.memory import KEPT, MIB, RankMemory, add, largest_batch, mib, misfit, size_run
+from cocodiff.planner.memory import KEPT, MIB, Peaks, RankMemory, add, largest_batch, mib, misfit, size_peaks, size_run
 from cocodiff.planner.partitions import Partition
-from cocodiff.planner.peaks import Peaks, size_peaks
 from cocodiff.topology.axes import Axes
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.routes.plans import Phase, plan_of
