@@ -72,6 +72,7 @@ def of_steps(transport: Any, model: nn.Module, calls: list[dict[str, Any]], mode
         inside, sent = held(own), sum(engine.bytes("weights").values())
     assert own.state_dict().keys() == model.state_dict().keys()
     assert all(map(torch.equal, own.state_dict().values(), model.state_dict().values()))
+    assert not any("fetch" in vars(parameter) for parameter in own.parameters())
     if mode is torch.inference_mode:  # the same weights without it
         with torch.no_grad(), parallelize(own, transport=transport, kernels="torch", **settings):
             assert torch.equal(own(**moved, return_dict=False)[0], outputs[-1])

@@ -10,6 +10,8 @@ import shutil
 import signal
 import sys
 import threading
+import time
+from _thread import start_new_thread
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +22,7 @@ from cocodiff.config.errors import UserError
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # asked of the parent, they end all children
 
+AGAIN_S = 0.05  # until an interrupt that was swallowed is raised again
 STOP_S = 10.0  # for a job to end once it has been asked to
 PROC = Path("/proc")
 # Bytes of a CPU rank's own beside weights and activations, once a step has run. About half are pages of imports that
@@ -56,6 +59,29 @@ def ignore_stops() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+def keep_interrupts() -> None:
+    """Raise an interrupt again a moment later where Python has swallowed it.
+
+    Python drops what is raised in a weak reference's callback or a finaliser and prints a traceback instead, so a run
+    that was asked to stop just then would go on.
+    """
+    report = sys.unraisablehook
+
+    def raise_again() -> None:
+        time.sleep(AGAIN_S)
+        number = next((one for one in (signal.SIGTERM, signal.SIGINT) if callable(signal.getsignal(one))), None)
+        if number is not None:  # else the work is done, and stops are ignored
+            os.kill(os.getpid(), number)
+
+    def hook(swallowed: sys.UnraisableHookArgs) -> None:
+        if isinstance(swallowed.exc_value, KeyboardInterrupt):
+            start_new_thread(raise_again, ())  # a `threading.Thread` takes locks that the callback may hold
+        else:
+            report(swallowed)
+
+    sys.unraisablehook = hook
+
+
 def fork(job: Callable[[], int], on_terminate: Any) -> int:
     """A process that runs a job and ends with its exit code, 1 where it raises. It dies with its parent, and of STOPS
     heeds SIGTERM alone, which the parent sends: Ctrl-C and a hangup reach the whole terminal group."""
@@ -67,6 +93,7 @@ def fork(job: Callable[[], int], on_terminate: Any) -> int:
     try:
         die_with_parent(parent)
         ignore_stops()
+        keep_interrupts()
         signal.signal(signal.SIGTERM, on_terminate)
         code = job()
         sys.stdout.flush()
@@ -112,6 +139,7 @@ def run_dependent(call: Callable[[], int], parent: int, folder: str) -> int:
         raise KeyboardInterrupt
 
     try:
+        keep_interrupts()
         signal.signal(signal.SIGTERM, interrupt)
         die_with_parent(parent, signal.SIGTERM)
         return call()

@@ -183,3 +183,40 @@ def test_signals_have_their_handlers_again_after_an_error() -> None:
     with pytest.raises(RuntimeError), stop_requests():
         raise RuntimeError
     assert [signal.getsignal(number) for number in STOPS] == before
+
+
+SWALLOWED = """
+import os, signal, sys, time
+from cocodiff.cli import main as cli
+from cocodiff.jobs.children import fork, run_dependent
+
+def struck(number):
+    class Job:
+        def __del__(self):
+            os.kill(os.getpid(), number)
+            sum(range(10))  # Python raises what a signal has asked for between two of its instructions
+
+    Job()
+    try:
+        time.sleep(60)
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+def end(pid):
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+"""
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "sys.exit(end(fork(lambda: struck(signal.SIGTERM), signal.default_int_handler)))",
+        "sys.exit(run_dependent(lambda: struck(signal.SIGTERM), os.getppid(), ''))",
+        "cli.run_command = lambda words: struck(signal.SIGINT); cli.program()",
+    ],
+    ids=["a forked rank", "a job of Python's", "the command itself"],
+)
+def test_an_interrupt_that_python_swallows_is_heeded_all_the_same(program: str) -> None:
+    done = subprocess.run([sys.executable, "-c", SWALLOWED + program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "")

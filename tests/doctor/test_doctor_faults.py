@@ -42,6 +42,12 @@ PLANES = "plane:{0,3,4,6,8,11},{1,2,5,7,9,10}"
 NODES = read_yaml(Path(__file__).with_name("nodes.yaml"))
 NICS = tuple(Nic(f"cxi{n}", (n // 4,)) for n in range(8))
 Change = Callable[[Facts], Facts]
+ENDS, HANGS, UNKNOWN = (["met", []], []), (["met"], ["rank 0 hangs"]), ([], ["no mpiexec"])  # of a pair's batch
+
+
+def other_sync(value: int, verdict: str) -> Any:
+    """The answer of a job whose CCL_OP_SYNC is another."""
+    return [{f"CCL_OP_SYNC={value}": verdict, "seconds": 0.002, "hidden": 0.7}], []
 
 
 def healthy_rank(rank: int, host: str) -> RankFacts:
@@ -63,6 +69,7 @@ def healthy_job(world: int = 12, host_of: Callable[[int], int] = lambda rank: ra
         Overlap(1.0, 1.0, 1.05),
         6,
         [Issue("all-to-all", 4096, 22, 1e-4, 2e-4), Issue("all-to-all", 2**24, 22, 1e-4, 1e-2)],
+        pair=ENDS,
     )
 
 
@@ -158,6 +165,19 @@ WRONG: dict[str, tuple[Change, str, str]] = {
     "wrong numbers": (wrong_trials(1, 12), "FAULT all-to-all", "bfloat16 4096 3 [5] --transport"),
     "wrong where calls overlap": (wrong_trials(12), "FAULT all-to-all", "bfloat16 4096 --messages alltoall"),
     "wrong in many cases": (wrong_trials(*[1] * 5), "FAULT all-to-all", "bfloat16 ...:"),
+    "batches that wait": (job(pair=HANGS), "warn messages", "end: alltoall batch --messages alltoall"),
+    "wrong bytes in a batch": (job(pair=(["met", ["early"]], [])), "warn messages", "--messages alltoall"),
+    "batches that wait as asked": (
+        job(pair=HANGS, one_by_one=True, messages="batch"),
+        "warn messages",
+        "batch --messages alltoall",
+    ),
+    "batches that end after all": (job(one_by_one=True), "warn messages", "ends: batch alltoall --messages batch"),
+    "numbers that CCL_OP_SYNC mends": (
+        both(wrong_trials(1), job(pair=([], []), op_sync=other_sync(1, "right"))),
+        "FAULT all-to-all, warn messages",
+        "CCL_OP_SYNC=1: 2.0 70% 95% export",
+    ),
     "nothing hidden": (job(overlap=Overlap(1.0, 2.0, 2.51)), "warn overlap", "49% 1000.0 2000.0 2510.0"),
     "nothing hidden in safe mode": (
         both(SAFE, job(overlap=Overlap(1.0, 1.0, 2.0))),
@@ -241,7 +261,7 @@ def test_every_check_can_find_something_wrong() -> None:
     [
         healthy_job(),
         setting(CCL_TOPO_COLOR=f"card:{{0,1}},{{2,3}};{PLANES}")(healthy_job(24)),
-        both(ON_CPU, job(overlap=Overlap(1.0, 1.0, 2.0), issues=BLOCKED))(healthy_job()),
+        both(ON_CPU, job(overlap=Overlap(1.0, 1.0, 2.0), issues=BLOCKED, pair=([], [])))(healthy_job()),
         Facts([replace(healthy_rank(0, "x1"), launcher="alone", local_size=None)], topology_of("aurora", 12)),
     ],
     ids=["aurora", "two nodes", "cpu", "alone"],
@@ -259,6 +279,11 @@ JUST_ENOUGH: dict[str, Change] = {
     "least memory": ranks(free=4 * GIB, total=4 * GIB),
     "memory for a model": job(needed=60 * GIB),
     "nine tenths of a tile free": ranks(free=36 * GIB, total=40 * GIB),
+    "batches that wait as believed": job(pair=HANGS, one_by_one=True),
+    "batches that end, and all-to-alls by choice": job(one_by_one=True, messages="alltoall"),
+    "a batch that could not be tried": job(pair=UNKNOWN, op_sync=UNKNOWN),
+    "right without waiting": job(op_sync=other_sync(0, "right")),
+    "wrong without waiting": job(op_sync=other_sync(0, "rank 3 got other numbers")),
     "half hidden": job(overlap=Overlap(2.0, 1.0, 2.5)),
     "calls that return in time": job(issues=[Issue("a", 64, 10, 2e-4, 2e-4), Issue("a", 64, 1, 1e-3, 2e-3)]),
     "a thread for each core": setting(OMP_NUM_THREADS="4"),
@@ -275,6 +300,24 @@ JUST_ENOUGH: dict[str, Change] = {
     "attention at the limit": ranks(3, device_trial=DeviceTrial("SDPA", 1.0)),
     "more tiles than the machine has": ranks(tiles_seen=13),
 }
+
+
+@pytest.mark.parametrize(
+    ("changed", "severities", "values"),
+    [
+        ({"pair": UNKNOWN}, ["note"], "no mpiexec batch"),
+        ({"pair": UNKNOWN, "one_by_one": True}, ["note"], "no mpiexec alltoall"),
+        ({"op_sync": UNKNOWN}, ["note", "ok"], "no mpiexec CCL_OP_SYNC"),
+        ({"pair": HANGS, "messages": "alltoall"}, ["ok"], "alltoall"),
+        ({"op_sync": other_sync(0, "right")}, ["ok", "ok"], "CCL_OP_SYNC=0: 2.0 70% 1.0 95% FAST=1"),
+        ({"op_sync": other_sync(0, "rank 3 got other numbers")}, ["ok", "ok"], "CCL_OP_SYNC=0: 3 70% 95%"),
+    ],
+)
+def test_what_jobs_of_their_own_found_is_told(changed: dict[str, Any], severities: list[str], values: str) -> None:
+    """A trial that could not be made is a note with its reason, and what is used all the same."""
+    found = [one for one in examine(job(**changed)(healthy_job())) if one.check == "messages"]
+    assert [one.severity for one in found] == severities
+    assert [value for value in values.split() if value not in " ".join(one.text for one in found)] == []
 
 
 def test_memory_that_grows_is_no_fault_where_oneccl_does_not_send_it() -> None:

@@ -303,6 +303,29 @@ def check_alltoall(facts: Facts, found: Findings) -> None:
         found.note("one rank: no messages")
 
 
+def check_messages(facts: Facts, found: Findings) -> None:
+    """How a device's library takes a batch, beside what `messages` is; and what the other CCL_OP_SYNC would change."""
+    used = facts.messages if facts.messages != "auto" else "alltoall" if facts.one_by_one else "batch"
+    for trial, (reports, said) in (("a batch", facts.pair), ("the other CCL_OP_SYNC", facts.op_sync)):
+        if said and not reports:
+            found.note(f"{trial} could not be tried, {used} is used: {said[0]}")
+    if reports := facts.pair[0]:
+        needed, ends = ("batch", "ends") if reports[1:] == [[]] else ("alltoall", "does not end")
+        text = (
+            f"a batch that both ranks begin with a send {ends}: --messages {needed} fits this library, {used} is used"
+        )
+        contradicted = used != needed and facts.messages != "alltoall"
+        found.add(WARNING if contradicted else GOOD, text, f"--messages {needed}")
+    own_ms, own = sum(trial.seconds for trial in facts.alltoalls) * 1e3, facts.overlap
+    for (other, verdict), (_, seconds), (_, hidden) in map(dict.items, facts.op_sync[0]):
+        text = f"all-to-alls with {other}: {verdict}, {seconds * 1e3:.1f} ms, {hidden:.0%} hidden"
+        text += f"; as it is {own_ms:.1f} ms, {own.hidden if own else 0:.0%} hidden"
+        text += " (FAST=1 heeds this, docs/aurora.md)" if other.endswith("0") else ""
+        mends = verdict == "right" and any(trial.wrong for trial in facts.alltoalls)
+        found.add(WARNING if mends else GOOD, text, f"export {other}")
+    found.otherwise(NOTE, "no library of a device carries them")
+
+
 def check_overlap(facts: Facts, found: Findings) -> None:
     """Messages hidden behind work. Where they are not, all runs, slower: no fault."""
     if facts.overlap is None:
@@ -458,6 +481,7 @@ CHECKS: dict[str, Callable[[Facts, Findings], None]] = {
     "nics": check_nics,
     "planes": check_planes,
     "all-to-all": check_alltoall,
+    "messages": check_messages,
     "overlap": check_overlap,
     "order": check_order,
     "host": check_host,

@@ -52,6 +52,7 @@ for name in sys.argv[1:]:
         sys.modules[name] = None
     print(f"\\n{name}\\t{failed}", flush=True)
 """
+Apart = tuple[list[Any], list[str]]  # of a trial in a job of its own: its reports, and the last line that is none
 BLOCKED_S = 2e-5  # of the host, for a message: a library that only queues it takes less
 PACKAGES = (
     *("cocodiff", "torch", "diffusers", "transformers", "safetensors", "numpy", "mpi4py"),
@@ -199,6 +200,10 @@ class Facts:
     issues: Sequence[Issue] = ()
     needed: int | None = None
     stopped: str = ""
+    messages: str = "auto"  # the setting
+    one_by_one: bool = False  # whether messages of a batch are believed to wait for each other, see `LaneOwner`
+    pair: Apart = ([], [])  # of a batch of two messages, see `trials.report_pair`
+    op_sync: Apart = ([], [])  # with the other value of CCL_OP_SYNC, see `trials.report_op_sync`
 
     @property
     def blocked_us(self) -> float:

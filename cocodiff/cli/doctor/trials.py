@@ -3,9 +3,10 @@ busy, how long calls that send and receive hold the host."""
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,7 +18,7 @@ from cocodiff.attention.trial import DeviceTrial, Shape, try_device
 from cocodiff.cli.doctor.facts import AllToAll, Issue, Overlap
 from cocodiff.comm.checked import CheckedGroup, WrongMessage
 from cocodiff.comm.health import Health
-from cocodiff.comm.transport import Group, Pending, Transport
+from cocodiff.comm.transport import TOGETHER, Group, Pending, Transport
 from cocodiff.config.errors import OwnRankError
 from cocodiff.kernels import Kernels
 from cocodiff.kernels.device import set_repeatable
@@ -289,3 +290,27 @@ def compute(device: torch.device, ranks: int, heads: int, head_dim: int, tokens:
 def synchronise(device: torch.device) -> None:
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)
+
+
+# In a job of its own: each yields what it reports ---------------------------------------------------------------------
+
+
+def report_pair(transport: Any, limit: Step, _: str) -> Iterator[Any]:
+    """Two ranks exchange a message in a batch whose send comes first on both: that they have met, and then what is
+    wrong with what came."""
+    group = transport.group(range(2), together=False)
+    group.in_one_order = False
+    yield "met"
+    with limit("a batch that both ranks begin with a send"):
+        wrong = _order_once(transport, group, None, 0)
+    yield wrong
+
+
+def report_op_sync(transport: Transport, limit: Step, messages: str) -> Iterator[Any]:
+    """What is wrong with all-to-alls, the seconds that all take, and how much of one is hidden behind other work."""
+    with limit("all-to-alls with another CCL_OP_SYNC"):
+        group = transport.group(range(transport.size), TOGETHER[messages])
+        found, hidden = all_to_alls(transport, group), overlap(transport, group).hidden
+    wrong = next((one.wrong[0] for one in found if one.wrong), "right")
+    seconds = sum(one.seconds for one in found)
+    yield {f"CCL_OP_SYNC={os.environ['CCL_OP_SYNC']}": wrong, "seconds": seconds, "hidden": hidden}
