@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from cocodiff_sycl.streams import Cut, room_of, stream_places
+from cocodiff_sycl.parts import Cut, room_of, stream_places
 from torch import Tensor
 
 from cocodiff.attention.stateful import NEEDED, TENSORS, CodedStep, End, LayerEnds, StatefulCall, StatefulCodec

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -49,7 +50,7 @@ class DeviceTrial:
     def merged(cls, trials: Iterable[DeviceTrial]) -> DeviceTrial:
         """Return the worst of all ranks' trials, which all ranks decide by."""
         kernels, errors, *found = zip(*(vars(one).values() for one in trials), strict=True)
-        return cls(", ".join(dict.fromkeys(kernels)), max(errors), *(tuple(sorted({*sum(one, ())})) for one in found))
+        return cls(", ".join(dict.fromkeys(kernels)), max(errors), *(tuple(sorted({*chain(*one)})) for one in found))
 
     def __str__(self) -> str:
         again = f"other bits of {', '.join(self.wandering)}" if self.wandering else "same bits"

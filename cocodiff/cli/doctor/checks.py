@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from functools import partialmethod
 from pathlib import Path
 
-from cocodiff.cli.doctor.facts import LATE, REQUIRED, Facts, Issue, RankFacts, by_value, name_ranks
+from cocodiff.attention.trial import DeviceTrial
+from cocodiff.cli.doctor.facts import LATE, REQUIRED, Facts, Issue, RankFacts, by_value, name_ranks, planes_of, spelled
 from cocodiff.comm.connect import overlap_killers
 from cocodiff.comm.host import THROUGH_HOST
 from cocodiff.config.grouping import by_key
@@ -268,22 +269,6 @@ def check_planes(facts: Facts, found: Findings) -> None:
     found.otherwise(NOTE, f"machine {machine.name} has planes {spelled([p.plane for p in places if not p.node])}")
 
 
-def spelled(planes: Sequence[int]) -> str:
-    """The tiles of each plane, as in CCL_TOPO_COLOR: {0,3},{1,2}. Numbers of planes carry no meaning but equality."""
-    groups = by_key((plane, tile) for tile, plane in enumerate(planes))
-    return ",".join("{" + ",".join(map(str, tiles)) + "}" for tiles in groups.values())
-
-
-def planes_of(color: str) -> tuple[int, ...]:
-    """The planes of a colouring like card:{0,1},{2,3};plane:{0,3},{1,2}. Raises ValueError for anything else."""
-    found = re.search(r"plane\s*:\s*((?:\{[\d,\s]+\}\s*,?\s*)+)", color)
-    groups = re.findall(r"\{([\d,\s]+)\}", found[1]) if found else []
-    plane_of = {int(tile): plane for plane, group in enumerate(groups) for tile in group.split(",") if tile.strip()}
-    if not plane_of or sorted(plane_of) != list(range(len(plane_of))):
-        raise ValueError(f"{color!r} names no plane for each of the tiles from 0")
-    return tuple(plane_of[tile] for tile in range(len(plane_of)))
-
-
 def check_alltoall(facts: Facts, found: Findings) -> None:
     """Numbers that arrive as they were sent."""
     trials = facts.alltoalls
@@ -453,15 +438,19 @@ def check_kernels(facts: Facts, found: Findings) -> None:
 
 def check_computing(facts: Facts, found: Findings) -> None:
     """Attention, strided copies and repeated operations of every rank's device."""
-    tried = by_key((one.device_trial, one.rank) for one in facts.ranks if one.device_trial)
-    for trial, ranks in tried.items():
+    tried, right = [(one.device_trial, one.rank) for one in facts.ranks if one.device_trial], ""
+    for some in by_key(((one.copies, one.wandering, one.error > 1), (one, rank)) for one, rank in tried).values():
+        trials, ranks = zip(*some, strict=True)
+        trial = DeviceTrial.merged(trials)
         text = f"{trial} on {name_ranks(ranks)}"
         if trial.copies:
             found.fault(text, "use a newer driver, or --device cpu")
         elif trial.error > 1 or trial.wandering:
             found.warning(text, "use another torch or driver: runs are slower, or differ in their last bits")
-    if tried:
-        found.otherwise(GOOD, f"{[*tried][0]} on {name_ranks(sum(tried.values(), []))}")
+        else:
+            right = text
+    if right:
+        found.otherwise(GOOD, right)
     cost = max((rank.deterministic_cost for rank in facts.ranks if not rank.on_cpu), default=1.0)
     if cost > COSTLY:
         found.note(f"products in one order take {cost:.2f} times as long: --no_deterministic does without")

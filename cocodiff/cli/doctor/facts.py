@@ -411,3 +411,19 @@ def loaded_mpi() -> str:
     """The path of the MPI library that this process has loaded, "" where it has not."""
     found = re.search(r"\S*/libmpi\.so\S*", read(Path("/proc/self/maps")))
     return found[0] if found else ""
+
+
+def spelled(planes: Sequence[int]) -> str:
+    """The tiles of each plane, as in CCL_TOPO_COLOR: {0,3},{1,2}. Numbers of planes carry no meaning but equality."""
+    groups = by_key((plane, tile) for tile, plane in enumerate(planes))
+    return ",".join("{" + ",".join(map(str, tiles)) + "}" for tiles in groups.values())
+
+
+def planes_of(color: str) -> tuple[int, ...]:
+    """The planes of a colouring like card:{0,1},{2,3};plane:{0,3},{1,2}. Raises ValueError for anything else."""
+    found = re.search(r"plane\s*:\s*((?:\{[\d,\s]+\}\s*,?\s*)+)", color)
+    groups = re.findall(r"\{([\d,\s]+)\}", found[1]) if found else []
+    plane_of = {int(tile): plane for plane, group in enumerate(groups) for tile in group.split(",") if tile.strip()}
+    if not plane_of or sorted(plane_of) != list(range(len(plane_of))):
+        raise ValueError(f"{color!r} names no plane for each of the tiles from 0")
+    return tuple(plane_of[tile] for tile in range(len(plane_of)))
