@@ -32,10 +32,9 @@ pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 
 
 @pytest.fixture(autouse=True)
-def flag_as_it_was() -> Any:
-    """Ranks that are threads share the flag, and put it back in any order."""
-    yield
-    torch.backends.mkldnn.deterministic = False
+def flag_as_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that are threads share it, so what the last of them puts back may be another one's."""
+    monkeypatch.setattr(torch.backends.mkldnn, "deterministic", False)
 
 
 @pytest.mark.parametrize(

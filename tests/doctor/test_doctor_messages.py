@@ -41,7 +41,7 @@ def work(transport):
 
 sys.exit(run_ranks(None, launch.detect(), Config(device="cpu"), {}, work))
 """
-VALUES = {"machine": "local", "device": "auto", "kernels": "torch", "messages": "auto", "model": None}
+VALUES = {"machine": "local", "device": "auto", "kernels": "torch", "messages": "auto", "model": None, "size": 64}
 LIMITS = {"patience_s": 60.0, "compile_s": 60.0, "timeout_s": 60.0}
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("one_thread_a_rank")]

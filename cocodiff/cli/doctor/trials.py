@@ -7,7 +7,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -281,10 +281,11 @@ def compute(device: torch.device, ranks: int, heads: int, head_dim: int, tokens:
     heads, tokens = map(min, (heads, tokens), of_device(MOST, device))
     own, rows = -(-heads // ranks), -(-tokens // ranks)
     shape, seconds = Shape((1, tokens, own, head_dim), (rows, heads * head_dim), torch.bfloat16, parts=True), [1.0, 1.0]
-    for in_one_order in (False, True) if device.type != "cpu" else ():
-        set_repeatable(device, in_one_order)
-        seconds.append(product_s(device))
-    return try_device(LocalAttention(), shape, device, Kernels()), seconds[-1] / seconds[-2]
+    with ExitStack() as as_before:
+        for in_one_order in (False, True) if device.type != "cpu" else ():
+            as_before.callback(set_repeatable(device, in_one_order))
+            seconds.append(product_s(device))
+        return try_device(LocalAttention(), shape, device, Kernels()), seconds[-1] / seconds[-2]
 
 
 def synchronise(device: torch.device) -> None:
