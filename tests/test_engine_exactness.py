@@ -50,7 +50,7 @@ def test_one_rank_has_one_process_bits(family):
         ("local-6x2", 24, CASES["38 heads, bf16"], {}, (24, 1), False),
         ("local", 5, CASES["38 heads, dual"], {}, (5, 1), False),
         ("local", 7, CASES["38 heads, dual"], {}, (7, 1), False),
-        ("aurora", 12, IN_A_MESH, {"ring": 3, "placement": "usp", "ring_kind": "keys"}, (4, 3), False),
+        ("aurora", 12, IN_A_MESH, {"ring": 3, "placement": "topology", "ring_kind": "keys"}, (4, 3), False),
         ("aurora", 12, IN_A_MESH, {"ring": 6, "placement": "usp", "ring_kind": "token"}, (2, 6), False),
         ("aurora", 24, IN_A_MESH, {"ring": 12, "placement": "usp", "ring_kind": "streaming"}, (2, 12), False),
         pytest.param("aurora", 24, IN_A_MESH, {"ring": 2, "placement": "auto"}, (12, 2), False, marks=LARGE),
@@ -63,7 +63,7 @@ def test_one_rank_has_one_process_bits(family):
         ("local", 5, Case(38, 7, 9, 11, 2), {"chunks": 3}, (5, 1), True),
         ("local", 7, Case(24, 7, 9, 11, 1, (), torch.bfloat16, "flux"), {"chunks": 2}, (7, 1), True),
         ("local", 6, Case(48, 7, 9, 11, 1, family="flux2"), {"chunks": 9}, (6, 1), True),
-        ("aurora", 12, Case(24, 7, 9, 11, 2, (), torch.bfloat16, "qwen"), {"chunks": 2}, (12, 1), True),
+        ("aurora", 12, Case(24, 7, 9, 11, 2, (), torch.bfloat16, "qwen"), {"chunks": 2, "ring": 1}, (12, 1), True),
     ],
     ids=str,
 )

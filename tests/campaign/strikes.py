@@ -158,8 +158,10 @@ def judge_line(fault: str, victim: int, ranks: int, source: str, code: int, said
         pattern, right = f"RuntimeError: {ON_FIRE}" if ranks == 1 else named.get(fault, "nothing at all"), (1,)
     wrong = [] if code in right else [f"ended with {code}, not {right}"]
     traced = fault in ("exception", "exit") and "Traceback" in said
-    own = lines[-1:] if traced else [line for line in lines if not line.startswith("cocodiff: [rank ")]
-    fits = 1 <= len(own) <= 1 + of_file and all(line.startswith("cocodiff: ") for line in own)
+    own = [line for line in lines if line.startswith("cocodiff: ") and not line.startswith("cocodiff: [rank ")]
+    others = [line for line in lines if not line.startswith("cocodiff: ")]
+    # Alone, a rank says on a line of its own what it has left.
+    fits = 1 <= len(own) <= 1 + (of_file or ranks == 1) and (traced or not others)
     return wrong if fits and re.search(pattern, own[0]) else [*wrong, f"said {said!r}"]
 
 
