@@ -1,4 +1,4 @@
-"""What is planned: a batch of a model's images, or a video, by some settings on ranks of a machine.
+"""A case to plan: a batch of a model's images, or a video, by some settings on ranks of a machine.
 
 A case goes from the options of a command to its tables: how much memory it takes (`memory.py`), how long (`layers.py`),
 and how the ranks of a job are divided (`choice.py`).
@@ -85,7 +85,7 @@ class ModelShape:
         return (1 + video.frames // each) * (video.height // side) * (video.width // side)
 
     def segments(self, side: int) -> Segments:
-        """Of joint attention: a square image of `side` pixels and the longest prompt. Raises UserError as
+        """Return the tokens of joint attention: a square image of `side` pixels, the longest prompt. Raises UserError as
         `image_tokens`."""
         return image_and_text(self.image_tokens(side), self.text_tokens)
 
@@ -109,8 +109,8 @@ def shape_of_config(family: Family, config: Mapping[str, Any], parameters: int) 
 
 
 def coded_layers(shape: ModelShape, state_layers: int | None) -> tuple[int, int, int]:
-    """How many joint, parallel and image layers keep something: of `state_layers` in all, those that a model calls
-    first. Its dual blocks, the first ones, have a joint and an image layer each."""
+    """Return the numbers of joint, parallel and image layers that keep something: of `state_layers` in all, those that
+    a model calls first. Its dual blocks, the first ones, have a joint and an image layer each."""
     left = shape.joint_layers + shape.parallel_layers + shape.image_layers if state_layers is None else state_layers
     image = min(shape.image_layers, left // 2)
     joint = min(shape.joint_layers, left - image)

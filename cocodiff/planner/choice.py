@@ -159,7 +159,7 @@ class Division:
 
     @cached_property
     def need(self) -> RankMemory:
-        """What the fullest rank needs."""
+        """The memory of the fullest rank."""
         return max(map(fullest, {*chain(*chain(*self.parts))}), key=lambda need: need.total)
 
     @cached_property
@@ -205,8 +205,8 @@ class Division:
 
     @property
     def first_s(self) -> float:
-        """What a replica's first batch takes longer: in its first step both branches of calls in turn are computed by
-        all."""
+        """The seconds that a replica's first batch takes longer: all ranks compute both branches of its first step
+        where calls come in turn."""
         in_turn = self.partition.guidance > 1 and self.cases[0].branches > 1
         return sum(step.step_s for step in self.steps if in_turn)
 

@@ -115,7 +115,7 @@ class LayerPlan(NamedTuple):
 
 
 class Sent:
-    """How tensors of a layer travel in calls of one kind."""
+    """The ways of a layer's tensors in calls of one kind."""
 
     forward: Sequence[Hop] = ()  # of q, k and v each
     back: Sequence[Hop] = ()  # of the output

@@ -253,21 +253,20 @@ def mib(count: float) -> str:
 
 
 class VaePeak(NamedTuple):
-    """Bytes of activations. encoding: of every rank, while it encodes the image to be restored. decoding: of a rank
-    that decodes. decoders: the most ranks of one node that do so at the same time."""
+    """The activations of the VAE on a rank, in bytes."""
 
-    encoding: int
-    decoding: int
-    decoders: int
+    encoding: int  # of every rank, while it encodes the image that is to be restored
+    decoding: int  # of a rank that decodes
+    decoders: int  # the most ranks of one node that decode at the same time
 
 
 @dataclass(frozen=True)
 class Peaks:
-    """encoders: bytes of rank 0's text encoders. vae: bytes of the VAE's weights. of_vae: by its setting."""
+    """The memory that a run takes before and after its denoising steps, in bytes."""
 
-    encoders: int
-    vae: int
-    of_vae: Mapping[str, VaePeak]
+    encoders: int  # rank 0's text encoders
+    vae: int  # the VAE's weights
+    of_vae: Mapping[str, VaePeak]  # by the setting `vae`
 
     def of_rank(self, step: RankMemory, vae: str) -> dict[str, int]:
         """All that a rank holds, by what the run does: of the fullest one. step: what it holds in a denoising step."""
@@ -280,7 +279,7 @@ class Peaks:
         }
 
     def fullest(self, step: RankMemory, vae: str) -> tuple[str, int]:
-        """What the run does when a rank holds most, and how much that is."""
+        """Return the name of the moment at which a rank holds most, and its bytes."""
         return max(self.of_rank(step, vae).items(), key=lambda moment: moment[1])
 
 

@@ -1,5 +1,5 @@
-"""What goes round the rings of a mesh in an attention call, and what travels in chunks: bytes over which links, and the
-seconds of attention that hides it. Pure arithmetic (StreamFusion, sections 4.2 and 4.3, appendix D).
+"""The traffic of rings and of chunks in an attention call: bytes over which links, and the seconds of attention that
+hide it. Pure arithmetic (StreamFusion, sections 4.2 and 4.3, appendix D).
 
 Every link carries its bytes at the machine file's rate and the fullest link sets the pace.
 """
@@ -43,9 +43,9 @@ def ring_of(mesh: Mesh, layouts: Sequence[Layout], work: AttentionWork, message_
 def around(
     mesh: Mesh, layouts: Sequence[Layout], cell: int, wires: Wires, message_s: float, along: Levels = LEVELS
 ) -> tuple[Traffic, tuple[float, ...]]:
-    """What goes round a ring in a call, and the seconds of every move. Moves along one level (tile, card or node) take
-    the same links; each is given the time of the level's largest blocks. cell: bytes of a block for one token and head.
-    along: the levels along which blocks go."""
+    """Return what goes round a ring in a call, and the seconds of every move. Moves along one level (tile, card or
+    node) take the same links; each is given the time of the level's largest blocks. cell: bytes of a block for one
+    token and head. along: the levels along which blocks go."""
     messages, of_level = Traffic(wires), [Traffic(wires) for _ in LEVELS]
     rows_G, ranks_GU = np.array([sum(layout.rows) for layout in layouts]), np.array(mesh.groups)
     every, grids = range(mesh.ring), rounds_of(mesh, along)

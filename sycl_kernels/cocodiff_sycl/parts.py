@@ -58,7 +58,7 @@ class Rows:
 
 
 class Cut(NamedTuple):
-    """How a tensor [B, T, H, ...] is cut into blocks: dim 1 by rows or 2 by heads, so many each."""
+    """A cut of a tensor [B, T, H, ...] into blocks along dim 1 (rows) or 2 (heads), of these sizes."""
 
     dim: int
     sizes: tuple[int, ...]
@@ -73,13 +73,14 @@ class Cut(NamedTuple):
         return [math.prod(block) for block in self.shapes(shape)]
 
     def tiles(self, shape: Sequence[int], head_dim: int) -> list[int]:
-        """Of every block."""
+        """Return the number of tiles of every block of a tensor [B, T, H, ...]."""
         strips = (B * -(-T // TOKENS) * -(-H * head_dim // RUN) for B, T, H in self.shapes(shape))
         return [-(-count // TILE) for count in strips]
 
 
 def most_bytes(cells: int, head_dim: int) -> int:
-    """Of a block's stream, whatever its numbers and its shape are: a strip of one token has a byte for its size."""
+    """Return the most bytes that a block's stream takes, whatever its numbers and shape are: a strip of one token has a byte
+    for its size."""
     strips = cells * -(-head_dim // RUN)
     return 2 * RUN * strips + strips + 4 * -(-strips // TILE)
 
@@ -90,5 +91,5 @@ def room_of(cells: int, width: int) -> int:
 
 
 def stream_places(cells: Sequence[int], head_dim: int) -> list[int]:
-    """Where blocks' streams begin in a buffer that has room for any, in bytes; at the end its size."""
+    """Return where blocks' streams begin in a buffer that has room for any, in bytes, and at the end its size."""
     return list(accumulate((most_bytes(count, head_dim) // 2 * 2 for count in cells), initial=0))

@@ -289,7 +289,7 @@ def check_alltoall(facts: Facts, found: Findings) -> None:
 
 
 def check_messages(facts: Facts, found: Findings) -> None:
-    """How a device's library takes a batch, beside what `messages` is; and what the other CCL_OP_SYNC would change."""
+    """Compare how a device's library takes a batch with what `messages` is, and tell what CCL_OP_SYNC changes."""
     used = facts.messages if facts.messages != "auto" else "alltoall" if facts.one_by_one else "batch"
     for trial, (reports, said) in (("a batch", facts.pair), ("the other CCL_OP_SYNC", facts.op_sync)):
         if said and not reports:

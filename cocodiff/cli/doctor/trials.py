@@ -308,7 +308,7 @@ def report_pair(transport: Any, limit: Step, _: str) -> Iterator[Any]:
 
 
 def report_op_sync(transport: Transport, limit: Step, messages: str) -> Iterator[Any]:
-    """What is wrong with all-to-alls, the seconds that all take, and how much of one is hidden behind other work."""
+    """Yield what is wrong with all-to-alls, the seconds that all take, and the part of one hidden behind other work."""
     with limit("all-to-alls with another CCL_OP_SYNC"):
         group = transport.group(range(transport.size), TOGETHER[messages])
         found, hidden = all_to_alls(transport, group), overlap(transport, group).hidden
