@@ -85,7 +85,7 @@ class ModelShape:
         return (1 + video.frames // each) * (video.height // side) * (video.width // side)
 
     def segments(self, side: int) -> Segments:
-        """Return the tokens of joint attention: a square image of `side` pixels, the longest prompt. Raises UserError as
+        """Return the tokens of joint attention: a square image of `side` pixels, the longest prompt. Raises as
         `image_tokens`."""
         return image_and_text(self.image_tokens(side), self.text_tokens)
 

@@ -79,8 +79,8 @@ class Cut(NamedTuple):
 
 
 def most_bytes(cells: int, head_dim: int) -> int:
-    """Return the most bytes that a block's stream takes, whatever its numbers and shape are: a strip of one token has a byte
-    for its size."""
+    """Return the most bytes that a block's stream takes, whatever it holds: a strip of one token has a byte for its
+    size."""
     strips = cells * -(-head_dim // RUN)
     return 2 * RUN * strips + strips + 4 * -(-strips // TILE)
 
