@@ -11,14 +11,11 @@ import numpy as np
 import pytest
 from cocodiff_eval.data.reoriented import MaskStatistics, Restored
 from cocodiff_eval.harness.images import save_frames
-from cocodiff_eval.harness.items import Batch, Cost, ItemSamples, Parts
-from cocodiff_eval.harness.tasks import WorkingFile
-from cocodiff_eval.quality.fusing import Moments
 
 from cocodiff.config.config import read_yaml
 from cocodiff.config.errors import UserError
 from cocodiff.config.files import is_there, read_json
-from cocodiff.jobs.journal import Entry, Journals
+from cocodiff.jobs.store import Store
 
 pytestmark = pytest.mark.usefixtures("promptly")
 READERS = {"yaml": read_yaml, "json": read_json}
@@ -86,30 +83,20 @@ def test_a_file_of_the_largest_size_is_read(tmp_path: Path) -> None:
     assert read_json(tmp_path / "large.json") == {"steps": 1}
 
 
-def write_journal(folder: Path) -> None:
-    journals = Journals(folder)
-    journals.folder.mkdir()
-    journals.keep([Entry(0, 1, ["kept"])])
-    journals.open_journal("own").add(Entry(1, 2, ["added"]))
-
-
-def write_samples(folder: Path) -> None:
-    moments = [Moments.of(np.full((2, 2), value, np.float32)) for value in (1, 2)]
-    samples = ItemSamples(moments[0].merged(moments[1]), Cost(), kept=(np.ones((2, 2)),) * 2, tested=moments[0])
-    Parts(folder).keep(Batch(0, (3,), samples=(0, 1), of=5), {"tapa": [samples]})
+def write_unit(folder: Path) -> None:
+    store = Store(folder)
+    store.folder.mkdir()
+    store.add(0, ["kept"], [("slice", np.ones((2, 2)))])
 
 
 def write_slices(folder: Path) -> None:
-    file = WorkingFile(folder / "slices", (3, 2, 2), np.dtype("u2"), "tapa")
-    file.create()
-    file.write(1, np.ones((2, 2), np.uint16))
     along_x = Restored(folder / "voxels", "x", MaskStatistics.of(lambda _: np.ones((2, 2), bool), 3))
     along_x.create()
     along_x.write(1, np.ones(6))
 
 
 WRITERS: list[Callable[[Path], None]] = [
-    *(write_journal, write_samples, write_slices),
+    *(write_unit, write_slices),
     lambda folder: save_frames(folder / "video.tif", np.zeros((2, 4, 4, 3), np.uint8)),
 ]
 
@@ -118,6 +105,6 @@ WRITERS: list[Callable[[Path], None]] = [
 def test_what_is_said_to_be_on_the_disk_is_synced(
     tmp_path: Path, unsynced: Callable[[Path], list[str]], write: Callable[[Path], None]
 ) -> None:
-    """Results and samples of a batch, and the journal that tells of them: a power cut must not leave that alone."""
+    """A power cut must not leave what is renamed into place, or told of, without what it holds."""
     write(tmp_path)
     assert any(path.is_file() for path in tmp_path.rglob("*")) and not unsynced(tmp_path)

@@ -1,4 +1,4 @@
-"""A job of the tests' own has what ours have: replicas, journals, going on, and a bound on quality."""
+"""A job of the tests' own has what ours have: replicas, a store, going on, and a bound on quality."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from cocodiff.comm.loopback import run_ranks
 from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
 from cocodiff.jobs.folder import OutputFolder
-from cocodiff.jobs.journal import PARTIAL
 from cocodiff.jobs.replicas import Replica
+from cocodiff.jobs.store import FOLDER, PARTIAL
 
 BOUND = Quality(
     Bound.parse("50dB"), 2, 3, "toy", {}, {name: {} for name in ERRORS}, {name: Config() for name in ERRORS}
@@ -27,8 +27,8 @@ BOUND = Quality(
 class Counted(Squares):
     """Notes what is made, and fails when so many items have been."""
 
-    def __init__(self, folder: Path, leads: bool, made: list[tuple[str, int]], most: int) -> None:
-        super().__init__(folder, leads)
+    def __init__(self, leads: bool, made: list[tuple[str, int]], most: int) -> None:
+        super().__init__(leads)
         self.made, self.most, self.lock = made, most, threading.Lock()
 
     def make(self, settings: Sequence[str], batch: Any) -> Any:
@@ -49,16 +49,17 @@ def run(
 
     def work(transport: Any) -> JobResult:
         replica = Replica(transport, "local", replicas)
-        job = Counted(output.partial, replica.leads, made, most)
+        job = Counted(replica.leads, made, most)
         presets = Presets({name: Config() for name in ("fine", "rough")}, "exact")
-        way = Trials(job, BOUND, output.journals.folder) if bound else presets
+        way = Trials(job, BOUND, output.store) if bound else presets
         return run_batches(job, way, replica, output, lambda: {"seed": seed})
 
     return run_ranks(ranks, work, timeout_s=60.0)[0], made
 
 
-def files(out: Path) -> list[str]:
-    return [(out / PARTIAL / str(number)).read_text() for number in range(8)]
+def results(done: JobResult) -> list[dict[str, float]]:
+    names = {index: [row["mode"] for _, at, row in done.rows if at == index] for index in range(8)}
+    return [{name: float(done.read(0, index, name)) for name in of} for index, of in names.items()]
 
 
 def test_replicas_share_its_batches_and_another_start_goes_on(
@@ -69,14 +70,15 @@ def test_replicas_share_its_batches_and_another_start_goes_on(
         run(out, most=9)
     with pytest.raises(UserError, match=r"other settings \(seed: 0 there, 1 now\)"):
         run(out, seed=1)
-    kept = OutputFolder(str(out), overwrite=False, resume=True).journals.kept()
+    kept = OutputFolder(str(out), overwrite=False, resume=True).store.kept()
     assert kept is not None and 1 <= kept.done < kept.total == 8 and kept.unit == "squares"
-    (out / PARTIAL / "0").unlink(missing_ok=True)
+    damaged = min((out / PARTIAL / FOLDER).glob("*.npz"))
+    damaged.write_bytes(damaged.read_bytes()[:-9])
     capsys.readouterr()
     done, made = run(out, ranks=2, replicas=1)
-    lost = kept.done - 1 if "damaged or gone" in capsys.readouterr().out else kept.done
-    assert len(made) == 3 * (8 - lost) and {number for _, number in made} >= {0}
-    assert files(out) == [str({"fine": n**2 + 1e-3, "rough": n**2 + 1e-1}) for n in range(8)]
+    assert "1 finished batch(es) are damaged or gone" in capsys.readouterr().out
+    assert len(made) == 3 * (9 - kept.done) and {number for _, number in made} >= {int(damaged.stem)}
+    assert results(done) == [{"fine": n**2 + 1e-3, "rough": n**2 + 1e-1} for n in range(8)]
     assert [(index, row["mode"]) for _, index, row in done.rows] == [
         (n, m) for n in range(8) for m in ("fine", "rough")
     ]
@@ -86,12 +88,12 @@ def test_replicas_share_its_batches_and_another_start_goes_on(
 def test_a_bound_on_quality_chooses_its_setting(tmp_path: Path) -> None:
     done, made = run(tmp_path / "out", bound=True)
     assert done.bounds[0]["setting"] == "fine"
-    assert files(tmp_path / "out") == [str({"toy": n**2 + 1e-3}) for n in range(8)]
+    assert results(done) == [{"toy": n**2 + 1e-3} for n in range(8)]
     assert len(made) == len({*made})  # trials are results
     assert [row["mode"] for *_, row in done.rows] == ["toy"] * 8
     again, made = run(tmp_path / "out", bound=True, ranks=1, replicas=1)
-    assert made == [] and again == done
+    assert made == [] and (again.rows, results(again)) == (done.rows, results(done))
     with pytest.raises(RuntimeError, match="the machine fails"):
         run(tmp_path / "other", bound=True, most=5)
     other, _ = run(tmp_path / "other", bound=True)
-    assert other == done and files(tmp_path / "other") == files(tmp_path / "out")
+    assert (other.rows, results(other)) == (done.rows, results(done))

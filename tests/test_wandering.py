@@ -22,7 +22,7 @@ from cocodiff.attention.trial import DeviceTrial, Shape, try_device
 from cocodiff.comm import loopback
 from cocodiff.config.errors import UserError
 from cocodiff.engine.engine import parallelize
-from cocodiff.jobs.journal import PARTIAL, Journals
+from cocodiff.jobs.store import PARTIAL, Store
 from cocodiff.kernels import Kernels
 from cocodiff.kernels.device import set_repeatable
 
@@ -207,10 +207,10 @@ def test_a_job_of_replicas_goes_on_after_a_kill_and_says_whether_its_bits_repeat
         tmp_path / "scan.tif", np.random.default_rng(0).random((8, 64, 64), np.float32), photometric="minisblack"
     )
     whole, said = finished(tmp_path, "whole")
-    journals = Journals(tmp_path / "killed" / PARTIAL)
+    store = Store(tmp_path / "killed" / PARTIAL)
     process = Started(words(tmp_path, "killed"), tmp_path / "log", module="simulated_device.command")
     deadline = time.monotonic() + 300
-    while not journals.finished():
+    while not store.finished():
         assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
         time.sleep(0.005)
     process.kill()

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 from cocodiff.comm.launch import without_launcher
 from cocodiff.config.errors import PeerLost, UserError
 from cocodiff.jobs.children import STOP_S, dependent_words
-from cocodiff.jobs.journal import PARTIAL, Journals
 from cocodiff.jobs.ranks import read_loss
+from cocodiff.jobs.store import PARTIAL, Store
 
 if TYPE_CHECKING:
     import numpy as np
@@ -186,13 +186,13 @@ def _run(job: subprocess.Popen[str], words: Sequence[str], out: Path, progress: 
 def _watch(job: subprocess.Popen[str], out: Path, progress: bool) -> None:
     from tqdm.auto import tqdm
 
-    journals = Journals(out / PARTIAL)
+    store = Store(out / PARTIAL)
     with tqdm(desc="restoring", unit="slice", disable=not progress or sys.stderr is None) as bar:
         while True:
             with suppress(subprocess.TimeoutExpired):
                 job.wait(0.5)
                 return
-            kept = journals.kept() if progress else None
+            kept = store.kept() if progress else None
             if kept is not None:
                 bar.total, bar.n = kept.total, kept.done
                 bar.refresh()

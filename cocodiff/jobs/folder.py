@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from cocodiff.config.errors import OwnRankError, UserError
 from cocodiff.config.files import replace_text
-from cocodiff.jobs.journal import FOLDER, PARTIAL, Journals
+from cocodiff.jobs.store import FOLDER, PARTIAL, Store
 
 MANIFEST = ".cocodiff-files.json"
 LOCK = ".cocodiff.lock"
@@ -31,7 +31,7 @@ _STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
 
 class Manifest(NamedTuple):
     """The files that cocodiff wrote into a folder. run: of which run; settings: what the results depend on, if it kept
-    journals."""
+    units."""
 
     run: str
     files: list[str]
@@ -119,7 +119,7 @@ class OutputFolder:
 
     All ranks make the same object. `held` keeps other runs out; its owner is the process that ranks are forked from, or
     rank 0 under a launcher. Rank 0 opens and publishes. Whoever outlives a failed run calls `discard`, which keeps the
-    hidden folder where journals in it tell of finished batches: `resume` goes on there.
+    hidden folder where units of work are finished: `resume` goes on there.
     """
 
     def __init__(self, out: str, overwrite: bool, resume: bool = False) -> None:
@@ -131,7 +131,7 @@ class OutputFolder:
         with refusing(self.out):
             self.final = Path(out).resolve()
         self.partial, self._lock_file = self.final / PARTIAL, self.final / LOCK
-        self.journals = Journals(self.partial)
+        self.store = Store(self.partial)
         check_place(out, self.final)
         with refusing(self.out):
             if self._lock_file.is_file() and self.finished is None:  # so that nobody prepares a run for nothing
@@ -169,13 +169,13 @@ class OutputFolder:
 
     def _check_leftover(self) -> bool:
         """Whether what a run that did not end has finished is kept, for this one to go on with."""
-        kept = self.journals.kept()
+        kept = self.store.kept()
         if Manifest.read(self.partial) is not None:
             return False
         unended = f"--out {self.out}: a run that did not end has"
         if kept is None:
-            if self.journals.finished() and not self.overwrite:
-                damaged = "the record of its settings is damaged, so that it cannot go on"
+            if self.store.is_damaged and not self.overwrite:
+                damaged = "the record of its settings is damaged or of another version, so that it cannot go on"
                 raise UserError(f"{unended} left results there, and {damaged}: start afresh with --overwrite")
             return False
         if not self.resume and not self.overwrite:
@@ -184,7 +184,7 @@ class OutputFolder:
 
     def _replaces(self) -> bool:
         """Whether results that are there already may be replaced: a run that goes on may do what it might before."""
-        header = self.journals.header() if self.resume else None
+        header = self.store.header() if self.resume else None
         return self.overwrite or (header is not None and header.get("overwrite") is True)
 
     def _check_free(self) -> None:
@@ -294,7 +294,7 @@ class OutputFolder:
         found = (path.relative_to(self.partial) for path in self.partial.rglob("*") if not path.is_dir())
         # A kill may have left the manifest's own file unfinished, which is no result.
         files = sorted(str(path) for path in found if path.parts[0] not in (FOLDER, f"{MANIFEST}.partial"))
-        header = self.journals.header()
+        header = self.store.header()
         manifest = Manifest(self.run, files, header["settings"] if header is not None else None)
         manifest.write(self.partial)
         try:
@@ -305,7 +305,7 @@ class OutputFolder:
             raise OwnRankError(f"the results could not be put into {self.final} ({reason}): {remedy}") from error
 
     def _put_in_place(self, manifest: Manifest) -> None:
-        self.journals.remove()
+        self.store.remove()
         (self.final / REFUSED).unlink(missing_ok=True)
         older = Manifest.read(self.final) or NOTHING
         for name in set(manifest.files) - set(older.files):
@@ -332,7 +332,7 @@ class OutputFolder:
 
     def discard(self) -> None:
         """Removes what this run has written, unless a batch is finished."""
-        if Manifest.read(self.partial) is None and self.journals.kept() is None:
+        if Manifest.read(self.partial) is None and self.store.kept() is None:
             shutil.rmtree(self.partial, ignore_errors=True)
 
     def left(self) -> str:
@@ -341,7 +341,7 @@ class OutputFolder:
             manifest = Manifest.read(folder)
             if manifest is not None and manifest.run == self.run:
                 return f"the results are finished, in {folder}"
-        kept = self.journals.kept()
+        kept = self.store.kept()
         return f"{kept} are kept: go on with --resume" if kept is not None else NOTHING_LEFT
 
     @contextlib.contextmanager

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 from cocodiff.comm.launch import detect
@@ -14,8 +14,8 @@ from cocodiff.config.config import load_machine
 from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Topology
 from cocodiff.jobs.folder import OutputFolder, storage_faults
-from cocodiff.jobs.journal import Entry, Journal, Journals, Reader
 from cocodiff.jobs.record import as_read, first_difference
+from cocodiff.jobs.store import Store
 from cocodiff.jobs.terminal import JobBar, reading_bar, say
 from cocodiff.topology.axes import Axes
 
@@ -62,37 +62,37 @@ class Replica:
         in_replicas = f" in {self.count} replicas" if self.count > 1 else ""
         say(f"{self.whole.size} rank(s){in_replicas} ready after {time.monotonic() - started:.1f} s")
 
-    def take(self, numbers: Sequence[int], journals: Journals) -> Iterator[int]:
+    def take(self, numbers: Sequence[int], store: Store) -> Iterator[int]:
         """The batches that this replica is to do, each when it is asked for. All its ranks ask together."""
         if self.count == 1:
             yield from numbers
             return
         free = iter(numbers)
         while True:
-            own = next((number for number in free if journals.claim(number)), None) if self.leads else None
+            own = next((number for number in free if store.claim(number)), None) if self.leads else None
             number = self.transport.broadcast_object(own)
             if number is None:
                 return
             yield number
 
-    def check_shared(self, journals: Journals, out: str, patience_s: float = VISIBLE_S) -> None:
+    def check_shared(self, store: Store, out: str, patience_s: float = VISIBLE_S) -> None:
         """All ranks call it. Raises UserError where a leader does not see within `patience_s` what rank 0 writes."""
         if self.count == 1:
             return
         token = f"seen-{os.getpid()}-{time.time_ns()}" if self.whole.rank == 0 else ""
         if token:
-            (journals.folder / token).touch()
+            (store.folder / token).touch()
         token = self.whole.broadcast_object(token)
-        seen = self.whole.values_of_all(not self.leads or _appears(journals, token, patience_s))
+        seen = self.whole.values_of_all(not self.leads or _appears(store, token, patience_s))
         blind = [rank for rank, saw in enumerate(seen) if not saw]
         if blind:
             unseen = f"rank(s) {', '.join(map(str, blind))} do not see what rank 0 writes there"
             raise UserError(f"--out {out}: {unseen}: choose a folder that all hosts share, or --replicas 1")
 
 
-def _appears(journals: Journals, token: str, patience_s: float) -> bool:
+def _appears(store: Store, token: str, patience_s: float) -> bool:
     deadline = time.monotonic() + patience_s
-    while not (journals.folder / token).exists():
+    while not (store.folder / token).exists():
         if time.monotonic() > deadline:
             return False
         time.sleep(0.1)
@@ -100,26 +100,22 @@ def _appears(journals: Journals, token: str, patience_s: float) -> bool:
 
 
 class Queue:
-    """The batches of a job, which replicas take one by one; those that an earlier start has finished are left out.
+    """The units of a job, which replicas take one by one; those that an earlier start has finished are left out.
 
-    All ranks make one, and each iterates over the numbers of the batches that its replica takes. The leader of the
-    replica calls `add` when a batch's results are on the disk.
+    All ranks make one, and each iterates over the numbers of the units that its replica takes. The leader of the
+    replica calls `add` with what a unit has made.
     """
 
     def __init__(self, replica: Replica, record: JobRecord, expected: int) -> None:
-        """expected: how many batches, the first, are to be done by now. Raises UserError for other settings."""
-        self.replica, self._counts, self._journals = replica, record.counts, record.output.journals
+        """expected: how many units, the first, are to be done by now. Raises UserError for other settings."""
+        self.replica, self._counts, self._store = replica, record.counts, record.output.store
         total, whole = sum(self._counts[:expected]), replica.whole
         if whole.rank == 0:
             record.begin(total)
-            self._journals.open_claims()
-        self._done = set(whole.broadcast_object(set(self._journals.finished()) if whole.rank == 0 else None))
-        replica.check_shared(self._journals, record.output.out)
-        self.bar = JobBar(total, record.unit, record.counter(), record.shows_bar)
-
-    @cached_property
-    def _journal(self) -> Journal:
-        return self._journals.open_journal(f"{time.time_ns()}-{self.replica.whole.rank}")
+            self._store.open_claims()
+        self._done = whole.broadcast_object(self._store.finished() if whole.rank == 0 else None)
+        replica.check_shared(self._store, record.output.out)
+        self.bar = JobBar(total, record.unit, record.done, record.shows_bar)
 
     def __enter__(self) -> Queue:
         self.bar.__enter__()
@@ -129,88 +125,81 @@ class Queue:
         self.bar.__exit__(*error)
 
     def take(self, numbers: Sequence[int]) -> Iterator[int]:
-        """Those of some batches that this replica is to do; it ends when all of them are done, on all replicas."""
+        """Those of some units that this replica is to do; it ends when all of them are done, on all replicas."""
         missing = [number for number in numbers if not self.is_done(number)]
-        yield from self.replica.take(missing, self._journals)
+        yield from self.replica.take(missing, self._store)
         self.replica.whole.gather_object(None)  # the bar goes on until all replicas are done
         self._done |= {*numbers}
 
     def begin(self, items: int, steps: int) -> None:
-        """This rank begins to make a batch of so many items, which takes so many steps."""
+        """This rank begins to make a unit of so many items, which takes so many steps."""
         if items:
             self.bar.begin(items, steps)
 
     def is_done(self, number: int) -> bool:
-        """Whether a batch was done by an earlier start, or is among those that `take` has ended with."""
+        """Whether a unit was done by an earlier start, or is among those that `take` has ended with."""
         return number in self._done
 
     def expect(self, numbers: Sequence[int]) -> None:
-        """All ranks say which batches are still to be done, of those that may be."""
+        """All ranks say which units are still to be done, of those that may be."""
         self.bar.total = sum(self._counts[number] for number in {*numbers, *self._done})
         if self.replica.whole.rank == 0:
-            self._journals.expect(self.bar.total)
+            self._store.expect(self.bar.total)
 
-    def add(self, number: int, rows: list[Any], sums: Sequence[int] = ()) -> None:
-        """Returns when it is on the disk that a batch is done. rows: what rank 0 is to know of it at the end; sums:
-        checksums of its results, where a later start is to know by them that they are there."""
-        with storage_faults(f"a line of {self._journals.folder}"):
-            self._journal.add(Entry(number, self._counts[number], rows, sums))
+    def add(self, number: int, rows: Sequence[Any], arrays: Iterable[tuple[str, Any]] = ()) -> None:
+        """Save what a unit has made, as `Store.add`. Raise OwnRankError where the disk is full or fails."""
+        with storage_faults(f"a file of {self._store.folder}"):
+            self._store.add(number, rows, arrays)
         self.bar.begin(0, 0)
-
-    def rows(self, numbers: Sequence[int]) -> list[Any]:
-        """The rows of some batches in this order, when they are done."""
-        entries = self._journals.finished()
-        return [row for number in numbers if number in entries for row in entries[number].rows]
 
 
 @dataclass(frozen=True)
 class JobRecord:
-    """The journals of a job in the hidden folder of its results, beside all that the results depend on.
+    """The units of a job in the hidden folder of its results, beside all that the results depend on.
 
-    settings: what the results depend on, and is_whole, whether the results of a finished batch are still there as they
-    were written: both asked for on rank 0; counts: the items (`unit`) of each batch."""
+    settings: what the results depend on, and holds, whether what lies elsewhere of a unit is still there as it was
+    written: both asked for on rank 0; counts: the items (`unit`) of each unit of work."""
 
     output: OutputFolder
     settings: Callable[[], dict[str, Any]]
     counts: Sequence[int]
     unit: str
-    is_whole: Callable[[Entry], bool]
+    holds: Callable[[int], bool]
     shows_bar: bool
 
     def begin(self, total: int) -> None:
         """Raises UserError for the first setting in which a job to go on with differs."""
-        journals, settings = self.output.journals, as_read(self.settings())
-        header = journals.header()
+        store, settings = self.output.store, as_read(self.settings())
+        header = store.header()
         found = first_difference(header["settings"], settings) if header is not None else None
         if found is not None:
             told = "{}: {} there, {} now".format(*found)
             remedy = "--resume goes on with the same ones; start afresh with --overwrite"
             raise UserError(f"--out {self.output.out}: the run that did not end had other settings ({told}): {remedy}")
         if header is None:
-            journals.begin(settings, total, self.unit, self.output.overwrite)
+            store.begin(settings, self.counts, total, self.unit, self.output.overwrite)
         self._drop_what_is_gone()
         if self.output.resume:
-            kept = journals.kept()
+            kept = store.kept()
             say(f"going on: {kept} are there already" if kept else "nothing to resume: starting afresh")
 
     def _drop_what_is_gone(self) -> None:
-        """Drops from the journals the batches whose results are no longer there, which are done again."""
-        journals, counts = self.output.journals, self.counts
-        found = [*journals.finished().values()]
-        fitting = [one for one in found if one.number in range(len(counts)) and one.size == counts[one.number]]
-        order = reading_bar(self.shows_bar)(range(len(fitting)), "checking results")
-        whole = [fitting[n] for n in order if self.is_whole(fitting[n])]
-        if len(whole) < len(found):
-            journals.keep(whole)
-            say(f"results of {len(found) - len(whole)} finished batch(es) are damaged or gone: these are done again")
+        """Remove the units of which something is damaged or gone, which are done again."""
+        store, known = self.output.store, range(len(self.counts))
+        found = sorted(store.finished())
+        order = reading_bar(self.shows_bar)(range(len(found)), "checking results")
+        lost = [n for n in (found[place] for place in order) if n not in known or not self._is_whole(n)]
+        for number in lost:
+            store.drop(number)
+        if lost:
+            say(f"results of {len(lost)} finished batch(es) are damaged or gone: these are done again")
 
-    def counter(self) -> Callable[[], int]:
-        """A function that says how many items are finished by now, on all replicas."""
-        reader, counted = Reader(self.output.journals.folder), 0
+    def _is_whole(self, number: int) -> bool:
+        try:
+            return self.output.store.is_whole(number) and self.holds(number)
+        except Exception:  # numpy and each format raise kinds of their own for a damaged file
+            return False
 
-        def count() -> int:
-            nonlocal counted
-            counted += sum(entry.size for entry in reader.entries())
-            return counted
-
-        return count
+    def done(self) -> int:
+        """Return how many items are finished by now, on all replicas."""
+        return sum(self.counts[number] for number in self.output.store.finished())

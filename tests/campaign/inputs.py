@@ -163,11 +163,8 @@ def write_result(
     pattern = np.random.default_rng(5).random(stack.shape)  # over the range of known voxels
     images = (compose_native(stack.read(n), pattern[n], masks[n], task.scale) for n in range(len(stack)))
     restored, spread = np.stack([*images]), np.where(masks, pattern, 0).astype(np.float32)
-    files = result_files(task, ["tapa"], out.parent, samples=2)
-    for file, slices in zip(files.values(), (restored, spread), strict=True):
-        file.create()
-        for index, image_YX in enumerate(slices):
-            file.write(index, image_YX)
+    voxels = {"tapa": restored, "tapa_std": spread}
+    files = result_files(task, ["tapa"], lambda name, index: voxels[name][index], samples=2)
     export(task, files, out, {"tapa": {"preset": PRESET}}, {}, lambda numbers, what: numbers)
     if given.wrong or not np.isfinite(np.ptp(voxels_of(stack)[~masks].astype("f8"))):
         return "restored, and it had to be refused"

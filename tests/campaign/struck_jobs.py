@@ -36,7 +36,7 @@ from launching import end_group, with_options
 from warm import Started
 
 from cocodiff.jobs.folder import NOTHING_LEFT, Manifest
-from cocodiff.jobs.journal import PARTIAL, Journals
+from cocodiff.jobs.store import PARTIAL, Store
 
 LIMIT_S = 240.0  # a run that has not ended by then hangs
 FILES = ("create", "write", "put together", "hand over", "publish")
@@ -194,7 +194,7 @@ class Job:
         for folder in (self.disk, self.temporary):
             folder.mkdir(parents=True)
         self.out, self.input, self.notes = self.disk / "out", self.folder / self.kind.input, self.folder / "notes"
-        self.partial, self.journals = self.out / PARTIAL, Journals(self.out / PARTIAL)
+        self.partial, self.store = self.out / PARTIAL, Store(self.out / PARTIAL)
         self.mark = self.folder / "struck"
         self.restore_input()
 
@@ -220,7 +220,7 @@ class Job:
         return kept / "disk" / "out"
 
     def noted(self) -> list[int]:
-        """The batches that journals were told of, in all starts; what was not on the disk by then is wrong."""
+        """The batches that were saved, in all starts; one whose file was not on the disk by then is wrong."""
         notes = [json.loads(line) for line in self.notes.read_text().splitlines()] if self.notes.exists() else []
         self.wrong += [f"not on the disk when its batch was noted: {names}" for _, names in notes if names]
         return [number for number, _ in notes]
@@ -245,7 +245,7 @@ class Job:
         """Have a run killed as soon as so many batches are finished."""
         strike = Strike("KILL", "all", str(self.mark))
         self.run(given={"stage": NOTED, "number": 2 * count - 1, "strike": asdict(strike)})
-        assert len(self.journals.finished()) == count
+        assert len(self.store.finished()) == count
 
     def run(
         self,
@@ -307,9 +307,9 @@ class Job:
     def go_on(self, replicas: int = 1, harmed: bool = False) -> str:
         """End the job, and note what is wrong then. harmed: some of what was finished may be gone. Returns what the
         run said."""
-        kept, finished, before = self.journals.kept(), {*self.journals.finished()}, len(self.noted())
+        kept, finished, before = self.store.kept(), self.store.finished(), len(self.noted())
         manifest = Manifest.read(self.partial)
-        if manifest is None and self.journals.header() is None:
+        if manifest is None and self.store.header() is None:
             manifest = Manifest.read(self.out)
         ended = manifest is not None and bool(manifest.settings)
         done = self.run("--resume", replicas=replicas)
@@ -369,7 +369,7 @@ class Job:
 
     def judge_folder(self, out: str, said: str) -> None:
         """Note what is wrong with what a run that ended badly, and could clean up, has left."""
-        kept, manifest = self.journals.kept(), Manifest.read(self.partial)
+        kept, manifest = self.store.kept(), Manifest.read(self.partial)
         self.wrong += [f"left {path.name}" for path in self.temporary.iterdir()]
         places = {*self.disk.iterdir(), *self.out.glob(".cocodiff.*")}
         self.wrong += [f"left {path.name}" for path in places - {self.out, self.partial}]

@@ -24,15 +24,15 @@ from typing import Any
 from campaign.strikes import ADDS, MESSAGES, Strike, watch_operations
 from syncs import Syncs
 
-from cocodiff.jobs.journal import PARTIAL, Entry, Journal
+from cocodiff.jobs.store import Store
 
-NOTED = "jobs.journal.Journal.add"  # a stage by itself: its odd operations are returns
+NOTED = "jobs.store.Store.add"  # a stage by itself: its odd operations are returns
 # By stage the functions in which operations are counted. Results are created or published in the last ones.
 STAGES = {
     "start": [],  # before the ranks meet
     "load": ["harness.session.load_requested"],
     "attend": ["engine.engine.Engine.attend"],
-    "write": ["harness.slices.SliceJob.write", "harness.items.Parts.keep", "harness.images.ImageJob.write", NOTED],
+    "write": [NOTED],
     "create": ["jobs.folder.OutputFolder.open", "harness.slices.SliceJob.begin", "harness.sweep.SweepJob.begin"],
     "put together": ["harness.job.put_together"],
     "hand over": ["harness.slices.SliceJob.complete", "harness.sweep.SweepJob.complete", "harness.session.finish"],
@@ -83,22 +83,18 @@ def replace_function(path: str, make: Callable[[Any], Any]) -> None:
     setattr(owner, name, make(getattr(owner, name)))
 
 
-def observe(notes: Path, partial: Path, alone: bool) -> None:
-    """Note each line of a journal in a file: its batch, and which results are not on the disk then, as far as this
-    process wrote them all (`alone`)."""
+def observe(notes: Path, alone: bool) -> None:
+    """Note each unit that is done in a file: its number, and what is not on the disk then that this process wrote, as
+    far as it wrote all (`alone`)."""
     syncs = Syncs()
 
-    def unsynced() -> list[str]:
-        folders = (".progress/samples", ".progress/results", "images")
-        written = (paths for name in folders if (paths := [*(partial / name).glob("*")]))
-        return syncs.behind(next(written, []))
-
     def noting(add: Callable[..., None]) -> Callable[..., None]:
-        def add_and_note(journal: Journal, entry: Entry) -> None:
-            behind = unsynced() if alone else []
-            add(journal, entry)
+        def add_and_note(store: Store, key: int | str, *given: Any) -> None:
+            add(store, key, *given)
+            written = [store.folder / f"{key}.npz", *(store.folder / "volumes").glob("*.f32")]
+            behind = syncs.behind(written) if alone else []
             with notes.open("a") as file:
-                file.write(json.dumps([entry.number, behind]) + "\n")
+                file.write(json.dumps([key, behind]) + "\n")
 
         return add_and_note
 
@@ -137,7 +133,7 @@ def main() -> int:
     out, disk = Path(words[words.index("--out") + 1]), nullcontext[None]()
     if not given["ignored"]:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and whoever it starts inherits that
-    observe(Path(given["notes"]), out / PARTIAL, alone=given["replicas"] == 1 and "--resume" not in words)
+    observe(Path(given["notes"]), alone=given["replicas"] == 1 and "--resume" not in words)
     if "strike" in given:
         strike = Strike(**given["strike"])
         strike.know_rank(strike if given["stage"] == "start" else lambda: None)

@@ -7,10 +7,9 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -22,7 +21,7 @@ from cocodiff_bench.stand_in import Late
 from cocodiff_eval.cli.generate import OPTIONS as GENERATE
 from cocodiff_eval.cli.inpaint import OPTIONS as INPAINT
 from cocodiff_eval.cli.inpaint import prepare
-from cocodiff_eval.harness.items import Batch, Cost, ItemSamples, Parts, batches_of, measured
+from cocodiff_eval.harness.items import Batch, Cost, ItemSamples, batches_of, measured, packed, unpacked
 from cocodiff_eval.harness.restoring import Restorer
 from cocodiff_eval.harness.session import describe
 from cocodiff_eval.harness.tasks import describe_inputs
@@ -37,9 +36,9 @@ from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld, run_ranks
 from cocodiff.config.errors import UserError
 from cocodiff.engine.engine import parallelize
 from cocodiff.jobs.folder import OutputFolder
-from cocodiff.jobs.journal import Entry, Journals
 from cocodiff.jobs.options import parse, with_settings
 from cocodiff.jobs.replicas import JobRecord, Queue, Replica
+from cocodiff.jobs.store import Store
 from cocodiff.jobs.terminal import JobBar, limit_threads, threads
 
 SLICE = Path(__file__).parents[2] / "cocodiff" / "demo_model" / "samples" / "synthetic_organ_1.tif"
@@ -114,7 +113,7 @@ def test_no_replica_goes_on_before_all_batches_are_done(tmp_path: Path) -> None:
     output.open()
 
     def work(transport: Any) -> list[int]:
-        record = JobRecord(output, dict, [1, 1, 1], "slices", lambda entry: True, shows_bar=False)
+        record = JobRecord(output, dict, [1, 1, 1], "slices", lambda number: True, shows_bar=False)
         with Queue(Replica(transport, "local", 2), record, 3) as queue:
             for count, number in enumerate(queue.take(range(3))):
                 if count == 0:
@@ -123,7 +122,7 @@ def test_no_replica_goes_on_before_all_batches_are_done(tmp_path: Path) -> None:
                 done.append(number)
                 queue.add(number, [number])
             assert sorted(done) == [0, 1, 2] and all(map(queue.is_done, range(3)))
-            return queue.rows(range(3))
+            return output.store.rows(range(3))
 
     assert run_ranks(2, work) == [[0, 1, 2]] * 2
 
@@ -133,14 +132,13 @@ def test_a_job_that_goes_on_expects_what_is_done_and_what_is_left(tmp_path: Path
     output.open()
 
     def work(transport: Any) -> None:
-        record = JobRecord(output, dict, [1, 2, 4], "slices", lambda entry: True, shows_bar=False)
+        record = JobRecord(output, dict, [1, 2, 4], "slices", lambda number: True, shows_bar=False)
         Queue(Replica(transport, "local", 1), record, 3).add(0, [])
-        foreign = output.journals.open_journal("9")
-        for number, size in ((99, 1), (3, 1), (-1, 4), (2, 5), (10**9, 10**9)):  # which this job does not have
-            foreign.add(Entry(number, size, [[0, 0, {"psnr_db": 1}]]))
+        for number in (99, 3, 10**9):  # which this job does not have
+            output.store.add(number, [[0, 0, {"psnr_db": 1}]])
         queue = Queue(Replica(transport, "local", 1), record, 3)
         queue.expect([2])
-        assert queue.bar.total == 5 and str(output.journals.kept()) == "1 of 5 slices"
+        assert queue.bar.total == 5 and str(output.store.kept()) == "1 of 5 slices"
 
     run_ranks(1, work)
 
@@ -178,10 +176,10 @@ def test_a_folder_that_leaders_do_not_share_is_refused(tmp_path: Path) -> None:
 
     def rank(number: int) -> None:
         transport = LoopbackTransport(world, number)
-        journals = Journals(tmp_path / str(number))
-        journals.folder.mkdir(parents=True)
+        store = Store(tmp_path / str(number))
+        store.folder.mkdir(parents=True)
         try:
-            Replica(transport, "local", 2).check_shared(journals, "out", patience_s=0.2)
+            Replica(transport, "local", 2).check_shared(store, "out", patience_s=0.2)
         except UserError as error:
             said.append(str(error))
 
@@ -193,19 +191,31 @@ def test_a_folder_that_leaders_do_not_share_is_refused(tmp_path: Path) -> None:
     assert len(said) == 2 and all("--out out: rank(s) 1 do not see what rank 0 writes there" in one for one in said)
 
 
-def test_samples_are_found_by_their_task_item_and_first_sample(
-    tmp_path: Path, unsynced: Callable[[Path], list[str]]
-) -> None:
-    parts, batches = Parts(tmp_path), [Batch(task, (4, 5), samples=(n,), of=2) for task in (0, 1) for n in (0, 1)]
+def test_samples_of_several_units_are_put_together(tmp_path: Path) -> None:
+    """Those of an item alone, in the order of units, of one sample or several, with tests and kept ones."""
+    store, random = Store(tmp_path), np.random.default_rng(0)
+    store.folder.mkdir()
+    batches = [Batch(0, (4, 5), samples=samples, of=3) for samples in ((0, 1), (2,))]
+    images = random.random((2, 3, 2, 3), np.float32)
+    every = [[Moments.of(image_YX) for image_YX in images[place]] for place in range(2)]
     for number, batch in enumerate(batches):
-        images = [np.full((2, 3), 10 * number + place, np.float32) for place in range(2)]
-        parts.keep(batch, {"tapa": [ItemSamples(Moments.of(image_YX), Cost(number)) for image_YX in images]})
-        assert unsynced(tmp_path) == []
-    for number, batch in enumerate(batches):
-        found = [parts.read(batch, index)["tapa"] for index in batch.indices]
-        assert [float(one.restored01_YX[0, 0]) for one in found] == [10 * number, 10 * number + 1]
-        assert [one.cost.seconds for one in found] == [number] * 2
-    assert parts.merged(batches[2:], 5)["tapa"].restored01_YX[0, 0] == 26
+        drawn = []
+        for place in range(2):
+            moments = reduce(Moments.merged, [every[place][sample] for sample in batch.samples])
+            kept = tuple(images[place][[*batch.samples]])
+            drawn.append(ItemSamples(moments, Cost(1.0 + number), (None, 2.5)[: len(kept)], kept, every[1 - place][0]))
+        rows: list[Any] = []
+        store.add(number, rows, packed(batch, {"tapa": drawn, "flat": drawn[::-1]}, rows))
+    for place in range(2):
+        for mode, item in (("tapa", place), ("flat", 1 - place)):
+            found = unpacked(store, [0, 1], 4 + place)[mode]
+            expected = every[item][0].merged(every[item][1]).merged(every[item][2])
+            np.testing.assert_array_equal(found.moments.mean_YX, expected.mean_YX)
+            np.testing.assert_array_equal(found.moments.squares_YX, expected.squares_YX)
+            np.testing.assert_array_equal(found.kept, images[item])
+            assert (found.cost.seconds, found.psnr_db) == (3.0, (None, 2.5, None))
+            assert found.tested is not None and found.tested.count == 2
+    assert [*unpacked(store, [1], 5)["flat"].kept[0].ravel()] == [*images[0, 2].ravel()]
 
 
 # Options that change no bit of a result, and those that presets, voxels and a bound's own record tell apart.

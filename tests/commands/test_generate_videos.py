@@ -15,17 +15,17 @@ import pytest
 import tifffile
 import tiny_pipelines
 import torch
-from cocodiff_eval.harness.images import frames_of, has_encoder, save_frames, shown_frames
+from cocodiff_eval.harness.images import has_encoder, save_frames, shown_frames
 from killed_runs import results
 from launching import assert_succeeded
 from PIL import Image
 from warm import Started, forked
 from words import words
 
-from cocodiff.jobs.journal import PARTIAL, Journals
 from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.jobs.partition import image_tokens
 from cocodiff.jobs.pipelines import Request
+from cocodiff.jobs.store import PARTIAL, Store
 from cocodiff.models.family import GENERATE
 
 pytestmark = pytest.mark.processes
@@ -146,7 +146,7 @@ def test_frames_are_read_as_they_were_written(tmp_path: Path) -> None:
     for count in (1, 5):
         made = np.random.default_rng(0).integers(0, 255, (count, 16, 32, 3), dtype=np.uint8)
         save_frames(tmp_path / "video.tif", made)
-        assert np.array_equal(frames_of(tmp_path / "video.tif"), made)
+        assert np.array_equal(tifffile.imread(tmp_path / "video.tif").reshape(made.shape), made)
 
 
 @pytest.mark.skipif(not has_encoder(), reason="imageio-ffmpeg is not installed: no MP4 is written")
@@ -175,8 +175,8 @@ def test_the_deal_counts_a_videos_tokens_and_both_experts(made: Path) -> None:
 
 def test_a_killed_job_goes_on_to_the_same_bits(made: Path, tmp_path: Path) -> None:
     run = [*run_of(made, "text", tmp_path / "out"), *RUNS["text"], "--resume", "--quiet"]
-    journals, killed = Journals(tmp_path / "out" / PARTIAL), Started(run, tmp_path / "log")
-    while journals.kept() is None:
+    store, killed = Store(tmp_path / "out" / PARTIAL), Started(run, tmp_path / "log")
+    while store.kept() is None:
         assert killed.poll() is None, (tmp_path / "log").read_text()
         time.sleep(0.005)
     os.killpg(killed.pid, signal.SIGKILL)

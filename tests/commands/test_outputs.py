@@ -15,14 +15,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from campaign.strikes import ADDS, REMOVES, watch_operations
 from covering import thorough
 
 from cocodiff.config.errors import OwnRankError, UserError
 from cocodiff.jobs.folder import LOCK, MANIFEST, Manifest, OutputFolder, shown
-from cocodiff.jobs.journal import PARTIAL, Entry, Journals, Reader
 from cocodiff.jobs.record import MARK, beside_the_record, write_settings
+from cocodiff.jobs.store import PARTIAL, Store
 
 FORKS = multiprocessing.get_context("fork")
 BATCHES = 3
@@ -74,15 +75,14 @@ def run(folder: OutputFolder, made: Callable[[int], object] = lambda number: Non
         folder.confirm(None)
         return
     with folder.held(), folder.writing():
-        partial, journals = folder.open(), folder.journals
-        if journals.header() is None:
-            journals.begin({"seed": 0}, BATCHES, "slices", folder.overwrite)
-        journals.open_claims()
-        journal, finished = journals.open_journal(str(os.getpid())), journals.finished()
-        for number in {*range(BATCHES)} - {*finished}:
+        partial, store = folder.open(), folder.store
+        if store.header() is None:
+            store.begin({"seed": 0}, [1] * BATCHES, BATCHES, "slices", folder.overwrite)
+        store.open_claims()
+        for number in {*range(BATCHES)} - store.finished():
             made(number)
             put(partial, {f"images/{number}.png": "new"})
-            journal.add(Entry(number, 1, []))
+            store.add(number, [])
         put(partial, {MARK: "new"})
         folder.publish()
 
@@ -139,7 +139,7 @@ def kept(out: Path, overwrite: bool = False) -> None:
     """Have a run killed when one of its batches is finished."""
 
     in_a_process(lambda: run(OutputFolder(str(out), overwrite), lambda number: os._exit(1) if number == 1 else None))
-    assert str(Journals(out / PARTIAL).kept()) == "1 of 3 slices"
+    assert str(Store(out / PARTIAL).kept()) == "1 of 3 slices"
     (out / LOCK).unlink()
 
 
@@ -171,7 +171,7 @@ def test_whatever_happens_at_any_operation_nothing_is_lost_and_the_next_start_en
     out, saved, places = tmp_path / "deep" / "out", tmp_path / "saved", (tmp_path / "deep", tmp_path / "disk")
     BEFORE[before](out)
     there, old = [place for place in places if place.exists()], files(out)
-    resume = Journals(out / PARTIAL).kept() is not None
+    resume = Store(out / PARTIAL).kept() is not None
     flags = bool(old) and not resume, resume
     for place in there:
         shutil.copytree(place, saved / place.name, symlinks=True)
@@ -204,7 +204,7 @@ def judge_end(struck: Struck, existed: bool) -> None:
     out, partial = struck.out.resolve(), struck.out.resolve() / PARTIAL
     told = f"{struck.fault} at {struck.number}, {struck.ended}"
     kind, message, left = struck.ended
-    moving, final, finished = Manifest.read(partial), Manifest.read(out), Journals(partial).kept()
+    moving, final, finished = Manifest.read(partial), Manifest.read(out), Store(partial).kept()
     assert LOCK not in hidden(out) and partial.exists() == (moving is not None or finished is not None), told
     assert out.exists() == (existed or bool(files(out) or hidden(out))) == out.parent.exists(), told
     expected = "nothing was written" if finished is None else f"{finished} are kept: go on with --resume"
@@ -225,8 +225,8 @@ def judge_end(struck: Struck, existed: bool) -> None:
 def judge(struck: Struck, old: dict[str, str], users: dict[str, str]) -> None:
     """Check what a struck run has left, and that the next start comes to the end without making anything twice."""
     out, partial, whole, told = struck.out, struck.out / PARTIAL, {**NEW, **users}, f"{struck.fault} at {struck.number}"
-    found, moving, final, journals = files(out), Manifest.read(partial), Manifest.read(out), Journals(partial)
-    finished, done = journals.kept(), {*journals.finished()}
+    found, moving, final, store = files(out), Manifest.read(partial), Manifest.read(out), Store(partial)
+    finished, done = store.kept(), store.finished()
     published = moving is None and final is not None and bool(final.settings)
     if moving is None:
         assert found == (whole if published else old), told
@@ -303,35 +303,42 @@ def test_the_ranks_of_a_killed_run_are_waited_for(tmp_path: Path) -> None:
         assert (tmp_path / "out" / LOCK).read_text() == f"pid {os.getpid()} on {socket.gethostname()}"
 
 
-def test_every_batch_is_claimed_once_and_journals_forget_torn_lines(tmp_path: Path) -> None:
-    journals = Journals(tmp_path)
-    journals.begin({"seed": 0}, 9, "slices", overwrite=False)
-    journals.open_claims()
-    assert [journals.claim(number) for number in (0, 1, 0, 1, 2)] == [True, True, False, False, True]
-    assert journals.kept() is None
-    for name, size in (("a", 3), ("b", 2)):
-        journals.open_journal(name).add(Entry(size, size, [name]))
-    (journals.folder / "c.jsonl").write_text('{"number": 4, "size": 9, "rows": []}')
-    with (journals.folder / "a.jsonl").open("ab") as journal:
-        journal.write(Entry(1, 1, []).line().replace(b"size", b"sice") + b'\xff[[[\n{"number": 0, "si')
-    assert str(journals.kept()) == "5 of 9 slices" and {*journals.finished()} == {2, 3}
-    journals.open_claims()
-    assert journals.claim(0)
-    reader, line, growing = Reader(journals.folder), Entry(7, 1, []).line(), journals.folder / "d.jsonl"
-    growing.write_bytes(line[:9])  # another replica is about to write the rest
-    assert {entry.number for entry in reader.entries()} == {2, 3}
-    growing.write_bytes(line)
-    assert [entry.number for entry in reader.entries()] == [7]
+def test_every_batch_is_claimed_once_and_damaged_files_are_not_whole(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.begin({"seed": 0}, [1, 1, 2, 3], 9, "slices", overwrite=False)
+    store.open_claims()
+    assert [store.claim(number) for number in (0, 1, 0, 1, 2)] == [True, True, False, False, True]
+    assert store.kept() is None
+    for number in (2, 3):
+        store.add(number, [number], [("slice", np.arange(9))])
+    store.add("together", [9])
+    (store.folder / "1.npz.partial").write_text("{")  # another replica is about to write the rest
+    assert str(store.kept()) == "5 of 9 slices" and store.finished() == {2, 3}
+    assert store.rows([3, "together", 2]) == [3, 9, 2] and store.open(2)["slice"].sum() == 36
+    whole = (store.folder / "3.npz").read_bytes()
+    for place in range(0, len(whole), 1 if thorough() else 7):
+        (store.folder / "3.npz").write_bytes(whole[:place])
+        assert not store.is_whole(3)
+    data = whole.index(np.arange(9).tobytes())
+    (store.folder / "3.npz").write_bytes(whole[:data] + b"\x09" + whole[data + 1 :])
+    assert not store.is_whole(3) and store.is_whole(2)
+    store.open_claims()
+    assert store.claim(0)
 
 
 def test_finished_batches_without_a_record_of_their_settings_are_not_gone_on_with(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "out"
     kept(out)
-    header = Journals(out / PARTIAL).folder / "job.json"
-    os.truncate(header, header.stat().st_size // 2)
-    for resume in (False, True):
-        with pytest.raises(UserError, match="the record of its settings is damaged, so that it cannot go on"):
-            OutputFolder(str(out), overwrite=False, resume=resume)
+    folder = Store(out / PARTIAL).folder
+    os.truncate(folder / "job.json", 9)
+    for older in (False, True):  # which told of finished batches in journals
+        for resume in (False, True):
+            with pytest.raises(UserError, match="cannot go on"):
+                OutputFolder(str(out), overwrite=False, resume=resume)
+        if not older:
+            (folder / "0.npz").unlink()
+            (folder / "1-0.jsonl").write_text('[1, {"number": 0, "size": 1, "rows": [], "sums": []}]')
+            (folder / "job.json").write_text('{"settings": {}, "total": 3, "unit": "slices", "overwrite": false}')
     run(OutputFolder(str(out), overwrite=True))
     assert files(out) == NEW
 

@@ -144,14 +144,14 @@ def task_of(path: str, **more: Any) -> Any:
 def exported(path: str, folder: Path, samples: int = 2, anew: bool = False) -> Any:
     """Write all results of an input with its own voxels, and return the task. anew: with others under the mask."""
     task = task_of(path)
-    files = result_files(task, ["tapa"], folder, samples=samples)
     pattern = np.random.default_rng(5).random(task.stack.shape)
-    for file in files.values():
-        file.create()
-        for index in range(len(task.stack)):
-            image_YX, mask_YX = task.stack.read(index), task.mask.read(index)
-            image_YX = compose_native(image_YX, pattern[index], mask_YX, task.scale) if anew else image_YX
-            file.write(index, image_YX.astype(file.dtype))
+
+    def read(name: str, index: int) -> np.ndarray:
+        image_YX, mask_YX = task.stack.read(index), task.mask.read(index)
+        image_YX = compose_native(image_YX, pattern[index], mask_YX, task.scale) if anew else image_YX
+        return image_YX.astype(np.float32 if name == "tapa_std" else image_YX.dtype)
+
+    files = result_files(task, ["tapa"], read, samples=samples)
     export(task, files, folder, {"tapa": {"version": "1"}}, {"version": "1"}, lambda numbers, what: numbers)
     return task
 

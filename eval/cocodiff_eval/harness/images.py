@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +53,6 @@ class ImageJob(Job):
     def settings(self) -> dict[str, Any]:
         return {"sides": list(self.sides)}
 
-    def begin(self, first: bool) -> None:
-        if first:
-            self.session.images.mkdir(exist_ok=True)
-
     def watched(self, advance: Callable[[int], None]) -> None:
         self._advance = advance
 
@@ -88,24 +84,19 @@ class ImageJob(Job):
                 told["psnr_vs_exact_db"] = psnr_vs_exact_db(compared, drawn[preset])
                 told["bytes_exact"] = compared.cost.bytes
             rows.append(Result(name, None, preset, **told).row())
-        return ItemResult(rows, drawn)
+        pixels8 = {preset: np.rint(image01(drawn[preset]) * 255).astype(np.uint8) for preset in self.presets}
+        return ItemResult(rows, pixels8)
 
-    def write(self, batch: Batch, place: int, result: Mapping[str, ItemSamples]) -> None:
-        for preset, path in self._files(batch.indices[place]).items():
-            pixels8 = np.rint(image01(result[preset]) * 255).astype(np.uint8)
-            if self.frames is None:
-                Image.fromarray(pixels8).save(path, "PNG")
-                flush(path)
-                continue
-            save_frames(path, pixels8)
-            if has_encoder():
-                save_mp4(path.with_suffix(".mp4"), pixels8, self.fps)
-
-    def sums(self, batch: Batch) -> list[int]:
-        files = [*self._files(batch.indices[0]).values()]
-        if self.frames is not None and has_encoder():
-            files += [path.with_suffix(".mp4") for path in files]
-        return [zlib.crc32(path.read_bytes()) for path in files]
+    def _write(self, name: str, pixels8: np.ndarray) -> None:
+        """Write an image, or the frames of a video. name: without the suffix."""
+        if self.frames is None:
+            path = self.session.images / f"{name}.png"
+            Image.fromarray(pixels8).save(path, "PNG")
+            flush(path)
+            return
+        save_frames(self.session.images / f"{name}.tif", pixels8)
+        if has_encoder():
+            save_mp4(self.session.images / f"{name}.mp4", pixels8, self.fps)
 
     def name(self, number: int) -> str:
         return self.names[number]
@@ -116,23 +107,23 @@ class ImageJob(Job):
     def complete(self, done: JobResult) -> dict[str, Any]:
         """What `session.finish` takes besides the rows."""
         plan = plan_pictures([[True] * len(self.prompts)], len(self.presets))
+        if self.session.folder is not None:
+            self.session.images.mkdir(exist_ok=True)
+            for number, preset in product(range(len(self.prompts)), self.presets):
+                self._write(f"{self.names[number]}_{preset}", done.read(0, number, preset))
         return {
-            "pictures": (encode(self._shown(number), plan.side, plan.share) for number in sorted(plan.shown[0])),
+            "pictures": (encode(self._shown(done, number), plan.side, plan.share) for number in sorted(plan.shown[0])),
             "title": f"Generated {self.unit}",
             "prompts": dict(zip(self.names, self.prompts, strict=True)),
             "side": plan.side,
             "frames": self.frames,
         }
 
-    def _files(self, number: int) -> dict[str, Path]:
-        """The file of an image or of a video's frames in each preset."""
-        end = "png" if self.frames is None else "tif"
-        return {preset: self.session.images / f"{self.names[number]}_{preset}.{end}" for preset in self.presets}
-
-    def _shown(self, number: int) -> Generated:
-        """The presets' images as saved, for the report; of a video a few frames."""
-        files, video = self._files(number).items(), self.frames is not None
-        found = {one: shown_frames(frames_of(path)) if video else np.asarray(Image.open(path)) for one, path in files}
+    def _shown(self, done: JobResult, number: int) -> Generated:
+        """The presets' images, for the report; of a video a few frames."""
+        found = {preset: done.read(0, number, preset) for preset in self.presets}
+        if self.frames is not None:
+            found = {preset: shown_frames(frames_FYXC) for preset, frames_FYXC in found.items()}
         return Generated(self.names[number], found)
 
 
@@ -194,12 +185,6 @@ def save_mp4(path: Path, frames_FYXC: np.ndarray, fps: int) -> None:
         writer.send(np.ascontiguousarray(frame_YXC))
     writer.close()
     flush(path)
-
-
-def frames_of(path: Path) -> np.ndarray:
-    """What `save_frames` has written."""
-    frames = np.asarray(tifffile_library().imread(path))
-    return frames if frames.ndim == 4 else frames[None]
 
 
 def shown_frames(frames_FYXC: np.ndarray) -> np.ndarray:

@@ -3,24 +3,22 @@ them while they are no results yet: samples of slices whose other samples are ma
 settings for a bound on quality.
 
 The samples of a slice are made in one batch where there are slices enough for many replicas. Otherwise they are cut
-into batches as well, whose sums lie beside the journals until rank 0 puts them together, in the order of samples.
+into batches as well, whose samples are kept in the store until rank 0 puts them together, in their order.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import reduce
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cocodiff.config.files import flush
+from cocodiff.jobs.store import Store
 from cocodiff_eval.quality.fusing import Moments
 from cocodiff_eval.quality.metrics import mean_profile, sum_by_name
 from cocodiff_eval.report.pictures import shown_slices
@@ -104,54 +102,43 @@ class ItemSamples:
         return cls(moments, cost, psnr_db, kept, reduce(Moments.merged, tested) if tested else None)
 
 
-@dataclass(frozen=True)
-class Parts:
-    """A folder of samples whose items are not complete."""
+def packed(
+    batch: Batch, drawn: Mapping[str, Sequence[ItemSamples]], rows: list[Any]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the arrays that `unpacked` makes samples of again, by name, and append to `rows` what else it takes.
 
-    folder: Path
+    drawn: in each mode, the samples of each item of the batch
+    """
+    for mode, of_items in drawn.items():
+        for index, one in zip(batch.indices, of_items, strict=True):
+            counts = [0 if moments is None else moments.count for moments in (one.moments, one.tested)]
+            rows.append([index, mode, vars(one.cost), one.psnr_db, *counts])
+            for kind, moments in (("drawn", one.moments), ("tested", one.tested)):
+                if moments is not None and moments.count == 1:  # has no spread, and is a float32
+                    yield f"{index} {mode} {kind}", moments.mean_YX.astype(np.float32)
+                elif moments is not None:
+                    yield f"{index} {mode} {kind}", np.stack([moments.mean_YX, moments.squares_YX])
+            yield f"{index} {mode} kept", np.array(one.kept)
 
-    def keep(self, batch: Batch, drawn: Mapping[str, Sequence[ItemSamples]]) -> None:
-        """drawn: in each mode the samples of each item of the batch. Returns when they are on the disk."""
-        for place, index in enumerate(batch.indices):
-            facts, images = dict[str, Any](), dict[str, Any]()
-            for mode, of_items in drawn.items():
-                one = of_items[place]
-                facts[mode] = [one.moments.count, vars(one.cost), one.psnr_db, one.tested.count if one.tested else 0]
-                for moments, name in ((one.moments, mode), (one.tested, f"{mode} tested")):
-                    if moments is not None and moments.count == 1:  # has no spread, and is a float32
-                        images[f"mean {name}"] = moments.mean_YX.astype(np.float32)
-                    elif moments is not None:
-                        images |= {f"mean {name}": moments.mean_YX, f"squares {name}": moments.squares_YX}
-                images |= {f"kept {mode}": np.stack(one.kept)} if one.kept else {}
-            np.savez(self._path(batch, index), facts=np.array(json.dumps(facts)), **images)
-            flush(self._path(batch, index))
 
-    def read(self, batch: Batch, index: int) -> dict[str, ItemSamples]:
-        """What was kept of an item of a batch, in each mode."""
-        with np.load(self._path(batch, index), allow_pickle=False) as found:
+def unpacked(store: Store, numbers: Sequence[int], index: int) -> dict[str, ItemSamples]:
+    """Return the samples of an item in each mode, those of some units of the store one after the other."""
+    found: dict[str, list[ItemSamples]] = {}
+    for number in numbers:
+        with store.open(number) as arrays:
+            for of, mode, cost, psnr_db, drawn, tested in store.rows([number]):
+                if of == index:
+                    name = f"{index} {mode}"
+                    moments = _moments(arrays[f"{name} drawn"], drawn)
+                    of_test = _moments(arrays[f"{name} tested"], tested) if tested else None
+                    kept = tuple(arrays[f"{name} kept"])
+                    one = ItemSamples(moments, Cost(**cost), tuple(psnr_db), kept, of_test)
+                    found.setdefault(mode, []).append(one)
+    return {mode: ItemSamples.merged(parts) for mode, parts in found.items()}
 
-            def read(count: int, name: str) -> Moments:
-                mean_YX = found[f"mean {name}"]
-                return Moments.of(mean_YX) if count == 1 else Moments(count, mean_YX, found[f"squares {name}"])
 
-            drawn = {}
-            for mode, (count, cost, psnr, tests) in json.loads(str(found["facts"])).items():
-                tested = read(tests, f"{mode} tested") if tests else None
-                kept = tuple(found[f"kept {mode}"]) if f"kept {mode}" in found else ()
-                drawn[mode] = ItemSamples(read(count, mode), Cost(**cost), tuple(psnr), kept, tested)
-            return drawn
-
-    def holds(self, batch: Batch, modes: Collection[str]) -> bool:
-        """Whether what was kept of a batch in some modes is there. Any exception says that it is not whole."""
-        return all({*modes} <= {*self.read(batch, index)} for index in batch.indices)
-
-    def merged(self, batches: Sequence[Batch], index: int) -> dict[str, ItemSamples]:
-        """All that was kept of an item, whose samples are in some batches, in their order."""
-        found = [self.read(batch, index) for batch in batches]
-        return {mode: ItemSamples.merged([part[mode] for part in found]) for mode in found[0]}
-
-    def _path(self, batch: Batch, index: int) -> Path:
-        return self.folder / f"{batch.task}-{index}-{batch.samples[0]}.npz"
+def _moments(saved: np.ndarray, count: int) -> Moments:
+    return Moments.of(saved) if count == 1 else Moments(count, *saved)
 
 
 PURPOSES = {"bytes": "attention", "bytes_whole": "whole", "bytes_late": "late"}  # as `Engine.bytes` names them

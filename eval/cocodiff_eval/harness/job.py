@@ -1,6 +1,6 @@
 """The one interface of jobs: what a job is made of, how it is made, judged and written; and what runs any of them.
 
-Replicas take batches from one queue, a journal tells what is finished, another start goes on with it, and a bound on
+Replicas take batches from one queue and keep what they make in one store, another start goes on with it, and a bound on
 quality chooses the setting of each batch. Restored slices (`slices.py`), generated images (`images.py`) and the slices
 of a sweep (`sweep.py`) are jobs.
 """
@@ -8,19 +8,19 @@ of a sweep (`sweep.py`) are jobs.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from cocodiff.config.config import Config
 from cocodiff.config.grouping import by_key
-from cocodiff.jobs.journal import Entry
 from cocodiff.jobs.replicas import JobRecord, Queue, Replica
+from cocodiff.jobs.store import Store
 from cocodiff.jobs.terminal import reading_bar
-from cocodiff_eval.harness.items import Batch, ItemSamples, Parts
+from cocodiff_eval.harness.items import Batch, ItemSamples, packed, unpacked
 from cocodiff_eval.harness.quality import Bound, Figure, Group, Quality, Slices, Trial
 
 EXACT_RUN = "exact run"  # the name of what a batch that was tried is compared with
@@ -57,17 +57,13 @@ class Presets:
         names = dict.fromkeys([*self.presets, *([self.exact] if self.exact is not None and batch.compared else ())])
         return BatchSettings({name: name for name in names}, self.exact if self.exact in names else None)
 
-    def made(self, batches: Sequence[Batch], index: int) -> tuple[str | None, dict[str, ItemSamples]]:
-        """What an item of batches that are `kept` is compared with, and all its samples."""
+    def made(self, numbers: Sequence[int], index: int) -> tuple[str | None, dict[str, ItemSamples]]:
+        """Return what an item of batches of these numbers, which are `kept`, is compared with, and all its samples."""
         raise NotImplementedError("no batch is made before")
 
     def configs(self, task: int) -> Mapping[str, Config]:
         """By the names of results, the settings that those of a task are made with."""
         return self.presets
-
-    def names(self, batch: Batch) -> list[str]:
-        """Of a batch's results."""
-        return [*self.of(batch).settings]
 
 
 class Stage(ABC):
@@ -79,31 +75,50 @@ class Stage(ABC):
     def run(self, queue: Queue, first: int) -> None:
         """Makes it, on all ranks. first: the queue's number of the first part."""
 
-    @abstractmethod
-    def holds(self, number: int, sums: Sequence[int]) -> bool:
-        """Whether what an earlier start has made of a part is there, with these checksums. As of `Job.holds`."""
+    def holds(self, number: int, made: Mapping[str, np.ndarray]) -> bool:
+        """Return True if what an earlier start has made of a part beside its unit (`made`) is there.
+
+        An exception says that it is not.
+        """
+        return True
 
 
 @dataclass(frozen=True)
 class ItemResult:
-    """What an item turned out to be. rows: what is reported of it; result: what is written of it."""
+    """What an item turned out to be.
+
+    rows    what is reported of it
+    arrays  what is kept of it, by names of the job's own
+    """
 
     rows: list[dict[str, Any]]
-    result: Any = None
+    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 class JobResult(NamedTuple):
-    """A job that is done. rows: on rank 0 what is reported of its items, by task and index; bounds: how a bound on
-    quality was kept, for metrics.json, none without one; configs: by tasks and the names of results, the settings that
-    these were made with."""
+    """A job that is done.
+
+    rows     on rank 0 what is reported of its items, by task and index
+    bounds   how a bound on quality was kept, for metrics.json; none without one
+    configs  by tasks and the names of results, the settings that these were made with
+    store    what is kept of its items
+    units    the key in the store of each item, by its task and index
+    """
 
     rows: list[Row]
     bounds: list[dict[str, Any]]
     configs: Mapping[int, Mapping[str, Config]]
+    store: Store
+    units: Mapping[tuple[int, int], int | str]
+
+    def read(self, task: int, index: int, name: str) -> np.ndarray:
+        """Return an array of an item, by the name in its `ItemResult`."""
+        with self.store.open(self.units[task, index]) as arrays:
+            return np.asarray(arrays[f"{index} {name}"])
 
 
 class Job(ABC):
-    """Items in batches. All ranks of a replica make a batch together; its leader judges and writes its items.
+    """Items in batches. All ranks of a replica make a batch together; its leader judges and keeps its items.
 
     unit: what items are called; batches: all of them, the same on every rank and at every start; before: of them.
     """
@@ -135,18 +150,6 @@ class Job(ABC):
     @abstractmethod
     def judge(self, batch: Batch, place: int, drawn: Mapping[str, ItemSamples], exact: str | None) -> ItemResult:
         """An item, by its place in the batch. drawn: by the names of results; exact: as in `BatchSettings`."""
-
-    @abstractmethod
-    def write(self, batch: Batch, place: int, result: Any) -> None:
-        """Puts what `judge` gave of an item on the disk."""
-
-    def sums(self, batch: Batch) -> list[int]:
-        """Checksums of a batch's results, as they are on the disk."""
-        return []
-
-    def holds(self, batch: Batch, sums: Sequence[int]) -> bool:
-        """Whether an earlier start's results are there, with these checksums. Any exception says that they are not."""
-        return self.sums(batch) == sums
 
     def told(self, rows: Sequence[Mapping[str, Any]]) -> str:
         """What is said of a batch that is done, by the leader of its replica."""
@@ -182,43 +185,37 @@ def run_batches(
     settings: Callable[[], dict[str, Any]],
     shows_bar: bool = False,
 ) -> JobResult:
-    """Makes, judges and writes what is missing of a job's results; all ranks call it.
+    """Makes, judges and keeps what is missing of a job's results; all ranks call it.
 
-    way: how batches are made; output: the `OutputFolder`, with the journals; settings: all that results depend on.
+    way: how batches are made; output: the `OutputFolder`, with the store; settings: all that results depend on.
     Raises UserError where those of an earlier start were others.
     """
-    first, batches = replica.whole.rank == 0, job.batches
+    first, batches, store = replica.whole.rank == 0, job.batches, output.store
     before: Stage | None = way if isinstance(way, Trials) else job.before  # never both, as `volume_of` says
-    parts = Parts(output.journals.folder / "samples")
 
-    def is_whole(entry: Entry) -> bool:
-        number, sums = entry.number, entry.sums
-        try:
-            if number >= len(batches):
-                return before is not None and before.holds(number - len(batches), sums)
-            batch = batches[number]
-            return job.holds(batch, sums) if batch.whole else parts.holds(batch, way.names(batch))
-        except Exception:  # numpy, zipfile, json and each format raise kinds of their own for a damaged file
-            return False
+    def holds(number: int) -> bool:
+        with store.open(number) as made:
+            return number < len(batches) or (before is not None and before.holds(number - len(batches), made))
 
     counts = [*(batch.size for batch in batches), *(before.counts if before is not None else ())]
-    record = JobRecord(output, settings, counts, job.unit, is_whole, shows_bar)
+    record = JobRecord(output, settings, counts, job.unit, holds, shows_bar)
     with Queue(replica, record, len(batches)) as queue, torch.no_grad():
         job.watched(queue.bar.advance)
         if before is not None:
             before.run(queue, len(batches))
-        if first:
-            parts.folder.mkdir(exist_ok=True)
         job.begin(first)
-        replica.whole.broadcast_object(None)  # the files are there
-        make_batches(job, queue, way, parts)
-    rows = queue.rows(range(len(batches))) + put_together(job, way, parts, reading_bar(shows_bar)) if first else []
+        make_batches(job, queue, way)
+    units: dict[tuple[int, int], int | str] = {}
+    if first:
+        units = {(batch.task, index): number for number, batch in enumerate(batches) for index in batch.indices}
+        units |= put_together(job, way, store, reading_bar(shows_bar))
+    rows = sorted(store.rows(dict.fromkeys(units.values())), key=lambda row: row[:2])
     configs = {task: way.configs(task) for task in {batch.task for batch in batches}}
-    return JobResult(sorted(rows, key=lambda row: row[:2]), way.records, configs)
+    return JobResult(rows, way.records, configs, store, units)
 
 
-def make_batches(job: Job, queue: Queue, way: Presets, parts: Parts) -> None:
-    """The batches that this replica takes. What has samples in other batches is kept in `parts` until all are there."""
+def make_batches(job: Job, queue: Queue, way: Presets) -> None:
+    """Make the batches that this replica takes. Of one whose items have samples in other batches, keep the samples."""
     for number in queue.take([number for number in range(len(job.batches)) if number not in way.kept]):
         batch = job.batches[number]
         settings, exact = way.of(batch)
@@ -226,40 +223,44 @@ def make_batches(job: Job, queue: Queue, way: Presets, parts: Parts) -> None:
         made = job.make([*dict.fromkeys(settings.values())], batch)
         if not queue.replica.leads:
             continue
-        drawn = {name: made[setting] for name, setting in settings.items()}
-        if not batch.whole:
-            parts.keep(batch, drawn)
-            queue.add(number, [])
-            continue
-        rows = []
-        for place in range(len(batch.indices)):
-            rows += finish_item(job, batch, place, {name: items[place] for name, items in drawn.items()}, exact)
-        queue.add(number, rows, job.sums(batch))
-        if told := job.told([row for *_, row in rows]):
+        drawn, rows = {name: made[setting] for name, setting in settings.items()}, list[Any]()
+        items = [(exact, {name: of[place] for name, of in drawn.items()}) for place in range(len(batch.indices))]
+        queue.add(number, rows, judged(job, batch, items, rows) if batch.whole else packed(batch, drawn, rows))
+        if batch.whole and (told := job.told([row for *_, row in rows])):
             queue.bar.say(told)
 
 
-def finish_item(job: Job, batch: Batch, place: int, drawn: Mapping[str, ItemSamples], exact: str | None) -> list[Row]:
-    """Judges and writes an item whose samples are all there."""
-    judged = job.judge(batch, place, drawn, exact)
-    job.write(batch, place, judged.result)
-    return [[batch.task, batch.indices[place], row] for row in judged.rows]
+def judged(
+    job: Job, batch: Batch, items: Iterable[tuple[str | None, Mapping[str, ItemSamples]]], rows: list[Row]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the arrays of a batch's results by name, item by item, and append what is reported of them to `rows`.
+
+    items: of each item of the batch what it is compared with, as in `BatchSettings`, and all its samples
+    """
+    for place, (exact, drawn) in enumerate(items):
+        found = job.judge(batch, place, drawn, exact)
+        rows += [[batch.task, batch.indices[place], row] for row in found.rows]
+        yield from ((f"{batch.indices[place]} {name}", array) for name, array in found.arrays.items())
 
 
-def put_together(job: Job, way: Presets, parts: Parts, progress: Callable[..., Any]) -> list[Row]:
-    """On rank 0, when all batches are done: the items whose samples were divided, and those that were made before."""
-    left = [(number in way.kept, batch) for number, batch in enumerate(job.batches)]
-    groups = by_key(((batch.task, batch.indices, kept), batch) for kept, batch in left if kept or not batch.whole)
-    divided, rows = [*groups.items()], []
-    for number in progress(range(len(divided)), f"putting {job.unit} together"):
-        (*_, kept), batches = divided[number]
-        for place, index in enumerate(batches[0].indices):
-            if kept:
-                exact, drawn = way.made(batches, index)
-            else:
-                exact, drawn = way.of(batches[0]).exact, parts.merged(batches, index)
-            rows += finish_item(job, batches[0], place, drawn, exact)
-    return rows
+def put_together(job: Job, way: Presets, store: Store, progress: Callable[..., Any]) -> dict[tuple[int, int], str]:
+    """On rank 0, when all batches are done, judge the items whose samples were divided, and those made before.
+
+    Return the key of each in the store, by its task and index.
+    """
+    left = [number for number, batch in enumerate(job.batches) if number in way.kept or not batch.whole]
+    groups = by_key(((job.batches[n].task, job.batches[n].indices, n in way.kept), n) for n in left)
+    divided, units = [*groups.items()], dict[tuple[int, int], str]()
+    for place in progress(range(len(divided)), f"putting {job.unit} together"):
+        (task, indices, kept), numbers = divided[place]
+        batch, rows, key = job.batches[numbers[0]], list[Row](), f"together-{numbers[0]}"
+        items = (
+            way.made(numbers, index) if kept else (way.of(batch).exact, unpacked(store, numbers, index))
+            for index in indices
+        )
+        store.add(key, rows, judged(job, batch, items, rows))
+        units |= {(task, index): key for index in indices}
+    return units
 
 
 # A bound on quality around it -----------------------------------------------------------------------------------------
@@ -269,35 +270,23 @@ class Trials(Presets, Stage):
     """Settings of a ladder are tried on some of a job's items until each group has one that keeps the bound; then every
     batch is made with the one that its task's group has chosen.
 
-    Every trial is a batch of the job's queue, numbered after those of results: replicas share trials as they share
+    Every trial is a unit of the job's queue, numbered after those of results: replicas share trials as they share
     results, and a job that goes on does not repeat those it has finished. What they made is kept until the job ends;
-    with the setting that is taken, it is the result. folder: of the job's journals.
+    with the setting that is taken, it is the result. store: of the job.
     """
 
-    def __init__(self, job: Job, quality: Quality, folder: Path) -> None:
-        self.job, self.quality, self.count = job, quality, len(job.batches)
+    def __init__(self, job: Job, quality: Quality, store: Store) -> None:
+        self.job, self.quality, self.store, self.count = job, quality, store, len(job.batches)
         self.settings, self.counts = [*quality.rungs], [batch.size for batch in job.batches] * len(quality.rungs)
-        self.parts = {name: Parts(folder / f"trials-{number}") for number, name in enumerate(self.settings)}
         self.groups: Mapping[int, Group] = {}
-
-    def names(self, batch: Batch) -> list[str]:
-        return [self.quality.preset]
 
     def number(self, rung: int, batch: int) -> int:
         return (1 + rung) * self.count + batch
-
-    def holds(self, number: int, sums: Sequence[int]) -> bool:
-        rung, batch = divmod(number, self.count)
-        return self.parts[self.settings[rung]].holds(self.job.batches[batch], [self.settings[rung]])
 
     def run(self, queue: Queue, first: int) -> None:
         """Tries until a setting is chosen for each group, on all ranks alike."""
         self.groups, whole = self.job.groups(self.quality), queue.replica.whole
         groups = self._groups()
-        if whole.rank == 0:
-            for parts in self.parts.values():
-                parts.folder.mkdir(exist_ok=True)
-        whole.broadcast_object(None)  # the folders are there
         while trials := [(group, trial) for group in groups if (trial := group.next(self.quality)) is not None]:
             self._make(trials, queue)
             found = [self._figures(group, trial) for group, trial in (trials if whole.rank == 0 else [])]
@@ -327,10 +316,15 @@ class Trials(Presets, Stage):
         setting, preset = self._setting(batch.task), self.quality.preset
         return BatchSettings({preset: setting}, preset if setting == self.quality.exact else None)
 
-    def made(self, batches: Sequence[Batch], index: int) -> tuple[str | None, dict[str, ItemSamples]]:
-        settings = {self.quality.preset: self._setting(batches[0].task), EXACT_RUN: self.quality.exact}
-        drawn = {name: self.parts[one].merged(batches, index)[one] for name, one in settings.items()}
-        return EXACT_RUN, drawn
+    def made(self, numbers: Sequence[int], index: int) -> tuple[str | None, dict[str, ItemSamples]]:
+        setting = self._setting(self.job.batches[numbers[0]].task)
+        names = {self.quality.preset: setting, EXACT_RUN: self.quality.exact}
+        return EXACT_RUN, {name: self._tried(one, numbers, index) for name, one in names.items()}
+
+    def _tried(self, setting: str, numbers: Sequence[int], index: int) -> ItemSamples:
+        """Return the samples of an item of some batches that were made in trials of a setting."""
+        rung = self.settings.index(setting)
+        return unpacked(self.store, [self.number(rung, number) for number in numbers], index)[setting]
 
     def configs(self, task: int) -> dict[str, Config]:
         return {self.quality.preset: self.quality.rungs[self._setting(task)]}
@@ -351,18 +345,19 @@ class Trials(Presets, Stage):
             queue.begin(batch.size, self.job.steps(batch))
             drawn = self.job.make([setting], batch)
             if queue.replica.leads:
-                self.parts[setting].keep(batch, drawn)
-                queue.add(number, [])
+                rows = list[Any]()
+                queue.add(number, rows, packed(batch, drawn, rows))
 
     def _figures(self, group: Group, trial: Trial) -> dict[int, Figure]:
         """What a trial has shown, by the places of items in their group."""
         setting, exact = self.settings[trial.rung], self.quality.exact
         tried = [(n, *one) for n in group.batches_of(trial.slices) for one in enumerate(group.batches[n])]
-        of_items = by_key((place, (self.job.batches[number], at)) for number, at, place in tried)
+        of_items = by_key((place, (number, at)) for number, at, place in tried)
         figures = {}
         for place, parts in sorted(of_items.items()):
-            batches, (first, at) = [batch for batch, _ in parts], parts[0]
-            pair = [self.parts[name].merged(batches, first.indices[at])[name] for name in (exact, setting)]
+            numbers, (_, at) = [number for number, _ in parts], parts[0]
+            first = self.job.batches[numbers[0]]
+            pair = [self._tried(name, numbers, first.indices[at]) for name in (exact, setting)]
             db = self.job.figure_db(self.quality.bound, first, at, *pair)
             figures[place] = Figure.of(db, pair[1].cost)
         return figures

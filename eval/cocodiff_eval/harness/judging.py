@@ -1,28 +1,26 @@
 """What becomes of a restored slice: its voxels in the input's dtype, its row of metrics.json, and its pictures in the
-report, which are made where it is restored, kept on the disk, and read when the page is written."""
+report, which are made where it is restored, kept in the store, and read when the page is written."""
 
 from __future__ import annotations
 
-import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from cocodiff.config.grouping import by_key
-from cocodiff.jobs.folder import storage_faults
 from cocodiff_eval.data.intensity import compose_native, prepare_slice
 from cocodiff_eval.data.masks import depth_in
 from cocodiff_eval.data.slices import save_preview_png
 from cocodiff_eval.data.volume import Progress
 from cocodiff_eval.harness.items import ItemSamples
 from cocodiff_eval.harness.job import ItemResult
-from cocodiff_eval.harness.tasks import BOUNDS, Task, WorkingFile, kept_samples, slice_name, spread_of
+from cocodiff_eval.harness.tasks import BOUNDS, ResultFile, Task, kept_samples, slice_name, spread_of
 from cocodiff_eval.harness.volume import is_deep
 from cocodiff_eval.quality.fusing import FEWEST_HIDDEN, Intervals, Moments, coverage, spread_native
 from cocodiff_eval.quality.metrics import (
@@ -40,59 +38,27 @@ from cocodiff_eval.report.volume import ShownVolume
 from cocodiff_eval.restore.baseline import biharmonic
 
 MOST_SHELLED = 2**22  # voxels of a volume whose shell correlation is found, at 80 bytes each
-FOLDER = "pictures"  # beside a job's journals, and removed with them
 
 
-@dataclass(frozen=True)
-class ReportPictures:
-    """The pictures of a job's slices, a file each. folder: of the job's journals."""
-
-    folder: Path
-    plan: PicturePlan
-
-    def add(self, task: int, index: int, make: Callable[[], Picture]) -> None:
-        """Keeps what `make` gives of a slice, if the report is to show it."""
-        if index in self.plan.shown[task]:
-            path, text = self._path(task, index), self.encoded(make())
-            with storage_faults(str(path)):
-                path.parent.mkdir(exist_ok=True)
-                path.write_text(text)
-
-    def encoded(self, picture: Picture) -> str:
-        share = self.plan.share if picture.mask_YX.any() else self.plan.unmasked_share
-        return encode(picture, self.plan.side, share)
-
-    def read(self, task: int, index: int) -> str | None:
-        """The text of a slice's pictures; None where there is none, or no whole one."""
-        try:
-            text = self._path(task, index).read_text()
-            json.loads(text)
-        except (OSError, ValueError):
-            return None
-        return text
-
-    def _path(self, task: int, index: int) -> Path:
-        return self.folder / FOLDER / f"{task}-{index}.json"
-
-    def all(
-        self,
-        rows: Sequence[Sequence[Any]],
-        make: Callable[[int, int], Picture],
-        progress: Callable[[range, str], Iterable[int]],
-    ) -> Iterator[str]:
-        """The texts of all slices that the report shows. rows: of metrics.json, each with its task and slice; make: a
-        slice's picture, of those that turned out worst, or whose text was lost with a run that was killed."""
-        found: list[tuple[int, int]] = []
-        for task, shown in enumerate(self.plan.shown):
-            judged = [(index, row["psnr_db"]) for of_task, index, row in rows if of_task == task]
-            quality = by_key((index, db) for index, db in judged if db is not None)
-            found += [(task, n) for n in sorted({*shown, *worst_slices(quality, shown, self.plan.worst)})]
-        for place in progress(range(len(found)), "writing the report"):
-            text = self.read(*found[place])
-            yield text if text is not None else self.encoded(make(*found[place]))
+def encode_picture(picture: Picture, plan: PicturePlan) -> str:
+    """Return the text of a slice's pictures."""
+    return encode(picture, plan.side, plan.share if picture.mask_YX.any() else plan.unmasked_share)
 
 
-def shown_volume(task: Task, presets: Sequence[str], files: Mapping[str, WorkingFile]) -> ShownVolume:
+def slices_of_report(plan: PicturePlan, rows: Sequence[Sequence[Any]]) -> list[tuple[int, int]]:
+    """Return task and index of each slice that the report shows, those that turned out worst among them.
+
+    rows: of metrics.json, each with its task and index
+    """
+    found: list[tuple[int, int]] = []
+    for task, shown in enumerate(plan.shown):
+        judged = [(index, row["psnr_db"]) for of_task, index, row in rows if of_task == task]
+        quality = by_key((index, db) for index, db in judged if db is not None)
+        found += [(task, n) for n in sorted({*shown, *worst_slices(quality, shown, plan.worst)})]
+    return found
+
+
+def shown_volume(task: Task, presets: Sequence[str], files: Mapping[str, ResultFile]) -> ShownVolume:
     """What the report's three views show of a task. files: of its results, by name."""
     grey = {preset: files[preset].read for preset in presets}
     ends = [(preset, *end) for preset in presets for end in zip(BOUNDS, ("low 90 %", "high 90 %"), strict=True)]
@@ -102,7 +68,7 @@ def shown_volume(task: Task, presets: Sequence[str], files: Mapping[str, Working
 
 
 def jumps(
-    task: Task, presets: Sequence[str], files: Mapping[str, WorkingFile], progress: Progress
+    task: Task, presets: Sequence[str], files: Mapping[str, ResultFile], progress: Progress
 ) -> list[dict[str, Any]]:
     """Entries of `jumps` of metrics.json: of a volume whose truth is known, one for each preset."""
     truth, small = task.truth, math.prod(task.stack.shape) <= MOST_SHELLED
@@ -123,13 +89,6 @@ def jumps(
     named = {"name": task.stack.name, "mask": task.mask.name}
     rows = [{**named, "mode": mode, "slice_jump": value, **shells.get(mode, {})} for mode, value in found.items()]
     return [json_ready(row) for row in rows]
-
-
-class Restored(NamedTuple):
-    """native: what goes into each of `result_files`; picture: what the report shows."""
-
-    native: dict[str, np.ndarray]
-    picture: Callable[[], Picture]
 
 
 @dataclass(frozen=True)
@@ -241,9 +200,9 @@ def judge_slice(
         native |= {
             spread_of(name): spread_native(one.moments.deviation_YX, mask_YX, scale) for name, one in presets.items()
         }
-    restored = Restored(native | further_native(seen, presets, intervals), partial(seen.picture, modes, native))
+    restored = ItemResult(rows, native | further_native(seen, presets, intervals))
     if not mask_YX.any():
-        return ItemResult(rows, restored)
+        return restored
     truth_YX, started = seen.truth_YX, time.perf_counter()
     baseline = None
     if seen.smooth_YX is not None:
@@ -273,7 +232,7 @@ def judge_slice(
             exact_compared=exact is not None,
         )
         rows.append(result.row())
-    return ItemResult(rows, restored)
+    return restored
 
 
 def further_native(
@@ -291,7 +250,7 @@ def further_native(
     return found
 
 
-def save_previews(task: Task, files: Mapping[str, WorkingFile], presets: Sequence[str], folder: Path) -> None:
+def save_previews(task: Task, files: Mapping[str, ResultFile], presets: Sequence[str], folder: Path) -> None:
     """Saves a few restored slices as PNG beside the results."""
     for index in shown_slices(task.mask.masked):
         for preset in presets:

@@ -140,7 +140,7 @@ class Session:
         prepared, quality = self.prepared, self.prepared.quality
         way = Presets(prepared.presets, self.exact)
         if quality is not None:
-            way = Trials(job, quality, prepared.output.journals.folder)
+            way = Trials(job, quality, prepared.output.store)
 
         def settings() -> dict[str, Any]:
             return describe(prepared) | job.settings()

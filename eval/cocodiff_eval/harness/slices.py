@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import shutil
-import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -15,24 +16,25 @@ from cocodiff.config.config import Config
 from cocodiff.config.grouping import by_key
 from cocodiff.jobs.record import lasting
 from cocodiff.jobs.terminal import reading_bar, say
+from cocodiff_eval.data.volume import Progress
 from cocodiff_eval.harness.items import Batch, Cost, ItemSamples, batches_of
 from cocodiff_eval.harness.job import ItemResult, Job, JobResult
 from cocodiff_eval.harness.judging import (
-    ReportPictures,
-    Restored,
     SliceReview,
+    encode_picture,
     judge_slice,
     jumps,
     save_previews,
     shown_volume,
+    slices_of_report,
 )
 from cocodiff_eval.harness.quality import MOST_DISTANCE_DB, Bound, Group, Quality, Slices
 from cocodiff_eval.harness.restoring import TOGETHER, Restorer
 from cocodiff_eval.harness.session import Session
 from cocodiff_eval.harness.tasks import (
     BOUNDS,
+    ResultFile,
     Task,
-    WorkingFile,
     export,
     kept_samples,
     result_files,
@@ -44,8 +46,9 @@ from cocodiff_eval.harness.volumes import Volumes
 from cocodiff_eval.quality.fusing import Moments
 from cocodiff_eval.quality.hidden import Hidden, hide_beside
 from cocodiff_eval.quality.metrics import json_ready
-from cocodiff_eval.report.pictures import Picture, plan_pictures, shown_slices
+from cocodiff_eval.report.pictures import plan_pictures, shown_slices
 
+PICTURE = ".picture"  # the name of what the report shows of a slice, beside its results
 TESTED, MOST_TESTS = 4, 4  # samples of a slice for each one in which more is hidden, and these at most
 TILES = 1.25  # times as many has such a sample at most, but one more in any case
 
@@ -81,36 +84,36 @@ class SliceJob(Job):
             self.batches += batches_of(number, masked, together, compared, self.samples, apart, self.tests, video)
         for group in self._groups.values():
             group.take(self.batches)
-        journals = session.prepared.output.journals.folder
-        self._store = journals / "results"
-        self._files = [*map(self._result_files, range(len(tasks)))]
-        plan = plan_pictures([task.mask.masked for task in tasks], len(self.presets) * (1 + (self.samples > 1)) + 1)
-        self.pages = ReportPictures(journals, plan)
+        self.plan = plan_pictures(
+            [task.mask.masked for task in tasks], len(self.presets) * (1 + (self.samples > 1)) + 1
+        )
         self._seen = lru_cache(1)(self._read)
 
     def begin(self, first: bool) -> None:
-        """Makes the files of results, where an earlier start has not."""
+        """Say where the disk may be too small for the results."""
+        output = self.session.prepared.output
         if not first:
             return
-        self.session.images.mkdir(exist_ok=True)
-        self._store.mkdir(exist_ok=True)
-        files = [file for of_task in self._files for file in of_task.values()]
-        for file in files:
-            file.create()
-        results, free = sum(file.bytes for file in files), shutil.disk_usage(self._store).free
-        there = sum(512 * file.path.stat().st_blocks for file in files)
-        if 2 * results - there > free:
+        files = [(task, one) for n, task in enumerate(self.tasks) for one in self._result_files(n).values()]
+        results = sum(math.prod(task.stack.shape) * file.dtype.itemsize for task, file in files)
+        free = shutil.disk_usage(output.partial).free
+        if 2 * results - output.store.bytes > free:
             say(
                 f"results take {results / 2**30:.1f} GiB while they are made, and then as much in their own format; "
-                f"the disk of {self.session.prepared.output.out} has {free / 2**30:.1f} GiB left"
+                f"the disk of {output.out} has {free / 2**30:.1f} GiB left"
             )
 
-    def _result_files(self, number: int) -> dict[str, WorkingFile]:
-        """Of a task, by name."""
+    def _result_files(self, number: int, done: JobResult | None = None) -> dict[str, ResultFile]:
+        """Return the files of a task by name. done: the job, whose results they hold."""
         volume = self.volumes.of.get(number)
         bounds = BOUNDS if (self.tests if volume is None else volume.hidden) else ()
         further = [*bounds, *(kept_samples(self.samples) if self.keeps else ())]
-        return result_files(self.tasks[number], self.presets, self._store, self.samples, further)
+
+        def read(name: str, index: int) -> np.ndarray:
+            assert done is not None, "nothing is there before"
+            return done.read(number, index, name)
+
+        return result_files(self.tasks[number], self.presets, read, self.samples, further)
 
     def _provenance(self, task: int, configs: Mapping[str, Config]) -> dict[str, dict[str, Any]]:
         """How a task's results of each preset are made, for the files' own metadata: plain data."""
@@ -178,17 +181,11 @@ class SliceJob(Job):
         found = {mode: of_volume or seen.intervals(drawn[mode].tested) for mode in self.presets}
         intervals = {mode: one for mode, one in found.items() if one is not None}
         compared = None if exact is None else drawn[exact]
-        return judge_slice(seen, self.presets, compared, drawn, batch.drawn, intervals)
-
-    def write(self, batch: Batch, place: int, result: Restored) -> None:
-        index = batch.indices[place]
-        for name, file in self._files[batch.task].items():
-            file.write(index, result.native[name])
-        self.pages.add(batch.task, index, result.picture)
-
-    def sums(self, batch: Batch) -> list[int]:
-        files = self._files[batch.task].values()
-        return [zlib.crc32(file.read(index).tobytes()) for file in files for index in batch.indices]
+        judged = judge_slice(seen, self.presets, compared, drawn, batch.drawn, intervals)
+        if batch.indices[place] not in self.plan.shown[batch.task]:
+            return judged
+        text = encode_picture(seen.picture(self.presets, judged.arrays), self.plan)
+        return replace(judged, arrays={**judged.arrays, PICTURE: np.frombuffer(text.encode(), np.uint8)})
 
     def groups(self, quality: Quality) -> dict[int, Group]:
         return self._groups
@@ -207,9 +204,11 @@ class SliceJob(Job):
         """Writes results in their own format, on rank 0. Returns what `session.finish` takes besides the rows."""
         values, images = self.session.prepared.values, self.session.images
         progress, found = reading_bar(not values["quiet"]), []
+        files_of = [self._result_files(number, done) for number in range(len(self.tasks))]
         if self.session.folder is not None:
+            images.mkdir(exist_ok=True)
             for number, task in enumerate(self.tasks):
-                files, about = self._files[number], {"version": __version__, "seed": values["seed"]}
+                files, about = files_of[number], {"version": __version__, "seed": values["seed"]}
                 provenance = self._provenance(number, done.configs[number])
                 for line in export(task, files, images, provenance, about, progress):
                     say(line)
@@ -221,10 +220,10 @@ class SliceJob(Job):
         numbers = {task.stack.name: task.stack.numbers for task in self.tasks if len(task.stack) > 1}
         volumes = [number for number, task in enumerate(self.tasks) if is_deep(task.stack)]
         return {
-            "pictures": self.pages.all(done.rows, self._picture, progress),
-            "shown": [shown_volume(self.tasks[n], self.presets, self._files[n]) for n in volumes],
+            "pictures": self._pictures(done, files_of, progress),
+            "shown": [shown_volume(self.tasks[n], self.presets, files_of[n]) for n in volumes],
             "slices": numbers,
-            "side": self.pages.plan.side,
+            "side": self.plan.side,
             "records": {
                 "inputs": [task.record() for task in self.tasks],
                 "volumes": self.volumes.records(),
@@ -232,12 +231,20 @@ class SliceJob(Job):
             },
         }
 
-    def _picture(self, task: int, index: int) -> Picture:
-        """What the report shows of a slice whose results are in their files."""
-        files, names = self._files[task], [*self.presets, *map(spread_of, self.presets)]
-        native = {name: files[name].read(index) for name in names if name in files}
-        stack, mask = self.tasks[task].stack, self.tasks[task].mask
-        return SliceReview(self.tasks[task], index, stack.read(index), mask.read(index)).picture(self.presets, native)
+    def _pictures(
+        self, done: JobResult, files_of: Sequence[Mapping[str, ResultFile]], progress: Progress
+    ) -> Iterator[str]:
+        """Yield the texts of all slices that the report shows; those of the worst are made of their results."""
+        found = slices_of_report(self.plan, done.rows)
+        for place in progress(range(len(found)), "writing the report"):
+            number, index = found[place]
+            if index in self.plan.shown[number]:
+                yield done.read(number, index, PICTURE).tobytes().decode()
+                continue
+            task, names = self.tasks[number], [*self.presets, *map(spread_of, self.presets)]
+            native = {name: files_of[number][name].read(index) for name in names if name in files_of[number]}
+            seen = SliceReview(task, index, task.stack.read(index), task.mask.read(index))
+            yield encode_picture(seen.picture(self.presets, native), self.plan)
 
 
 def find_hidden(tasks: Sequence[Task], values: Mapping[str, Any]) -> dict[int, tuple[Hidden, ...]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import matplotlib.figure  # noqa: F401  at the start: the picture comes last, where it would fail after hours
@@ -12,11 +13,10 @@ import matplotlib.figure  # noqa: F401  at the start: the picture comes last, wh
 from cocodiff_eval.harness.grid import Grid
 from cocodiff_eval.harness.items import Batch, ItemSamples
 from cocodiff_eval.harness.job import ItemResult, JobResult
-from cocodiff_eval.harness.judging import Restored
 from cocodiff_eval.harness.restoring import Restorer
 from cocodiff_eval.harness.session import Session
 from cocodiff_eval.harness.slices import SliceJob
-from cocodiff_eval.harness.tasks import Task, WorkingFile
+from cocodiff_eval.harness.tasks import Task
 from cocodiff_eval.quality.metrics import OF_RUN, json_ready
 from cocodiff_eval.report.sweeps import LINES, PARETO, save_pareto, summarise, told
 
@@ -29,7 +29,7 @@ class SweepJob(SliceJob):
 
     def __init__(self, session: Session, tasks: Sequence[Task], grid: Grid) -> None:
         super().__init__(session, tasks, {})
-        self.grid = grid
+        self.grid, self.plan = grid, replace(self.plan, shown=(frozenset(),) * len(tasks))  # figures alone
 
     def begin(self, first: bool) -> None:
         """A short run in every preset, so that no figure pays for first allocations and connections."""
@@ -38,10 +38,6 @@ class SweepJob(SliceJob):
             self.make(self.presets, batch)
         self.restorers = own
 
-    def _result_files(self, number: int) -> dict[str, WorkingFile]:
-        """None: figures are kept alone."""
-        return {}
-
     def _mode(self, point: str, steps: int) -> str:
         """What rows of metrics.json call a point at a number of steps."""
         return f"{point}, {steps} steps" if len(self.grid.steps) > 1 else point
@@ -49,9 +45,6 @@ class SweepJob(SliceJob):
     def judge(self, batch: Batch, place: int, drawn: Mapping[str, ItemSamples], exact: str | None) -> ItemResult:
         steps, rows = self.tasks[batch.task].steps, super().judge(batch, place, drawn, exact).rows
         return ItemResult([row | {"mode": self._mode(row["mode"], steps)} for row in rows])
-
-    def write(self, batch: Batch, place: int, result: Restored) -> None:
-        """The rows are all that is kept."""
 
     def told(self, rows: Sequence[Mapping[str, Any]]) -> str:
         of_points = [row for row in rows if row["mode"] != self.session.exact]

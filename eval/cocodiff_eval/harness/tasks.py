@@ -1,18 +1,16 @@
-"""The work of a job: stacks and their masks, the files that their results go to while it runs, and in the end."""
+"""The work of a job: stacks and their masks, and the files that their results go to."""
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from cocodiff.config.files import write_at
 from cocodiff.jobs.record import described_inputs
 from cocodiff_eval.data.formats import write_volume
 from cocodiff_eval.data.intensity import IntensityRange
@@ -129,52 +127,38 @@ def _cut(name: str) -> str:
     return os.fsencode(name)[: LONGEST_STEM // 2 - 2].decode(errors="ignore")
 
 
-@dataclass(frozen=True)
-class WorkingFile:
-    """The voxels of a preset's result while a job runs: raw, so that any process writes any slice."""
+class ResultFile(NamedTuple):
+    """The voxels of a file of results, which are read slice by slice."""
 
-    path: Path
-    shape: tuple[int, int, int]
     dtype: np.dtype
     preset: str
-
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def create(self) -> None:
-        """Makes the file where it is not there, or not whole; slices are zero until they are written."""
-        with self.path.open("ab") as file:
-            file.truncate(self.bytes)
-
-    def write(self, index: int, image_YX: np.ndarray) -> None:
-        """Slice `index`, of the file's dtype and shape. Returns when it is on the disk."""
-        assert image_YX.dtype == self.dtype and image_YX.shape == self.shape[1:], (image_YX.dtype, image_YX.shape)
-        write_at(self.path, index * image_YX.nbytes, image_YX.tobytes())
-
-    def read(self, index: int) -> np.ndarray:
-        """Slice `index` as it was written, [Y, X]."""
-        count = self.shape[1] * self.shape[2]
-        offset = index * count * self.dtype.itemsize
-        return np.fromfile(self.path, self.dtype, count, offset=offset).reshape(self.shape[1:])
+    read: Reader
 
 
 def result_files(
-    task: Task, presets: Sequence[str], folder: Path, samples: int = 1, more: Sequence[str] = ()
-) -> dict[str, WorkingFile]:
-    """By preset, the files of restored slices: of several samples the mean, and as `spread_of(preset)` their standard
-    deviation in the input's units, float32, 0 outside the mask. more: what names of further files add, as of BOUNDS."""
-    stack, single = task.stack, np.dtype(np.float32)
-    kinds = {preset: (stack.dtype, preset) for preset in presets}
-    kinds |= {spread_of(preset): (single, preset) for preset in presets if samples > 1}
-    kinds |= {f"{preset}{one}": (stack.dtype, preset) for preset in presets for one in more}
-    paths = {name: folder / task.files.result(name, ".raw") for name in kinds}
-    return {name: WorkingFile(paths[name], stack.shape, *kind) for name, kind in kinds.items()}
+    task: Task,
+    presets: Sequence[str],
+    read: Callable[[str, int], np.ndarray],
+    samples: int = 1,
+    more: Sequence[str] = (),
+) -> dict[str, ResultFile]:
+    """Return what the files of restored slices hold, by name.
+
+    They are called as presets, and hold of several samples the mean; `spread_of(preset)` is their standard deviation in
+    the input's units, float32, 0 outside the mask.
+
+    read: gives a slice of one of them, by its name and the slice's index
+    more: what names of further files add to a preset's, as of BOUNDS
+    """
+    kinds = {preset: (task.stack.dtype, preset) for preset in presets}
+    kinds |= {spread_of(preset): (np.dtype(np.float32), preset) for preset in presets if samples > 1}
+    kinds |= {f"{preset}{one}": (task.stack.dtype, preset) for preset in presets for one in more}
+    return {name: ResultFile(*kind, partial(read, name)) for name, kind in kinds.items()}
 
 
 def export(
     task: Task,
-    files: Mapping[str, WorkingFile],
+    files: Mapping[str, ResultFile],
     folder: Path,
     provenance: Mapping[str, Mapping[str, Any]],
     of_mask: Mapping[str, Any],

@@ -33,7 +33,6 @@ from cocodiff.demo_model.training import (
     training_mask,
 )
 from cocodiff.jobs.folder import OutputFolder
-from cocodiff.jobs.journal import Entry
 from cocodiff.jobs.record import described_inputs, write_settings
 from cocodiff.jobs.replicas import JobRecord
 from cocodiff.jobs.terminal import progress_bar, reading_bar, say
@@ -44,7 +43,7 @@ from cocodiff_eval.restore.pipeline_inpainter import PipelineInpainter
 
 AVERAGE = 0.998  # of its weights so far, at most, in the average
 MODEL = ("config.json", "vae_config.json", "scheduler_config.json")  # the model's files beside its weights
-STATE = "state.pt"  # of a run that is not done, beside its journals
+STATE = "state.pt"  # of a run that is not done, beside its units
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 CHECKS, LEAST_APART = 20, 25  # of held-out patches, in a run; updates between two
 HELD_OUT, JUDGED, JUDGED_STEPS = 128, 24, 20  # patches of the loss, and of these as many that are restored
@@ -192,7 +191,6 @@ def train(tasks: Sequence[Task], values: dict[str, Any], weights: Path, output: 
     state = transport.broadcast_object(state)
     if state is not None:
         trainer.load_state(state)
-    journal = output.journals.open_journal(str(transport.rank)) if trainer.first else None
     total = values["iterations"]
     with progress_bar("training", total, trainer.first and not values["quiet"]) as bar:
         bar.update(trainer.step)
@@ -201,15 +199,15 @@ def train(tasks: Sequence[Task], values: dict[str, Any], weights: Path, output: 
             bar.update(1)
             bar.set_postfix_str(f"loss {trainer.smoothed:.4f}", refresh=False)
             step = trainer.step
-            if (step % every and step < total) or journal is None:
+            if (step % every and step < total) or not trainer.first:
                 continue
             trainer.check()
             row = trainer.rows[-1]
             with bar.external_write_mode():
                 say(f"step {step} of {total}: loss {row['loss']:.4f}, held out {row['held_out_loss']:.4f}")
-            with appearing(output.journals.folder / STATE) as unfinished:
+            with appearing(output.store.folder / STATE) as unfinished:
                 torch.save(trainer.state(), unfinished)
-            journal.add(Entry((step - 1) // every, min(every, step - (step - 1) // every * every), []))
+            output.store.add((step - 1) // every, [])
     if trainer.first:
         _publish(trainer, weights, output, before)
     transport.broadcast_object(None)
@@ -219,7 +217,7 @@ def _begun(trainer: Trainer, tasks: Sequence[Task], output: OutputFolder, every:
     """On rank 0: the state of a run to go on with, None where there is none, and the PSNR before any training."""
     values, total = trainer.values, trainer.values["iterations"]
     output.open()
-    file, device = output.journals.folder / STATE, trainer.transport.device
+    file, device = output.store.folder / STATE, trainer.transport.device
     state = torch.load(file, weights_only=True, map_location=device) if file.is_file() else None
     counts = [min(every, total - start) for start in range(0, total, every)]
 
@@ -227,10 +225,10 @@ def _begun(trainer: Trainer, tasks: Sequence[Task], output: OutputFolder, every:
         own = {name: values[name] for name in REMEMBERED}
         return own | {"ranks": trainer.transport.size, "inputs": described_inputs(tasks)}
 
-    def is_whole(entry: Entry) -> bool:
-        return state is not None and entry.number * every < state["step"]
+    def holds(number: int) -> bool:
+        return state is not None and number * every < state["step"]
 
-    JobRecord(output, settings, counts, "steps", is_whole, not values["quiet"]).begin(total)
+    JobRecord(output, settings, counts, "steps", holds, not values["quiet"]).begin(total)
     if state is None:
         trainer.check()
     return state, trainer.psnr_db()  # the weights are still those that were loaded

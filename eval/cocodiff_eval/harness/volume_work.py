@@ -3,7 +3,6 @@ runs, and what is fused of them along z."""
 
 from __future__ import annotations
 
-import json
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from cocodiff.config.files import flush
 from cocodiff.jobs.replicas import Queue
 from cocodiff_eval.data.intensity import prepare_slice
 from cocodiff_eval.data.masks import depth
@@ -195,16 +193,8 @@ class Work(ABC):
     counted: ClassVar[bool] = True
 
     @abstractmethod
-    def run(self, queue: Queue) -> list[Any]:
-        """Makes it, on all ranks of a replica. Returns what rank 0 is to know of it, on the one that leads."""
-
-    def sums(self) -> list[int]:
-        """Checksums of what was made."""
-        return []
-
-    def holds(self, sums: Sequence[int]) -> bool:
-        """Whether what an earlier start has made is there. Whatever is raised says that it is not."""
-        return self.sums() == sums
+    def run(self, queue: Queue) -> tuple[list[Any], Mapping[str, np.ndarray]]:
+        """Make it, on all ranks of a replica. Return its rows and arrays in the store, on the one that leads."""
 
 
 class Restoring(Work):
@@ -219,6 +209,7 @@ class Restoring(Work):
         """Whether results are made of it."""
 
     def sums(self) -> list[int]:
+        """Return checksums of what was made, as it is on the disk."""
         return [zlib.crc32(one.read(n).tobytes()) for one in self.results().values() for n in self.indices]
 
 
@@ -234,18 +225,18 @@ class ByModel(Restoring):
     def is_wanted(self, verdict: HiddenRegionReport) -> bool:
         return self.sample < samples_along(self.making.samples, verdict.axes).get(self.axis, 0)
 
-    def run(self, queue: Queue) -> list[Any]:
-        """Of each preset the volume, its name and the cost, whose drift may hold numbers that JSON has not."""
+    def run(self, queue: Queue) -> tuple[list[Any], Mapping[str, np.ndarray]]:
+        """As `Work.run`. rows: of each preset the volume, its name and the cost."""
         making, (prepared, masks) = self.making, self.making.prepared(self.axis, self.indices)
         queue.begin(len(masks), making.restorer.tile_steps(masks) * len(making.modes))
         made = {mode: making.draw(self.axis, self.sample, prepared, masks, mode) for mode in making.modes}
         if not making.leads:
-            return []
+            return [], {}
         for mode, file in self.results().items():
             for index, one, mask in zip(self.indices, made[mode], masks, strict=True):
                 file.write(index, one.restored01_YX[mask])
         costs = {mode: Cost.summed([one.cost for one in drawn]) for mode, drawn in made.items()}
-        return [[making.number, mode, json.dumps(vars(cost))] for mode, cost in costs.items()]
+        return [[making.number, mode, vars(cost)] for mode, cost in costs.items()], {"sums": np.array(self.sums())}
 
 
 @dataclass(frozen=True)
@@ -262,10 +253,11 @@ class Smoothed(Restoring):
     def is_wanted(self, verdict: HiddenRegionReport) -> bool:
         return self.method in verdict.others
 
-    def run(self, queue: Queue) -> list[Any]:
-        if self.making.leads:
-            self.write()
-        return []
+    def run(self, queue: Queue) -> tuple[list[Any], Mapping[str, np.ndarray]]:
+        if not self.making.leads:
+            return [], {}
+        self.write()
+        return [], {"sums": np.array(self.sums())}
 
     def write(self) -> None:
         results, pairs = self.results(), self.making.prepared(self.axis, self.indices)
@@ -305,25 +297,8 @@ class Trial(Work):
     def hidden(self) -> Hidden:
         return self.making.hidden[self.round]
 
-    @property
-    def path(self) -> Path:
-        place = "-".join(map(str, (self.making.number, self.round, self.axis, self.sample, *self.indices[:1])))
-        return self.making.folder / f"{place}.npz"
-
-    def read(self) -> dict[str, np.ndarray]:
-        """What was made."""
-        with np.load(self.path, allow_pickle=False) as found:
-            return {name: found[name] for name in found.files}
-
-    def holds(self, sums: Sequence[int]) -> bool:
-        return all(values.size for values in self.read().values())
-
-    def run(self, queue: Queue) -> list[Any]:
-        made = self.make(queue)
-        if self.making.leads:
-            np.savez(self.path, **made)
-            flush(self.path)
-        return []
+    def run(self, queue: Queue) -> tuple[list[Any], Mapping[str, np.ndarray]]:
+        return [], self.make(queue)
 
     def make(self, queue: Queue) -> dict[str, Any]:
         """By the names of methods, on the rank that leads: [z, y, x] each, NaN where nothing is judged."""

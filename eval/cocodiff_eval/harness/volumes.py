@@ -9,12 +9,14 @@ and for each of y and x that is needed a copy of the volume and one byte a voxel
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from cocodiff.jobs.replicas import Queue
+from cocodiff.jobs.store import ROWS
 from cocodiff.jobs.terminal import reading_bar
 from cocodiff_eval.data.reoriented import turn
 from cocodiff_eval.harness.items import Batch, Cost, evenly
@@ -36,7 +38,8 @@ class Volumes(Stage):
         self, session: Session, restorer: Restorer, tasks: Sequence[Task], hidden: Mapping[int, Sequence[Hidden]]
     ) -> None:
         prepared, leads = session.prepared, session.replica.leads
-        self.quiet, self.folder = prepared.values["quiet"], prepared.output.journals.folder / "volumes"
+        self.quiet, self.store = prepared.values["quiet"], prepared.output.store
+        self.folder = self.store.folder / "volumes"
         modes, samples, keeps = [*prepared.presets], prepared.values["samples"], prepared.values["keep_samples"]
         self.of = {
             number: Making(
@@ -48,8 +51,9 @@ class Volumes(Stage):
         self.works = [work for making in self.of.values() for work in works_of(making)]
         self.counts = [len(work.indices) * work.counted for work in self.works]
 
-    def holds(self, number: int, sums: Sequence[int]) -> bool:
-        return self.works[number].holds(sums)
+    def holds(self, number: int, made: Mapping[str, np.ndarray]) -> bool:
+        work = self.works[number]
+        return not isinstance(work, Restoring) or work.sums() == made["sums"].tolist()
 
     def batches(self, number: int) -> list[Batch]:
         """The slices of a volume along z, which are fused when those along all axes are there."""
@@ -77,7 +81,9 @@ class Volumes(Stage):
         likely = [n for n in self._wanted(even) if isinstance(self.works[n], ByModel)]
         queue.expect([first + number for number in (*tests, *likely)])
         self._run(queue, first, tests)
-        found = {number: self._verdict(making) for number, making in self.of.items()} if whole.rank == 0 else None
+        found = (
+            {number: self._verdict(making, first) for number, making in self.of.items()} if whole.rank == 0 else None
+        )
         verdicts = whole.broadcast_object(found)
         for number, making in self.of.items():
             making.verdict = verdicts[number]
@@ -90,8 +96,8 @@ class Volumes(Stage):
         whole.broadcast_object(None)  # the files are there
         queue.expect([first + number for number in (*tests, *wanted)])
         self._run(queue, first, [*wanted])
-        told = queue.rows([first + number for number in wanted]) if whole.rank == 0 else []
-        costs = whole.broadcast_object(self._costs(told) if whole.rank == 0 else None)
+        costs = self._costs(self.store.rows([first + number for number in wanted])) if whole.rank == 0 else {}
+        costs = whole.broadcast_object(costs)
         for number, making in self.of.items():
             making.costs = costs[number]
 
@@ -103,27 +109,29 @@ class Volumes(Stage):
     def _run(self, queue: Queue, first: int, numbers: Sequence[int]) -> None:
         for place in queue.take([first + number for number in numbers]):
             work = self.works[place - first]
-            rows = work.run(queue)
+            rows, made = work.run(queue)
             if work.making.leads:
-                queue.add(place, rows, work.sums())
+                queue.add(place, rows, made.items())
 
     def _costs(self, rows: Sequence[Any]) -> dict[int, dict[str, Cost]]:
         """Of all samples of each volume in each preset, by what works have told of theirs."""
         found: dict[int, dict[str, list[Cost]]] = {number: {} for number in self.of}
         for number, mode, cost in rows:
-            found[number].setdefault(mode, []).append(Cost(**json.loads(cost)))
+            found[number].setdefault(mode, []).append(Cost(**cost))
         return {n: {mode: Cost.summed(costs) for mode, costs in of.items()} for n, of in found.items()}
 
-    def _verdict(self, making: Making) -> HiddenRegionReport:
+    def _verdict(self, making: Making, first: int) -> HiddenRegionReport:
         volume = making.volume
         if not making.hidden:
             axes = volume.axes[: making.samples]
             axes = axes if volume.restores(axes) else volume.axes
             return HiddenRegionReport(dict.fromkeys(axes, 1 / len(axes)))
         rounds = [Tested(hidden, volume, making.task, making.samples) for hidden in making.hidden]
-        for work in self.works:
+        for number, work in enumerate(self.works):
             if isinstance(work, Trial) and work.making is making:
-                rounds[work.round].add(work.axis, work.indices, work.sample, work.read())
+                with self.store.open(first + number) as made:
+                    found = {name: made[name] for name in made.files if name != ROWS}
+                rounds[work.round].add(work.axis, work.indices, work.sample, found)
         return judge_test(rounds, volume, making.samples)
 
     def records(self) -> list[dict[str, Any]]:

@@ -1,0 +1,161 @@
+"""What a job has finished so far, kept with its unfinished results, so that another start can go on.
+
+A job is a list of units of work: batches of slices, prompts, trials. What a unit makes is one file, which is written
+beside and renamed into place. A unit is done when its file is there and can be read; one whose file is damaged or gone
+is done again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from cocodiff.config.files import appearing, flush, replace_text
+
+if TYPE_CHECKING:
+    import numpy as np
+
+PARTIAL = ".cocodiff.partial"  # the hidden folder of unfinished results, in that of results
+FOLDER = ".progress"  # within the hidden one
+ROWS = "rows"  # the name, in a unit's file, of what is no array
+_HEADER, _CLAIMS = "job.json", "claims"
+
+
+class Kept(NamedTuple):
+    """How much of a job is finished: `done` of `total` slices or prompts, as `unit` says."""
+
+    done: int
+    total: int
+    unit: str
+
+    def __str__(self) -> str:
+        return f"{self.done} of {self.total} {self.unit}"
+
+
+class Store:
+    """The files of a job's units, in the folder of its unfinished results.
+
+    A unit's key is its number among the job's. What is put together of several units has a text as its key, and does
+    not count as a unit that is done.
+    """
+
+    def __init__(self, results: Path) -> None:
+        self.folder = results / FOLDER
+
+    def begin(self, settings: Mapping[str, Any], counts: Sequence[int], total: int, unit: str, overwrite: bool) -> None:
+        """Write what the job is.
+
+        settings: all that the results depend on
+        counts: the slices or prompts (`unit`) of each unit of work
+        total: how many of these the job has as far as is known
+        overwrite: True if they may replace those of an earlier run
+        """
+        self.folder.mkdir()
+        header = {"settings": settings, "counts": [*counts], "total": total, "unit": unit, "overwrite": overwrite}
+        self._write(header)
+
+    def expect(self, total: int) -> None:
+        """Write how many slices or prompts the job turns out to have."""
+        header = self.header()
+        if header is not None and header["total"] != total:
+            self._write({**header, "total": total})
+
+    def _write(self, header: Mapping[str, Any]) -> None:
+        replace_text(self.folder / _HEADER, json.dumps(header, indent=1))
+
+    def header(self) -> dict[str, Any] | None:
+        """Return what `begin` was given; None where there is nothing to go on with."""
+        try:
+            found = json.loads((self.folder / _HEADER).read_text())
+            known = {"settings": dict(found["settings"]), "total": int(found["total"]), "unit": str(found["unit"])}
+            return {**found, **known, "counts": [*map(int, found["counts"])]}
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return None
+
+    def kept(self) -> Kept | None:
+        """Return how much is finished; None where no unit is."""
+        header, finished = self.header(), self.finished()
+        if header is None or not finished:
+            return None
+        done = sum(header["counts"][number] for number in finished if number < len(header["counts"]))
+        return Kept(done, header["total"], header["unit"]) if done else None
+
+    @property
+    def is_damaged(self) -> bool:
+        """True if units are there, or journals of an older version, without a record of what they belong to."""
+        return self.header() is None and (bool(self.finished()) or any(self.folder.glob("*.jsonl")))
+
+    @property
+    def bytes(self) -> int:
+        return sum(path.stat().st_size for path in self.folder.glob("*.npz"))
+
+    def finished(self) -> set[int]:
+        """Return the numbers of the units that are done."""
+        return {int(path.stem) for path in self.folder.glob("*.npz") if path.stem.isdecimal()}
+
+    def add(self, key: int | str, rows: Sequence[Any], arrays: Iterable[tuple[str, np.ndarray]] = ()) -> None:
+        """Save a unit; return when it is on the disk.
+
+        rows: plain data, which may grow while `arrays` gives names and arrays: these are written one by one
+        """
+        from numpy.lib.format import write_array
+
+        with appearing(self._path(key)) as unfinished:
+            with zipfile.ZipFile(unfinished, "w") as file:
+                for name, array in arrays:
+                    with file.open(f"{name}.npy", "w", force_zip64=True) as member:
+                        write_array(member, array, allow_pickle=False)
+                file.writestr(ROWS, json.dumps(rows))
+            flush(unfinished)
+
+    def rows(self, keys: Iterable[int | str]) -> list[Any]:
+        """Return the rows of some units in this order."""
+        found = []
+        for key in keys:
+            with self.open(key) as unit:
+                found += json.loads(unit[ROWS])
+        return found
+
+    def open(self, key: int | str) -> Any:
+        """Return a unit's arrays by their names, which are read when they are asked for, as a context manager."""
+        import numpy as np
+
+        return np.load(self._path(key), allow_pickle=False)
+
+    def is_whole(self, number: int) -> bool:
+        """Return True if a unit's file can be read, by the checksums of its members."""
+        try:
+            with zipfile.ZipFile(self._path(number)) as file:
+                return file.testzip() is None
+        except Exception:  # zipfile raises many kinds for a damaged file
+            return False
+
+    def drop(self, number: int) -> None:
+        """Remove a unit, which is to be done again."""
+        self._path(number).unlink()
+
+    def _path(self, key: int | str) -> Path:
+        return self.folder / f"{key}.npz"
+
+    def open_claims(self) -> None:
+        """Before any unit is claimed; the claims of an earlier start are void."""
+        shutil.rmtree(self.folder / _CLAIMS, ignore_errors=True)
+        (self.folder / _CLAIMS).mkdir(parents=True)
+
+    def claim(self, number: int) -> bool:
+        """Return True if a unit is the caller's now: nobody else has claimed it."""
+        try:
+            os.close(os.open(self.folder / _CLAIMS / str(number), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+        except FileExistsError:
+            return False
+        return True
+
+    def remove(self) -> None:
+        """Nothing is left to go on with."""
+        if self.folder.exists():
+            shutil.rmtree(self.folder)
