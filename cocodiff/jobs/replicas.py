@@ -108,13 +108,13 @@ class Queue:
 
     def __init__(self, replica: Replica, record: JobRecord, expected: int) -> None:
         """expected: how many units, the first, are to be done by now. Raises UserError for other settings."""
-        self.replica, self._counts, self._store = replica, record.counts, record.output.store
+        self.replica, self._counts, self.store = replica, record.counts, record.output.store
         total, whole = sum(self._counts[:expected]), replica.whole
         if whole.rank == 0:
             record.begin(total)
-            self._store.open_claims()
-        self._done = whole.broadcast_object(self._store.finished() if whole.rank == 0 else None)
-        replica.check_shared(self._store, record.output.out)
+            self.store.open_claims()
+        self._done = whole.broadcast_object(self.store.finished() if whole.rank == 0 else None)
+        replica.check_shared(self.store, record.output.out)
         self.bar = JobBar(total, record.unit, record.done, record.shows_bar)
 
     def __enter__(self) -> Queue:
@@ -127,7 +127,7 @@ class Queue:
     def take(self, numbers: Sequence[int]) -> Iterator[int]:
         """Those of some units that this replica is to do; it ends when all of them are done, on all replicas."""
         missing = [number for number in numbers if not self.is_done(number)]
-        yield from self.replica.take(missing, self._store)
+        yield from self.replica.take(missing, self.store)
         self.replica.whole.gather_object(None)  # the bar goes on until all replicas are done
         self._done |= {*numbers}
 
@@ -144,12 +144,12 @@ class Queue:
         """All ranks say which units are still to be done, of those that may be."""
         self.bar.total = sum(self._counts[number] for number in {*numbers, *self._done})
         if self.replica.whole.rank == 0:
-            self._store.expect(self.bar.total)
+            self.store.expect(self.bar.total)
 
     def add(self, number: int, rows: Sequence[Any], arrays: Iterable[tuple[str, Any]] = ()) -> None:
         """Save what a unit has made, as `Store.add`. Raise OwnRankError where the disk is full or fails."""
-        with storage_faults(f"a file of {self._store.folder}"):
-            self._store.add(number, rows, arrays)
+        with storage_faults(f"a file of {self.store.folder}"):
+            self.store.add(number, rows, arrays)
         self.bar.begin(0, 0)
 
 

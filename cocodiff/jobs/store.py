@@ -38,11 +38,7 @@ class Kept(NamedTuple):
 
 
 class Store:
-    """The files of a job's units, in the folder of its unfinished results.
-
-    A unit's key is its number among the job's. What is put together of several units has a text as its key, and does
-    not count as a unit that is done.
-    """
+    """The files of a job's units, by their numbers, in the folder of its unfinished results."""
 
     def __init__(self, results: Path) -> None:
         self.folder = results / FOLDER
@@ -96,16 +92,16 @@ class Store:
 
     def finished(self) -> set[int]:
         """Return the numbers of the units that are done."""
-        return {int(path.stem) for path in self.folder.glob("*.npz") if path.stem.isdecimal()}
+        return {int(path.stem) for path in self.folder.glob("*.npz")}
 
-    def add(self, key: int | str, rows: Sequence[Any], arrays: Iterable[tuple[str, np.ndarray]] = ()) -> None:
+    def add(self, number: int, rows: Sequence[Any], arrays: Iterable[tuple[str, np.ndarray]] = ()) -> None:
         """Save a unit; return when it is on the disk.
 
         rows: plain data, which may grow while `arrays` gives names and arrays: these are written one by one
         """
         from numpy.lib.format import write_array
 
-        with appearing(self._path(key)) as unfinished:
+        with appearing(self._path(number)) as unfinished:
             with zipfile.ZipFile(unfinished, "w") as file:
                 for name, array in arrays:
                     with file.open(f"{name}.npy", "w", force_zip64=True) as member:
@@ -113,19 +109,19 @@ class Store:
                 file.writestr(ROWS, json.dumps(rows))
             flush(unfinished)
 
-    def rows(self, keys: Iterable[int | str]) -> list[Any]:
+    def rows(self, numbers: Iterable[int]) -> list[Any]:
         """Return the rows of some units in this order."""
         found = []
-        for key in keys:
-            with self.open(key) as unit:
+        for number in numbers:
+            with self.open(number) as unit:
                 found += json.loads(unit[ROWS])
         return found
 
-    def open(self, key: int | str) -> Any:
+    def open(self, number: int) -> Any:
         """Return a unit's arrays by their names, which are read when they are asked for, as a context manager."""
         import numpy as np
 
-        return np.load(self._path(key), allow_pickle=False)
+        return np.load(self._path(number), allow_pickle=False)
 
     def is_whole(self, number: int) -> bool:
         """Return True if a unit's file can be read, by the checksums of its members."""
@@ -139,8 +135,8 @@ class Store:
         """Remove a unit, which is to be done again."""
         self._path(number).unlink()
 
-    def _path(self, key: int | str) -> Path:
-        return self.folder / f"{key}.npz"
+    def _path(self, number: int) -> Path:
+        return self.folder / f"{number}.npz"
 
     def open_claims(self) -> None:
         """Before any unit is claimed; the claims of an earlier start are void."""

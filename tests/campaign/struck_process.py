@@ -89,12 +89,11 @@ def observe(notes: Path, alone: bool) -> None:
     syncs = Syncs()
 
     def noting(add: Callable[..., None]) -> Callable[..., None]:
-        def add_and_note(store: Store, key: int | str, *given: Any) -> None:
-            add(store, key, *given)
-            written = [store.folder / f"{key}.npz", *(store.folder / "volumes").glob("*.f32")]
-            behind = syncs.behind(written) if alone else []
+        def add_and_note(store: Store, number: int, *given: Any) -> None:
+            add(store, number, *given)
+            behind = syncs.behind([store.folder / f"{number}.npz"]) if alone else []
             with notes.open("a") as file:
-                file.write(json.dumps([key, behind]) + "\n")
+                file.write(json.dumps([number, behind]) + "\n")
 
         return add_and_note
 

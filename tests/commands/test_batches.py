@@ -59,27 +59,26 @@ def test_one_rank_alone_has_the_threads_that_a_replica_has(monkeypatch: pytest.M
 def test_every_sample_of_every_slice_is_made_once(
     masked: list[bool], together: int, sample: int, samples: int, tests: int
 ) -> None:
-    """Slices with and without something to restore are in batches of their own, and calls take so many samples."""
+    """Of slices with something to restore, and calls take so many samples."""
     batches = batches_of(5, masked, together, sample, samples, tests=tests)
     made = [(index, one) for batch in batches for index in batch.indices for one in batch.samples]
-    assert sorted(made) == [(index, one) for index in range(len(masked)) for one in range(samples + tests)]
+    hidden = [index for index, has_mask in enumerate(masked) if has_mask]
+    assert sorted(made) == [(index, one) for index in hidden for one in range(samples + tests)]
     for batch in batches:
         assert (batch.task, batch.of, batch.tests) == (5, samples + tests, tests)
-        assert {masked[index] for index in batch.indices} == {not batch.copied}
         pairs = [pair for call in batch.calls for pair in call]
         every = [(place, one) for place in range(len(batch.indices)) for one in batch.samples]
         assert sorted(pairs) == every and (tests or pairs == every)
         assert all(len({one >= samples for _, one in call}) == 1 for call in batch.calls), "tests have calls apart"
-        assert batch.copied or all(len(call) <= together for call in batch.calls)
+        assert all(len(call) <= together for call in batch.calls)
     compared = {index for batch in batches if batch.compared for index in batch.indices}
-    hidden = [index for index, has_mask in enumerate(masked) if has_mask]
     assert len(compared) == min(sample, len(hidden)) and compared <= {*hidden}
     assert sample < 2 or compared >= {*hidden[:1], *hidden[-1:]}
 
 
 def test_samples_are_cut_where_slices_are_too_few_for_many_replicas() -> None:
-    def cut(slices: int, together: int, samples: int, mask: bool = True, sample: int = 1) -> list[Any]:
-        batches = batches_of(0, [mask] * slices, together, sample, samples)
+    def cut(slices: int, together: int, samples: int) -> list[Any]:
+        batches = batches_of(0, [True] * slices, together, 1, samples)
         return [(batch.indices, batch.samples) for batch in batches]
 
     assert cut(1, 8, 8) == [((0,), (n, n + 1)) for n in range(0, 8, 2)]
@@ -89,8 +88,6 @@ def test_samples_are_cut_where_slices_are_too_few_for_many_replicas() -> None:
     assert [indices for indices, _ in cut(3, 8, 1)] == [(0,), (1, 2)]
     assert [indices for indices, _ in cut(3, 1, 1)] == [(0,), (1,), (2,)]
     assert {samples for _, samples in cut(40, 8, 3)} == {(0, 1, 2)}
-    for slices, sizes in ((64, [64]), (65, [32, 33]), (130, [43, 44, 43])):  # without a mask: to be copied
-        assert [len(indices) for indices, _ in cut(slices, 1, 1, mask=False)] == sizes
 
 
 def test_costs_of_samples_add_up_and_their_drift_is_the_mean() -> None:

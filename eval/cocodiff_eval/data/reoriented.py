@@ -88,17 +88,18 @@ class Reoriented:
     shape: Triple
     dtype: np.dtype
 
+    @property
+    def slices(self) -> np.ndarray:
+        """The file as an array: slices along the axis, their rows and columns."""
+        return np.memmap(self.path, self.dtype, "r", shape=reoriented_shape(self.shape, self.axis))
+
     def read(self, index: int) -> np.ndarray:
         """Slice `index` along the axis, [Z, X] or [Z, Y]."""
-        _, rows, columns = reoriented_shape(self.shape, self.axis)
-        offset = index * rows * columns * self.dtype.itemsize
-        return np.fromfile(self.path, self.dtype, rows * columns, offset=offset).reshape(rows, columns)
+        return np.array(self.slices[index])
 
     def window(self, parts_ZYX: tuple[slice, slice, slice]) -> np.ndarray:
         """A part of the volume, [Z, Y, X]."""
-        first = AXES.index(self.axis)
-        turned = np.memmap(self.path, self.dtype, "r", shape=reoriented_shape(self.shape, self.axis))
-        return np.array(np.moveaxis(turned, 0, first)[parts_ZYX])
+        return np.array(np.moveaxis(self.slices, 0, AXES.index(self.axis))[parts_ZYX])
 
     @property
     def is_whole(self) -> bool:

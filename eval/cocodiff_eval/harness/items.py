@@ -29,20 +29,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Batch:
-    """Items that one replica makes, by their places (`indices`) in a task, such as a stack of slices; task: its number.
-    compared: whether the exact run is made of them for comparison alone. samples: those of each item that are made, of
-    so many (`of`) that it gets in all; tests: of these the last ones, which are no results but show on hidden regions
-    how far results may be off. together: items, or samples of them, that share the model's calls. copied: whether they
-    are their own results, as slices that are not masked."""
+    """Items that one replica makes together, such as slices of a stack."""
 
-    task: int
-    indices: tuple[int, ...]
-    compared: bool = True
-    samples: tuple[int, ...] = (0,)
-    of: int = 1
-    together: int = 1
-    copied: bool = False
-    tests: int = 0
+    task: int  # its number: that of a stack under a mask
+    indices: tuple[int, ...]  # places of the items in the task
+    compared: bool = True  # the exact run is made of them too, for comparison alone
+    samples: tuple[int, ...] = (0,)  # numbers of the samples that are made of each item
+    of: int = 1  # samples that each item gets in all
+    together: int = 1  # items, or samples of them, that share the model's calls
+    fused: bool = False  # put together of units that were counted, as slices of a volume are
+    tests: int = 0  # the last samples of each item: drawn with known regions hidden too, used for intervals alone
 
     @property
     def drawn(self) -> int:
@@ -52,7 +48,7 @@ class Batch:
     @property
     def size(self) -> int:
         """What is to be made in each mode."""
-        return 0 if self.copied else len(self.indices) * len(self.samples)
+        return 0 if self.fused else len(self.indices) * len(self.samples)
 
     @property
     def whole(self) -> bool:
@@ -214,7 +210,6 @@ def measured(engine: Engine) -> Iterator[Cost]:
 
 BATCHES = 16  # of a task; with fewer, samples go to replicas too
 SHARING = 2  # samples that a small model restores in one call at least
-COPIED_TOGETHER = 64  # slices without masked voxels in a batch
 
 
 def batches_of(
@@ -227,7 +222,7 @@ def batches_of(
     tests: int = 0,
     video: bool = False,
 ) -> list[Batch]:
-    """The slices of a task in batches, which depend on nothing but these arguments.
+    """The masked slices of a task in batches, which depend on nothing but these arguments.
 
     masked: which slices have something to restore. together: so many of them, or samples of one, at most share calls.
     sample: so many slices, evenly spread, are compared with an exact run, and have batches of their own: it then runs
@@ -246,8 +241,6 @@ def batches_of(
     groups += [(group, False) for group in evenly(sorted(left), slices)]
     pairs = [(*group, part) for group in groups for part in parts]
     batches = [Batch(task, *pair, samples, together, tests=tests) for pair in pairs]
-    empty = evenly(sorted({*range(len(masked))} - {*hidden}), COPIED_TOGETHER)
-    batches += [Batch(task, group, False, tuple(range(samples)), samples, copied=True, tests=tests) for group in empty]
     return sorted(batches, key=lambda batch: (batch.indices, batch.samples))
 
 

@@ -8,7 +8,7 @@ of a sweep (`sweep.py`) are jobs.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,7 +19,6 @@ from cocodiff.config.config import Config
 from cocodiff.config.grouping import by_key
 from cocodiff.jobs.replicas import JobRecord, Queue, Replica
 from cocodiff.jobs.store import Store
-from cocodiff.jobs.terminal import reading_bar
 from cocodiff_eval.harness.items import Batch, ItemSamples, packed, unpacked
 from cocodiff_eval.harness.quality import Bound, Figure, Group, Quality, Slices, Trial
 
@@ -37,50 +36,42 @@ class BatchSettings(NamedTuple):
 
 class Presets:
     """How the batches of a job are made: every one in every preset, and in the exact one if its items are compared.
-    `Trials` tries settings first.
+    `Trials` tries settings first, `Volumes` restores slices along several axes first.
 
-    exact: one of the presets, or one mode more; None to compare with none. kept: the numbers of batches that are made
-    before, and only have to be judged and written.
+    exact   one of the presets, or one mode more; None to compare with none
+    counts  the items of each unit that is made before the batches; these units are numbered after them
+    tried   numbers of batches that were made before, which `made` gives
     """
 
-    kept: frozenset[int] = frozenset()
+    counts: Sequence[int] = ()
+    tried: Collection[int] = ()
 
     def __init__(self, presets: Mapping[str, Config], exact: str | None) -> None:
         self.presets, self.exact = presets, exact
 
+    def run(self, queue: Queue, first: int) -> None:
+        """Make what is made before the batches, on all ranks. first: the number of the first of these units."""
+
+    def holds(self, number: int, made: Mapping[str, np.ndarray]) -> bool:
+        """Return True if what lies beside one of these units (`made`) is there; an exception says that it is not."""
+        return True
+
     @property
-    def records(self) -> list[dict[str, Any]]:
+    def bounds(self) -> list[dict[str, Any]]:
         """How a bound on quality was kept, for metrics.json; none without a bound."""
         return []
 
-    def of(self, batch: Batch) -> BatchSettings:
+    def batch_settings(self, number: int, batch: Batch) -> BatchSettings:
         names = dict.fromkeys([*self.presets, *([self.exact] if self.exact is not None and batch.compared else ())])
         return BatchSettings({name: name for name in names}, self.exact if self.exact in names else None)
 
-    def made(self, numbers: Sequence[int], index: int) -> tuple[str | None, dict[str, ItemSamples]]:
-        """Return what an item of batches of these numbers, which are `kept`, is compared with, and all its samples."""
+    def made(self, number: int, batch: Batch, settings: Sequence[str]) -> Mapping[str, Sequence[ItemSamples]]:
+        """Return every item of a batch that was `tried`, with each of some settings."""
         raise NotImplementedError("no batch is made before")
 
     def configs(self, task: int) -> Mapping[str, Config]:
         """By the names of results, the settings that those of a task are made with."""
         return self.presets
-
-
-class Stage(ABC):
-    """What is made before the batches of a job, in parts of so many items (`counts`), numbered after them."""
-
-    counts: Sequence[int]
-
-    @abstractmethod
-    def run(self, queue: Queue, first: int) -> None:
-        """Makes it, on all ranks. first: the queue's number of the first part."""
-
-    def holds(self, number: int, made: Mapping[str, np.ndarray]) -> bool:
-        """Return True if what an earlier start has made of a part beside its unit (`made`) is there.
-
-        An exception says that it is not.
-        """
-        return True
 
 
 @dataclass(frozen=True)
@@ -102,14 +93,14 @@ class JobResult(NamedTuple):
     bounds   how a bound on quality was kept, for metrics.json; none without one
     configs  by tasks and the names of results, the settings that these were made with
     store    what is kept of its items
-    units    the key in the store of each item, by its task and index
+    units    the unit of each item in the store, by its task and index
     """
 
     rows: list[Row]
     bounds: list[dict[str, Any]]
     configs: Mapping[int, Mapping[str, Config]]
     store: Store
-    units: Mapping[tuple[int, int], int | str]
+    units: Mapping[tuple[int, int], int]
 
     def read(self, task: int, index: int, name: str) -> np.ndarray:
         """Return an array of an item, by the name in its `ItemResult`."""
@@ -120,12 +111,13 @@ class JobResult(NamedTuple):
 class Job(ABC):
     """Items in batches. All ranks of a replica make a batch together; its leader judges and keeps its items.
 
-    unit: what items are called; batches: all of them, the same on every rank and at every start; before: of them.
+    unit: what items are called; batches: all of them, the same on every rank and at every start; way: how they are
+    made, unless as `Presets` does.
     """
 
     unit: str
     batches: Sequence[Batch]
-    before: Stage | None = None
+    way: Presets | None = None
 
     def settings(self) -> dict[str, Any]:
         """What the results depend on and a loaded model alone tells, as plain data."""
@@ -191,82 +183,83 @@ def run_batches(
     Raises UserError where those of an earlier start were others.
     """
     first, batches, store = replica.whole.rank == 0, job.batches, output.store
-    before: Stage | None = way if isinstance(way, Trials) else job.before  # never both, as `volume_of` says
 
     def holds(number: int) -> bool:
         with store.open(number) as made:
-            return number < len(batches) or (before is not None and before.holds(number - len(batches), made))
+            place = number - len(batches)
+            return place not in range(len(way.counts)) or way.holds(place, made)
 
-    counts = [*(batch.size for batch in batches), *(before.counts if before is not None else ())]
+    divided = by_key(((batch.task, batch.indices), n) for n, batch in enumerate(batches) if not batch.whole)
+    counts = [*(batch.size for batch in batches), *way.counts, *[0] * len(divided)]
     record = JobRecord(output, settings, counts, job.unit, holds, shows_bar)
     with Queue(replica, record, len(batches)) as queue, torch.no_grad():
         job.watched(queue.bar.advance)
-        if before is not None:
-            before.run(queue, len(batches))
+        way.run(queue, len(batches))
         job.begin(first)
         make_batches(job, queue, way)
-    units: dict[tuple[int, int], int | str] = {}
-    if first:
         units = {(batch.task, index): number for number, batch in enumerate(batches) for index in batch.indices}
-        units |= put_together(job, way, store, reading_bar(shows_bar))
-    rows = sorted(store.rows(dict.fromkeys(units.values())), key=lambda row: row[:2])
+        units |= put_together(job, queue, way, divided, len(counts) - len(divided))
+    rows = store.rows(dict.fromkeys(units.values())) if first else []
     configs = {task: way.configs(task) for task in {batch.task for batch in batches}}
-    return JobResult(rows, way.records, configs, store, units)
+    return JobResult(sorted(rows, key=lambda row: row[:2]), way.bounds, configs, store, units)
 
 
 def make_batches(job: Job, queue: Queue, way: Presets) -> None:
     """Make the batches that this replica takes. Of one whose items have samples in other batches, keep the samples."""
-    for number in queue.take([number for number in range(len(job.batches)) if number not in way.kept]):
+    for number in queue.take(range(len(job.batches))):
         batch = job.batches[number]
-        settings, exact = way.of(batch)
-        queue.begin(batch.size, job.steps(batch) * len(settings))
-        made = job.make([*dict.fromkeys(settings.values())], batch)
+        settings, exact = way.batch_settings(number, batch)
+        wanted, made = [*dict.fromkeys(settings.values())], dict[str, Sequence[ItemSamples]]()
+        if number not in way.tried:
+            queue.begin(batch.size, job.steps(batch) * len(settings))
+            made |= job.make(wanted, batch)
         if not queue.replica.leads:
             continue
+        if number in way.tried:
+            made |= way.made(number, batch, wanted)
         drawn, rows = {name: made[setting] for name, setting in settings.items()}, list[Any]()
-        items = [(exact, {name: of[place] for name, of in drawn.items()}) for place in range(len(batch.indices))]
-        queue.add(number, rows, judged(job, batch, items, rows) if batch.whole else packed(batch, drawn, rows))
+        items = ({name: of[place] for name, of in drawn.items()} for place in range(len(batch.indices)))
+        queue.add(number, rows, judged(job, batch, exact, items, rows) if batch.whole else packed(batch, drawn, rows))
         if batch.whole and (told := job.told([row for *_, row in rows])):
             queue.bar.say(told)
 
 
 def judged(
-    job: Job, batch: Batch, items: Iterable[tuple[str | None, Mapping[str, ItemSamples]]], rows: list[Row]
+    job: Job, batch: Batch, exact: str | None, items: Iterable[Mapping[str, ItemSamples]], rows: list[Row]
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the arrays of a batch's results by name, item by item, and append what is reported of them to `rows`.
 
-    items: of each item of the batch what it is compared with, as in `BatchSettings`, and all its samples
+    exact: as in `BatchSettings`
+    items: all samples of each item of the batch, by the names of results
     """
-    for place, (exact, drawn) in enumerate(items):
+    for place, drawn in enumerate(items):
         found = job.judge(batch, place, drawn, exact)
         rows += [[batch.task, batch.indices[place], row] for row in found.rows]
         yield from ((f"{batch.indices[place]} {name}", array) for name, array in found.arrays.items())
 
 
-def put_together(job: Job, way: Presets, store: Store, progress: Callable[..., Any]) -> dict[tuple[int, int], str]:
-    """On rank 0, when all batches are done, judge the items whose samples were divided, and those made before.
+def put_together(
+    job: Job, queue: Queue, way: Presets, divided: Mapping[tuple[int, tuple[int, ...]], Sequence[int]], first: int
+) -> dict[tuple[int, int], int]:
+    """Judge the items whose samples were divided, when all batches are done. Return the unit of each in the store.
 
-    Return the key of each in the store, by its task and index.
+    divided: numbers of the batches of the same items, by their task and indices
+    first: the number of the first unit of these
     """
-    left = [number for number, batch in enumerate(job.batches) if number in way.kept or not batch.whole]
-    groups = by_key(((job.batches[n].task, job.batches[n].indices, n in way.kept), n) for n in left)
-    divided, units = [*groups.items()], dict[tuple[int, int], str]()
-    for place in progress(range(len(divided)), f"putting {job.unit} together"):
-        (task, indices, kept), numbers = divided[place]
-        batch, rows, key = job.batches[numbers[0]], list[Row](), f"together-{numbers[0]}"
-        items = (
-            way.made(numbers, index) if kept else (way.of(batch).exact, unpacked(store, numbers, index))
-            for index in indices
-        )
-        store.add(key, rows, judged(job, batch, items, rows))
-        units |= {(task, index): key for index in indices}
-    return units
+    groups = [*divided.items()]
+    for number in queue.take(range(first, first + len(groups))):
+        (_, indices), parts = groups[number - first]
+        if queue.replica.leads:
+            batch, rows = job.batches[parts[0]], list[Row]()
+            items = (unpacked(queue.store, parts, index) for index in indices)
+            queue.add(number, rows, judged(job, batch, way.batch_settings(parts[0], batch).exact, items, rows))
+    return {(task, index): first + n for n, (task, indices) in enumerate(divided) for index in indices}
 
 
 # A bound on quality around it -----------------------------------------------------------------------------------------
 
 
-class Trials(Presets, Stage):
+class Trials(Presets):
     """Settings of a ladder are tried on some of a job's items until each group has one that keeps the bound; then every
     batch is made with the one that its task's group has chosen.
 
@@ -297,31 +290,30 @@ class Trials(Presets, Stage):
         if whole.rank == 0:
             for group in groups:
                 queue.bar.say(f"quality: {group.taken_line(self.quality)}")
-        self.kept = frozenset(
-            batch for group in groups for batch in group.batches if queue.is_done(self.number(group.taken, batch))
-        )
-        queue.expect([batch for batch in range(self.count) if batch not in self.kept])
+        batches = [(group, batch) for group in groups for batch in group.batches]
+        self.tried = {batch for group, batch in batches if queue.is_done(self.number(group.taken, batch))}
+        queue.expect(range(self.count))
 
     def _groups(self) -> list[Group]:
         return [*{id(group): group for group in self.groups.values()}.values()]
 
     @property
-    def records(self) -> list[dict[str, Any]]:
+    def bounds(self) -> list[dict[str, Any]]:
         return [group.record(self.quality) for group in self._groups()]
 
     def _setting(self, task: int) -> str:
         return self.settings[self.groups[task].taken]
 
-    def of(self, batch: Batch) -> BatchSettings:
-        setting, preset = self._setting(batch.task), self.quality.preset
-        return BatchSettings({preset: setting}, preset if setting == self.quality.exact else None)
+    def batch_settings(self, number: int, batch: Batch) -> BatchSettings:
+        setting, preset, exact = self._setting(batch.task), self.quality.preset, self.quality.exact
+        if number in self.tried:
+            return BatchSettings({preset: setting, EXACT_RUN: exact}, EXACT_RUN)
+        return BatchSettings({preset: setting}, preset if setting == exact else None)
 
-    def made(self, numbers: Sequence[int], index: int) -> tuple[str | None, dict[str, ItemSamples]]:
-        setting = self._setting(self.job.batches[numbers[0]].task)
-        names = {self.quality.preset: setting, EXACT_RUN: self.quality.exact}
-        return EXACT_RUN, {name: self._tried(one, numbers, index) for name, one in names.items()}
+    def made(self, number: int, batch: Batch, settings: Sequence[str]) -> dict[str, list[ItemSamples]]:
+        return {one: [self._samples(one, [number], index) for index in batch.indices] for one in settings}
 
-    def _tried(self, setting: str, numbers: Sequence[int], index: int) -> ItemSamples:
+    def _samples(self, setting: str, numbers: Sequence[int], index: int) -> ItemSamples:
         """Return the samples of an item of some batches that were made in trials of a setting."""
         rung = self.settings.index(setting)
         return unpacked(self.store, [self.number(rung, number) for number in numbers], index)[setting]
@@ -357,7 +349,7 @@ class Trials(Presets, Stage):
         for place, parts in sorted(of_items.items()):
             numbers, (_, at) = [number for number, _ in parts], parts[0]
             first = self.job.batches[numbers[0]]
-            pair = [self._tried(name, numbers, first.indices[at]) for name in (exact, setting)]
+            pair = [self._samples(name, numbers, first.indices[at]) for name in (exact, setting)]
             db = self.job.figure_db(self.quality.bound, first, at, *pair)
             figures[place] = Figure.of(db, pair[1].cost)
         return figures

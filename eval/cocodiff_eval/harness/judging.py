@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -100,6 +100,7 @@ class SliceReview:
     original_YX: np.ndarray
     mask_YX: np.ndarray
     hidden_YX: np.ndarray | None = None
+    _given: dict[bool, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
 
     @cached_property
     def hides(self) -> bool:
@@ -114,15 +115,10 @@ class SliceReview:
 
     def given(self, test: bool) -> tuple[np.ndarray, np.ndarray]:
         """What the model gets for a result, or for a test: the slice, filled under the mask, and the mask."""
-        return self._of_test if test else self._of_result
-
-    @cached_property
-    def _of_result(self) -> tuple[np.ndarray, np.ndarray]:
-        return prepare_slice(self.original_YX, self.mask_YX, self.task.scale), self.mask_YX
-
-    @cached_property
-    def _of_test(self) -> tuple[np.ndarray, np.ndarray]:
-        return prepare_slice(self.original_YX, self.unknown_YX, self.task.scale), self.unknown_YX
+        if test not in self._given:
+            mask_YX = self.unknown_YX if test else self.mask_YX
+            self._given[test] = prepare_slice(self.original_YX, mask_YX, self.task.scale), mask_YX
+        return self._given[test]
 
     def intervals(self, tested: Moments | None) -> Intervals | None:
         """By the errors of voxels hidden besides; unknown where these are too few, None where none are wanted."""
@@ -201,8 +197,6 @@ def judge_slice(
             spread_of(name): spread_native(one.moments.deviation_YX, mask_YX, scale) for name, one in presets.items()
         }
     restored = ItemResult(rows, native | further_native(seen, presets, intervals))
-    if not mask_YX.any():
-        return restored
     truth_YX, started = seen.truth_YX, time.perf_counter()
     baseline = None
     if seen.smooth_YX is not None:

@@ -138,7 +138,7 @@ class Session:
         from cocodiff_eval.harness.job import Presets, Trials, run_batches
 
         prepared, quality = self.prepared, self.prepared.quality
-        way = Presets(prepared.presets, self.exact)
+        way = job.way or Presets(prepared.presets, self.exact)
         if quality is not None:
             way = Trials(job, quality, prepared.output.store)
 

@@ -17,7 +17,7 @@ from cocodiff.config.grouping import by_key
 from cocodiff.jobs.record import lasting
 from cocodiff.jobs.terminal import reading_bar, say
 from cocodiff_eval.data.volume import Progress
-from cocodiff_eval.harness.items import Batch, Cost, ItemSamples, batches_of
+from cocodiff_eval.harness.items import Batch, ItemSamples, batches_of
 from cocodiff_eval.harness.job import ItemResult, Job, JobResult
 from cocodiff_eval.harness.judging import (
     SliceReview,
@@ -43,7 +43,6 @@ from cocodiff_eval.harness.tasks import (
 )
 from cocodiff_eval.harness.volume import is_deep
 from cocodiff_eval.harness.volumes import Volumes
-from cocodiff_eval.quality.fusing import Moments
 from cocodiff_eval.quality.hidden import Hidden, hide_beside
 from cocodiff_eval.quality.metrics import json_ready
 from cocodiff_eval.report.pictures import plan_pictures, shown_slices
@@ -70,7 +69,7 @@ class SliceJob(Job):
         # Of several samples of a slice alone, unless it is asked for a test of its own, or for none.
         calibrates = self.samples > 1 and quality is None and values["hidden_test"] is None
         self.tests = min(MOST_TESTS, max(1, self.samples // TESTED)) if calibrates else 0
-        self.before = self.volumes if self.volumes.works else None
+        self.way = self.volumes
         self._groups = {} if quality is None else groups_of_masks(quality, tasks, compared)
         self.batches: list[Batch] = []
         for number, task in enumerate(tasks):
@@ -104,16 +103,22 @@ class SliceJob(Job):
             )
 
     def _result_files(self, number: int, done: JobResult | None = None) -> dict[str, ResultFile]:
-        """Return the files of a task by name. done: the job, whose results they hold."""
-        volume = self.volumes.of.get(number)
+        """Return the files of a task by name. done: the job, whose results they hold.
+
+        A slice without masked voxels is its own restoration, without any deviation.
+        """
+        task, volume = self.tasks[number], self.volumes.of.get(number)
         bounds = BOUNDS if (self.tests if volume is None else volume.hidden) else ()
         further = [*bounds, *(kept_samples(self.samples) if self.keeps else ())]
 
         def read(name: str, index: int) -> np.ndarray:
             assert done is not None, "nothing is there before"
-            return done.read(number, index, name)
+            if task.mask.masked[index]:
+                return done.read(number, index, name)
+            original_YX, deviations = task.stack.read(index), map(spread_of, self.presets)
+            return np.zeros(original_YX.shape, np.float32) if name in deviations else original_YX
 
-        return result_files(self.tasks[number], self.presets, read, self.samples, further)
+        return result_files(task, self.presets, read, self.samples, further)
 
     def _provenance(self, task: int, configs: Mapping[str, Config]) -> dict[str, dict[str, Any]]:
         """How a task's results of each preset are made, for the files' own metadata: plain data."""
@@ -153,7 +158,7 @@ class SliceJob(Job):
         """What is hidden of a slice besides its mask, on all ranks alike; None where it has no intervals of its own."""
         if not self.tests or batch.task in self.volumes.of:
             return None
-        if batch.copied or mask_YX.all():
+        if mask_YX.all():
             return np.zeros_like(mask_YX)
         restorer = self.restorers[self.tasks[batch.task].steps]
         of_mask = restorer.tile_steps([mask_YX])
@@ -162,18 +167,12 @@ class SliceJob(Job):
         return hide_beside(original_YX, mask_YX, seed, lambda unknown_YX: restorer.tile_steps([unknown_YX]) <= most)
 
     def make(self, settings: Sequence[str], batch: Batch) -> dict[str, list[ItemSamples]]:
-        leads = self.session.replica.leads
-        if (volume := self.volumes.of.get(batch.task)) is not None:
+        leads, volume = self.session.replica.leads, self.volumes.of.get(batch.task)
+        if volume is not None:
             slices = self._seen(batch) if leads else []
             return {one: [volume.fused(seen, one) for seen in slices] for one in settings}
-        seen = self._seen(batch)
-        if batch.copied:  # a slice without masked voxels is its own restoration
-            pairs = [(Moments.of(one.given(False)[0]), one.original_YX) for one in (seen if leads else [])]
-            kept = self.samples if self.keeps else 0
-            copies = [ItemSamples(moments, Cost(), kept=(original_YX,) * kept) for moments, original_YX in pairs]
-            return dict.fromkeys(settings, copies)
         restorer = self.restorers[self.tasks[batch.task].steps]
-        return {one: restorer.draw(batch, seen, one, leads, self.keeps) for one in settings}
+        return {one: restorer.draw(batch, self._seen(batch), one, leads, self.keeps) for one in settings}
 
     def judge(self, batch: Batch, place: int, drawn: Mapping[str, ItemSamples], exact: str | None) -> ItemResult:
         volume, seen = self.volumes.of.get(batch.task), self._seen(batch)[place]
@@ -234,11 +233,11 @@ class SliceJob(Job):
     def _pictures(
         self, done: JobResult, files_of: Sequence[Mapping[str, ResultFile]], progress: Progress
     ) -> Iterator[str]:
-        """Yield the texts of all slices that the report shows; those of the worst are made of their results."""
+        """Yield the texts of all slices that the report shows, made of their results unless they are kept."""
         found = slices_of_report(self.plan, done.rows)
         for place in progress(range(len(found)), "writing the report"):
             number, index = found[place]
-            if index in self.plan.shown[number]:
+            if index in self.plan.shown[number] and self.tasks[number].mask.masked[index]:
                 yield done.read(number, index, PICTURE).tobytes().decode()
                 continue
             task, names = self.tasks[number], [*self.presets, *map(spread_of, self.presets)]

@@ -34,7 +34,7 @@ class SweepJob(SliceJob):
     def begin(self, first: bool) -> None:
         """A short run in every preset, so that no figure pays for first allocations and connections."""
         own, self.restorers = self.restorers, dict.fromkeys(self.restorers, Restorer.of(self.session, 1))
-        for batch in [one for one in self.batches if not one.copied][:1]:
+        for batch in self.batches[:1]:
             self.make(self.presets, batch)
         self.restorers = own
 

@@ -27,7 +27,6 @@ from cocodiff_eval.harness.volume import (
     BIHARMONIC,
     LINES,
     MEMBERS,
-    METHODS,
     OWN,
     HiddenRegionReport,
     Volume,
@@ -98,16 +97,9 @@ class Making:
         numbers = [sample + self.samples * AXES.index(axis)] * len(prepared)
         return self.restorer.run(prepared, masks, mode, self.task.scale.limits01, numbers)
 
-    def restored(self, mode: str, axis: str, sample: int) -> Restored:
-        """The file of a sample."""
-        path = self.folder / f"{self.number}-{self.modes.index(mode)}-{axis}-{sample}.f32"
-        return Restored(path, axis, self.volume.statistics)
-
-    def without_model(self, name: str) -> Restored:
-        """The file of a method without a model, or of a line's ends."""
-        method = name.removesuffix(APART)
-        path = self.folder / f"{self.number}-{METHODS.index(method)}{'-ends' * (name != method)}.f32"
-        return Restored(path, made_along(method), self.volume.statistics)
+    def file(self, name: str, axis: str, sample: int = 0) -> Restored:
+        """Return the file of a sample in a preset, of a method without a model, or of a line's ends, by its name."""
+        return Restored(self.folder / f"{self.number}-{name}-{axis}-{sample}.f32", axis, self.volume.statistics)
 
     def window(self, hidden: Hidden | None, window: Window) -> tuple[np.ndarray, np.ndarray]:
         """Of a tested volume, normalised, and of its mask with what is hidden: [Z, Y, X], from copies along y."""
@@ -127,8 +119,6 @@ class Making:
     def fused(self, seen: SliceReview, mode: str) -> ItemSamples:
         """A slice along z: all its samples, with the PSNR of each, and themselves where they are kept."""
         mask_YX, image_YX = seen.mask_YX, np.zeros(seen.mask_YX.shape)
-        if not mask_YX.any():  # nothing to restore, or nothing to restore it from
-            return ItemSamples(Moments.of(image_YX), Cost(), kept=(seen.original_YX,) * self.samples * self.keeps)
         values_SP, weights_SP, drawn_SP = self._samples(seen.index, mode, mask_YX)
         mean_P, spread_P = fuse(values_SP, weights_SP, drawn_SP)
         drawn_S = (drawn_SP > 0).any(axis=1)
@@ -150,7 +140,8 @@ class Making:
         verdict, statistics, count = self.verdict, self.volume.statistics, int(mask_YX.sum())
 
         def without_model(name: str) -> np.ndarray:
-            return self.without_model(name).read_along_z(index, mask_YX).astype(np.float64)
+            file = self.file(name, made_along(name.removesuffix(APART)))
+            return file.read_along_z(index, mask_YX).astype(np.float64)
 
         values, shares, drawn = [], [], []
         places = dict(zip(AXES, (np.full(count, index), *mask_YX.nonzero()), strict=True))
@@ -163,7 +154,7 @@ class Making:
         for axis, drawn_along in counts.items():
             seen_P = ~statistics.full(axis)[places[axis]]
             for sample in range(drawn_along):
-                values.append(self.restored(mode, axis, sample).read_along_z(index, mask_YX))
+                values.append(self.file(mode, axis, sample).read_along_z(index, mask_YX))
                 shares.append(np.where(seen_P, (weights.get(axis, 0.0) + trace) / drawn_along, 0.0))
                 drawn.append(seen_P / drawn_along if verdict.mixture is not None else shares[-1])
         for name in verdict.others:
@@ -220,7 +211,7 @@ class ByModel(Restoring):
     sample: int
 
     def results(self) -> dict[str, Restored]:
-        return {mode: self.making.restored(mode, self.axis, self.sample) for mode in self.making.modes}
+        return {mode: self.making.file(mode, self.axis, self.sample) for mode in self.making.modes}
 
     def is_wanted(self, verdict: HiddenRegionReport) -> bool:
         return self.sample < samples_along(self.making.samples, verdict.axes).get(self.axis, 0)
@@ -248,7 +239,7 @@ class Smoothed(Restoring):
 
     def results(self) -> dict[str, Restored]:
         names = (self.method, self.method + APART) if self.method in LINES else (self.method,)
-        return {name: self.making.without_model(name) for name in names}
+        return {name: self.making.file(name, self.axis) for name in names}
 
     def is_wanted(self, verdict: HiddenRegionReport) -> bool:
         return self.method in verdict.others
@@ -298,23 +289,20 @@ class Trial(Work):
         return self.making.hidden[self.round]
 
     def run(self, queue: Queue) -> tuple[list[Any], Mapping[str, np.ndarray]]:
-        return [], self.make(queue)
-
-    def make(self, queue: Queue) -> dict[str, Any]:
-        """By the names of methods, on the rank that leads: [z, y, x] each, NaN where nothing is judged."""
+        """As `Work.run`. Arrays: by the names of methods [z, y, x] each, NaN where nothing is judged."""
         volume, hidden, found = self.making.volume, self.hidden, dict[str, Any]()
         judged = judged_grid(hidden, volume)
         points_P3, read = np.stack([at[judged] for at in hidden.grid], 1), partial(self.making.window, hidden)
         for name, solver in SOLVERS.items() if self.making.leads else ():
             found[name] = np.full(judged.shape, np.nan)
             found[name][judged] = in_cells(solver, read, volume.statistics.shape, points_P3)
-        return found
+        return [], found
 
 
 class SliceTrial(Trial):
     """Of the model, a sample of each slice, and with the first one of the methods that work slice by slice."""
 
-    def make(self, queue: Queue) -> dict[str, Any]:
+    def run(self, queue: Queue) -> tuple[list[Any], Mapping[str, np.ndarray]]:
         making, hidden, reads = self.making, self.hidden, partial(self.making.mask, self.axis)
         original = [making.voxels(self.axis, index) for index in self.indices]
         masks = [reads(index) | hidden.mask(self.axis, index, reads) for index in self.indices]
@@ -326,7 +314,7 @@ class SliceTrial(Trial):
             drawn = making.draw(self.axis, self.sample, prepared, of_model, making.modes[0])
             found[OWN] = [one.restored01_YX for one in drawn]
         if not making.leads:
-            return {}
+            return [], {}
         if self.sample == 0:
             for method in [one for one in (*LINES, BIHARMONIC) if made_along(one) == self.axis]:
                 for pair in zip(prepared, of_model, strict=True):
@@ -337,7 +325,7 @@ class SliceTrial(Trial):
         for name, images in found.items():
             left = iter(images)
             made[name] = np.stack([np.full(shape, np.nan) if mask.all() else next(left)[grid] for mask in masks])
-        return made
+        return [], made
 
 
 def works_of(making: Making) -> list[Work]:

@@ -20,7 +20,7 @@ from cocodiff.jobs.store import ROWS
 from cocodiff.jobs.terminal import reading_bar
 from cocodiff_eval.data.reoriented import turn
 from cocodiff_eval.harness.items import Batch, Cost, evenly
-from cocodiff_eval.harness.job import Stage
+from cocodiff_eval.harness.job import Presets
 from cocodiff_eval.harness.restoring import Restorer
 from cocodiff_eval.harness.session import Session
 from cocodiff_eval.harness.tasks import Task
@@ -31,12 +31,18 @@ from cocodiff_eval.quality.hidden import Hidden
 FUSED_TOGETHER = 8  # slices along z in a batch
 
 
-class Volumes(Stage):
-    """of: how each volume is made, by the number of its task; hidden: of tested ones, in each round; works: of all."""
+class Volumes(Presets):
+    """How a job's volumes are made before its batches; without any, batches are made as by `Presets`.
+
+    of      how each volume is made, by the number of its task
+    works   the units of all of them
+    """
 
     def __init__(
         self, session: Session, restorer: Restorer, tasks: Sequence[Task], hidden: Mapping[int, Sequence[Hidden]]
     ) -> None:
+        """hidden: what is hidden of tested volumes in each round, by the numbers of their tasks"""
+        super().__init__(session.prepared.presets, session.exact)
         prepared, leads = session.prepared, session.replica.leads
         self.quiet, self.store = prepared.values["quiet"], prepared.output.store
         self.folder = self.store.folder / "volumes"
@@ -56,13 +62,16 @@ class Volumes(Stage):
         return not isinstance(work, Restoring) or work.sums() == made["sums"].tolist()
 
     def batches(self, number: int) -> list[Batch]:
-        """The slices of a volume along z, which are fused when those along all axes are there."""
+        """The masked slices of a volume along z, which are fused when those along all axes are there."""
         making = self.of[number]
-        groups, samples = evenly(range(len(making.task.stack)), FUSED_TOGETHER), tuple(range(making.samples))
-        return [Batch(number, group, False, samples, making.samples, copied=True) for group in groups]
+        masked = [index for index, has_mask in enumerate(making.task.mask.masked) if has_mask]
+        groups, samples = evenly(masked, FUSED_TOGETHER), tuple(range(making.samples))
+        return [Batch(number, group, False, samples, making.samples, fused=True) for group in groups]
 
     def run(self, queue: Queue, first: int) -> None:
-        """Tests, decides and restores, on all ranks."""
+        """Test, decide and restore, on all ranks."""
+        if not self.of:
+            return
         whole, makings = queue.replica.whole, self.of.values()
         if whole.rank == 0:
             self.folder.mkdir(exist_ok=True)
