@@ -86,7 +86,7 @@ def test_a_file_of_the_largest_size_is_read(tmp_path: Path) -> None:
 def write_unit(folder: Path) -> None:
     store = Store(folder)
     store.folder.mkdir()
-    store.add(0, ["kept"], [("slice", np.ones((2, 2)))])
+    store.add(0, [("rows", ["kept"]), ("slice", np.ones((2, 2)))])
 
 
 def write_slices(folder: Path) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from cocodiff.comm.launch import detect
@@ -15,7 +15,7 @@ from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Topology
 from cocodiff.jobs.folder import OutputFolder, storage_faults
 from cocodiff.jobs.record import as_read, first_difference
-from cocodiff.jobs.store import Store
+from cocodiff.jobs.store import Made
 from cocodiff.jobs.terminal import JobBar, reading_bar, say
 from cocodiff.topology.axes import Axes
 
@@ -62,37 +62,33 @@ class Replica:
         in_replicas = f" in {self.count} replicas" if self.count > 1 else ""
         say(f"{self.whole.size} rank(s){in_replicas} ready after {time.monotonic() - started:.1f} s")
 
-    def take(self, numbers: Sequence[int], store: Store) -> Iterator[int]:
-        """The batches that this replica is to do, each when it is asked for. All its ranks ask together."""
+    def take(self, numbers: Sequence[int], claim: Callable[[int], bool]) -> Iterator[int]:
+        """The units that this replica is to do, each when it is asked for. All its ranks ask together."""
         if self.count == 1:
             yield from numbers
             return
         free = iter(numbers)
         while True:
-            own = next((number for number in free if store.claim(number)), None) if self.leads else None
+            own = next((number for number in free if claim(number)), None) if self.leads else None
             number = self.transport.broadcast_object(own)
             if number is None:
                 return
             yield number
 
-    def check_shared(self, store: Store, out: str, patience_s: float = VISIBLE_S) -> None:
-        """All ranks call it. Raises UserError where a leader does not see within `patience_s` what rank 0 writes."""
+    def check_shared(self, folder: Path, out: str, patience_s: float = VISIBLE_S) -> None:
+        """All ranks call it. Raises UserError where a leader does not see a folder of rank 0 within `patience_s`."""
         if self.count == 1:
             return
-        token = f"seen-{os.getpid()}-{time.time_ns()}" if self.whole.rank == 0 else ""
-        if token:
-            (store.folder / token).touch()
-        token = self.whole.broadcast_object(token)
-        seen = self.whole.values_of_all(not self.leads or _appears(store, token, patience_s))
+        seen = self.whole.values_of_all(not self.leads or _appears(folder, patience_s))
         blind = [rank for rank, saw in enumerate(seen) if not saw]
         if blind:
             unseen = f"rank(s) {', '.join(map(str, blind))} do not see what rank 0 writes there"
             raise UserError(f"--out {out}: {unseen}: choose a folder that all hosts share, or --replicas 1")
 
 
-def _appears(store: Store, token: str, patience_s: float) -> bool:
+def _appears(folder: Path, patience_s: float) -> bool:
     deadline = time.monotonic() + patience_s
-    while not (store.folder / token).exists():
+    while not folder.exists():
         if time.monotonic() > deadline:
             return False
         time.sleep(0.1)
@@ -112,9 +108,10 @@ class Queue:
         total, whole = sum(self._counts[:expected]), replica.whole
         if whole.rank == 0:
             record.begin(total)
-            self.store.open_claims()
-        self._done = whole.broadcast_object(self.store.finished() if whole.rank == 0 else None)
-        replica.check_shared(self.store, record.output.out)
+        begun = (self.store.finished(), self.store.open_claims()) if whole.rank == 0 else None
+        self._done, claims = whole.broadcast_object(begun)
+        replica.check_shared(self.store.folder / claims, record.output.out)
+        self._claim = partial(self.store.claim, claims)
         self.bar = JobBar(total, record.unit, record.done, record.shows_bar)
 
     def __enter__(self) -> Queue:
@@ -127,7 +124,7 @@ class Queue:
     def take(self, numbers: Sequence[int]) -> Iterator[int]:
         """Those of some units that this replica is to do; it ends when all of them are done, on all replicas."""
         missing = [number for number in numbers if not self.is_done(number)]
-        yield from self.replica.take(missing, self.store)
+        yield from self.replica.take(missing, self._claim)
         self.replica.whole.gather_object(None)  # the bar goes on until all replicas are done
         self._done |= {*numbers}
 
@@ -146,10 +143,20 @@ class Queue:
         if self.replica.whole.rank == 0:
             self.store.expect(self.bar.total)
 
-    def add(self, number: int, rows: Sequence[Any], arrays: Iterable[tuple[str, Any]] = ()) -> None:
+    def run(self, units: Mapping[int, Callable[[], Made]]) -> None:
+        """Make and save those of some units that this replica is to do; all are done when it returns.
+
+        units: by number what makes a unit, on all ranks of a replica. What its leader returns is saved.
+        """
+        for number in self.take([*units]):
+            made = units[number]()
+            if self.replica.leads:
+                self.add(number, made)
+
+    def add(self, number: int, made: Made) -> None:
         """Save what a unit has made, as `Store.add`. Raise OwnRankError where the disk is full or fails."""
         with storage_faults(f"a file of {self.store.folder}"):
-            self.store.add(number, rows, arrays)
+            self.store.add(number, made)
         self.bar.begin(0, 0)
 
 

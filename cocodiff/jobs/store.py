@@ -10,20 +10,19 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from cocodiff.config.files import appearing, flush, replace_text
 
-if TYPE_CHECKING:
-    import numpy as np
-
 PARTIAL = ".cocodiff.partial"  # the hidden folder of unfinished results, in that of results
 FOLDER = ".progress"  # within the hidden one
-ROWS = "rows"  # the name, in a unit's file, of what is no array
-_HEADER, _CLAIMS = "job.json", "claims"
+ROWS = "rows"
+Made = Iterable[tuple[str, Any]]  # what a unit has made: arrays by their names, and lists of plain data called ROWS
+_HEADER = "job.json"
 
 
 class Kept(NamedTuple):
@@ -94,18 +93,19 @@ class Store:
         """Return the numbers of the units that are done."""
         return {int(path.stem) for path in self.folder.glob("*.npz")}
 
-    def add(self, number: int, rows: Sequence[Any], arrays: Iterable[tuple[str, np.ndarray]] = ()) -> None:
-        """Save a unit; return when it is on the disk.
-
-        rows: plain data, which may grow while `arrays` gives names and arrays: these are written one by one
-        """
+    def add(self, number: int, made: Made) -> None:
+        """Save what a unit has made, one after the other; return when it is on the disk."""
         from numpy.lib.format import write_array
 
+        rows: list[Any] = []
         with appearing(self._path(number)) as unfinished:
             with zipfile.ZipFile(unfinished, "w") as file:
-                for name, array in arrays:
+                for name, one in made:
+                    if name == ROWS:
+                        rows += one
+                        continue
                     with file.open(f"{name}.npy", "w", force_zip64=True) as member:
-                        write_array(member, array, allow_pickle=False)
+                        write_array(member, one, allow_pickle=False)
                 file.writestr(ROWS, json.dumps(rows))
             flush(unfinished)
 
@@ -138,15 +138,16 @@ class Store:
     def _path(self, number: int) -> Path:
         return self.folder / f"{number}.npz"
 
-    def open_claims(self) -> None:
-        """Before any unit is claimed; the claims of an earlier start are void."""
-        shutil.rmtree(self.folder / _CLAIMS, ignore_errors=True)
-        (self.folder / _CLAIMS).mkdir(parents=True)
+    def open_claims(self) -> str:
+        """Return the name of a new folder of claims; those of an earlier start are void."""
+        name = f"claims-{time.time_ns()}"
+        (self.folder / name).mkdir()
+        return name
 
-    def claim(self, number: int) -> bool:
+    def claim(self, claims: str, number: int) -> bool:
         """Return True if a unit is the caller's now: nobody else has claimed it."""
         try:
-            os.close(os.open(self.folder / _CLAIMS / str(number), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+            os.close(os.open(self.folder / claims / str(number), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
         except FileExistsError:
             return False
         return True

@@ -34,7 +34,7 @@ STAGES = {
     "attend": ["engine.engine.Engine.attend"],
     "write": [NOTED],
     "create": ["jobs.folder.OutputFolder.open", "harness.slices.SliceJob.begin", "harness.sweep.SweepJob.begin"],
-    "put together": ["harness.job.put_together"],
+    "put together": ["harness.job.put_together", "harness.job.unpacked"],
     "hand over": ["harness.slices.SliceJob.complete", "harness.sweep.SweepJob.complete", "harness.session.finish"],
     "publish": ["jobs.folder.OutputFolder.publish"],
 }
@@ -89,8 +89,8 @@ def observe(notes: Path, alone: bool) -> None:
     syncs = Syncs()
 
     def noting(add: Callable[..., None]) -> Callable[..., None]:
-        def add_and_note(store: Store, number: int, *given: Any) -> None:
-            add(store, number, *given)
+        def add_and_note(store: Store, number: int, made: Any) -> None:
+            add(store, number, made)
             behind = syncs.behind([store.folder / f"{number}.npz"]) if alone else []
             with notes.open("a") as file:
                 file.write(json.dumps([number, behind]) + "\n")

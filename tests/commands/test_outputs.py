@@ -82,7 +82,7 @@ def run(folder: OutputFolder, made: Callable[[int], object] = lambda number: Non
         for number in {*range(BATCHES)} - store.finished():
             made(number)
             put(partial, {f"images/{number}.png": "new"})
-            store.add(number, [])
+            store.add(number, ())
         put(partial, {MARK: "new"})
         folder.publish()
 
@@ -306,11 +306,11 @@ def test_the_ranks_of_a_killed_run_are_waited_for(tmp_path: Path) -> None:
 def test_every_batch_is_claimed_once_and_damaged_files_are_not_whole(tmp_path: Path) -> None:
     store = Store(tmp_path)
     store.begin({"seed": 0}, [1, 1, 2, 3], 9, "slices", overwrite=False)
-    store.open_claims()
-    assert [store.claim(number) for number in (0, 1, 0, 1, 2)] == [True, True, False, False, True]
+    claims = store.open_claims()
+    assert [store.claim(claims, number) for number in (0, 1, 0, 1, 2)] == [True, True, False, False, True]
     assert store.kept() is None
     for number in (2, 3):
-        store.add(number, [number], [("slice", np.arange(9))])
+        store.add(number, [("rows", [number]), ("slice", np.arange(9))])
     (store.folder / "1.npz.partial").write_text("{")  # another replica is about to write the rest
     assert str(store.kept()) == "5 of 9 slices" and store.finished() == {2, 3}
     assert store.rows([3, 2]) == [3, 2] and store.open(2)["slice"].sum() == 36
@@ -321,8 +321,7 @@ def test_every_batch_is_claimed_once_and_damaged_files_are_not_whole(tmp_path: P
     data = whole.index(np.arange(9).tobytes())
     (store.folder / "3.npz").write_bytes(whole[:data] + b"\x09" + whole[data + 1 :])
     assert not store.is_whole(3) and store.is_whole(2)
-    store.open_claims()
-    assert store.claim(0)
+    assert store.claim(store.open_claims(), 0)
 
 
 def test_finished_batches_without_a_record_of_their_settings_are_not_gone_on_with(tmp_path: Path) -> None:

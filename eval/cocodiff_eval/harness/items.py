@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cocodiff.jobs.store import Store
+from cocodiff.jobs.store import ROWS, Store
 from cocodiff_eval.quality.fusing import Moments
 from cocodiff_eval.quality.metrics import mean_profile, sum_by_name
 from cocodiff_eval.report.pictures import shown_slices
@@ -98,17 +98,15 @@ class ItemSamples:
         return cls(moments, cost, psnr_db, kept, reduce(Moments.merged, tested) if tested else None)
 
 
-def packed(
-    batch: Batch, drawn: Mapping[str, Sequence[ItemSamples]], rows: list[Any]
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the arrays that `unpacked` makes samples of again, by name, and append to `rows` what else it takes.
+def packed(batch: Batch, drawn: Mapping[str, Sequence[ItemSamples]]) -> Iterator[tuple[str, Any]]:
+    """Yield what is saved of samples, for `unpacked` to make them again.
 
     drawn: in each mode, the samples of each item of the batch
     """
     for mode, of_items in drawn.items():
         for index, one in zip(batch.indices, of_items, strict=True):
             counts = [0 if moments is None else moments.count for moments in (one.moments, one.tested)]
-            rows.append([index, mode, vars(one.cost), one.psnr_db, *counts])
+            yield ROWS, [[index, mode, vars(one.cost), one.psnr_db, *counts]]
             for kind, moments in (("drawn", one.moments), ("tested", one.tested)):
                 if moments is not None and moments.count == 1:  # has no spread, and is a float32
                     yield f"{index} {mode} {kind}", moments.mean_YX.astype(np.float32)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 from cocodiff.config.config import Config
 from cocodiff.config.grouping import by_key
 from cocodiff.jobs.replicas import JobRecord, Queue, Replica
-from cocodiff.jobs.store import Store
+from cocodiff.jobs.store import ROWS, Made, Store
 from cocodiff_eval.harness.items import Batch, ItemSamples, packed, unpacked
 from cocodiff_eval.harness.quality import Bound, Figure, Group, Quality, Slices, Trial
 
@@ -196,64 +197,56 @@ def run_batches(
         job.watched(queue.bar.advance)
         way.run(queue, len(batches))
         job.begin(first)
-        make_batches(job, queue, way)
-        units = {(batch.task, index): number for number, batch in enumerate(batches) for index in batch.indices}
-        units |= put_together(job, queue, way, divided, len(counts) - len(divided))
+        queue.run({number: partial(make_batch, job, queue, way, number) for number in range(len(batches))})
+        groups = dict(enumerate(divided.values(), len(counts) - len(divided)))
+        queue.run({number: partial(put_together, job, queue, way, parts) for number, parts in groups.items()})
+    units = {(batch.task, index): number for number, batch in enumerate(batches) for index in batch.indices}
+    units |= {(batches[parts[0]].task, index): n for n, parts in groups.items() for index in batches[parts[0]].indices}
     rows = store.rows(dict.fromkeys(units.values())) if first else []
     configs = {task: way.configs(task) for task in {batch.task for batch in batches}}
     return JobResult(sorted(rows, key=lambda row: row[:2]), way.bounds, configs, store, units)
 
 
-def make_batches(job: Job, queue: Queue, way: Presets) -> None:
-    """Make the batches that this replica takes. Of one whose items have samples in other batches, keep the samples."""
-    for number in queue.take(range(len(job.batches))):
-        batch = job.batches[number]
-        settings, exact = way.batch_settings(number, batch)
-        wanted, made = [*dict.fromkeys(settings.values())], dict[str, Sequence[ItemSamples]]()
-        if number not in way.tried:
-            queue.begin(batch.size, job.steps(batch) * len(settings))
-            made |= job.make(wanted, batch)
-        if not queue.replica.leads:
-            continue
-        if number in way.tried:
-            made |= way.made(number, batch, wanted)
-        drawn, rows = {name: made[setting] for name, setting in settings.items()}, list[Any]()
-        items = ({name: of[place] for name, of in drawn.items()} for place in range(len(batch.indices)))
-        queue.add(number, rows, judged(job, batch, exact, items, rows) if batch.whole else packed(batch, drawn, rows))
-        if batch.whole and (told := job.told([row for *_, row in rows])):
-            queue.bar.say(told)
+def make_batch(job: Job, queue: Queue, way: Presets, number: int) -> Made:
+    """Make a batch, on all ranks of a replica. Where its items have samples in other batches, samples are its unit."""
+    batch = job.batches[number]
+    settings, exact = way.batch_settings(number, batch)
+    wanted, made = [*dict.fromkeys(settings.values())], dict[str, Sequence[ItemSamples]]()
+    if number not in way.tried:
+        queue.begin(batch.size, job.steps(batch) * len(settings))
+        made |= job.make(wanted, batch)
+    if not queue.replica.leads:
+        return ()
+    if number in way.tried:
+        made |= way.made(number, batch, wanted)
+    drawn = {name: made[setting] for name, setting in settings.items()}
+    items = ({name: of[place] for name, of in drawn.items()} for place in range(len(batch.indices)))
+    return judged(job, queue, batch, exact, items) if batch.whole else packed(batch, drawn)
+
+
+def put_together(job: Job, queue: Queue, way: Presets, numbers: Sequence[int]) -> Made:
+    """Judge the items whose samples are divided among batches of these numbers."""
+    batch = job.batches[numbers[0]]
+    items = (unpacked(queue.store, numbers, index) for index in batch.indices)
+    return judged(job, queue, batch, way.batch_settings(numbers[0], batch).exact, items)
 
 
 def judged(
-    job: Job, batch: Batch, exact: str | None, items: Iterable[Mapping[str, ItemSamples]], rows: list[Row]
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the arrays of a batch's results by name, item by item, and append what is reported of them to `rows`.
+    job: Job, queue: Queue, batch: Batch, exact: str | None, items: Iterable[Mapping[str, ItemSamples]]
+) -> Iterator[tuple[str, Any]]:
+    """Yield what is saved of a batch's results, item by item, and say what is to be said of it.
 
     exact: as in `BatchSettings`
     items: all samples of each item of the batch, by the names of results
     """
-    for place, drawn in enumerate(items):
+    rows: list[dict[str, Any]] = []
+    for place, (index, drawn) in enumerate(zip(batch.indices, items, strict=True)):
         found = job.judge(batch, place, drawn, exact)
-        rows += [[batch.task, batch.indices[place], row] for row in found.rows]
-        yield from ((f"{batch.indices[place]} {name}", array) for name, array in found.arrays.items())
-
-
-def put_together(
-    job: Job, queue: Queue, way: Presets, divided: Mapping[tuple[int, tuple[int, ...]], Sequence[int]], first: int
-) -> dict[tuple[int, int], int]:
-    """Judge the items whose samples were divided, when all batches are done. Return the unit of each in the store.
-
-    divided: numbers of the batches of the same items, by their task and indices
-    first: the number of the first unit of these
-    """
-    groups = [*divided.items()]
-    for number in queue.take(range(first, first + len(groups))):
-        (_, indices), parts = groups[number - first]
-        if queue.replica.leads:
-            batch, rows = job.batches[parts[0]], list[Row]()
-            items = (unpacked(queue.store, parts, index) for index in indices)
-            queue.add(number, rows, judged(job, batch, way.batch_settings(parts[0], batch).exact, items, rows))
-    return {(task, index): first + n for n, (task, indices) in enumerate(divided) for index in indices}
+        rows += found.rows
+        yield ROWS, [[batch.task, index, row] for row in found.rows]
+        yield from ((f"{index} {name}", array) for name, array in found.arrays.items())
+    if told := job.told(rows):
+        queue.bar.say(told)
 
 
 # A bound on quality around it -----------------------------------------------------------------------------------------
@@ -331,14 +324,13 @@ class Trials(Presets):
         }
         numbers = [self.number(rung, batch) for batch, rung in sorted(wanted)]
         queue.expect([*numbers, *range(self.count)])
-        for number in queue.take(numbers):
-            rung, place = divmod(number - self.count, self.count)
-            batch, setting = self.job.batches[place], self.settings[rung]
-            queue.begin(batch.size, self.job.steps(batch))
-            drawn = self.job.make([setting], batch)
-            if queue.replica.leads:
-                rows = list[Any]()
-                queue.add(number, rows, packed(batch, drawn, rows))
+        queue.run({number: partial(self._try, queue, number) for number in numbers})
+
+    def _try(self, queue: Queue, number: int) -> Made:
+        rung, place = divmod(number - self.count, self.count)
+        batch = self.job.batches[place]
+        queue.begin(batch.size, self.job.steps(batch))
+        return packed(batch, self.job.make([self.settings[rung]], batch))
 
     def _figures(self, group: Group, trial: Trial) -> dict[int, Figure]:
         """What a trial has shown, by the places of items in their group."""

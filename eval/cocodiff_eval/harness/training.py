@@ -207,7 +207,7 @@ def train(tasks: Sequence[Task], values: dict[str, Any], weights: Path, output: 
                 say(f"step {step} of {total}: loss {row['loss']:.4f}, held out {row['held_out_loss']:.4f}")
             with appearing(output.store.folder / STATE) as unfinished:
                 torch.save(trainer.state(), unfinished)
-            output.store.add((step - 1) // every, [])
+            output.store.add((step - 1) // every, ())
     if trainer.first:
         _publish(trainer, weights, output, before)
     transport.broadcast_object(None)

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from cocodiff.jobs.replicas import Queue
+from cocodiff.jobs.store import ROWS, Made
 from cocodiff_eval.data.intensity import prepare_slice
 from cocodiff_eval.data.masks import depth
 from cocodiff_eval.data.reoriented import AXES, Reoriented, Restored, reoriented_shape
@@ -184,8 +185,8 @@ class Work(ABC):
     counted: ClassVar[bool] = True
 
     @abstractmethod
-    def run(self, queue: Queue) -> tuple[list[Any], Mapping[str, np.ndarray]]:
-        """Make it, on all ranks of a replica. Return its rows and arrays in the store, on the one that leads."""
+    def run(self, queue: Queue) -> Made:
+        """Make it, on all ranks of a replica. Return what is saved of it, on the one that leads."""
 
 
 class Restoring(Work):
@@ -216,18 +217,19 @@ class ByModel(Restoring):
     def is_wanted(self, verdict: HiddenRegionReport) -> bool:
         return self.sample < samples_along(self.making.samples, verdict.axes).get(self.axis, 0)
 
-    def run(self, queue: Queue) -> tuple[list[Any], Mapping[str, np.ndarray]]:
-        """As `Work.run`. rows: of each preset the volume, its name and the cost."""
+    def run(self, queue: Queue) -> Made:
+        """As `Work.run`; in rows, of each preset the volume, its name and the cost."""
         making, (prepared, masks) = self.making, self.making.prepared(self.axis, self.indices)
         queue.begin(len(masks), making.restorer.tile_steps(masks) * len(making.modes))
         made = {mode: making.draw(self.axis, self.sample, prepared, masks, mode) for mode in making.modes}
         if not making.leads:
-            return [], {}
+            return ()
         for mode, file in self.results().items():
             for index, one, mask in zip(self.indices, made[mode], masks, strict=True):
                 file.write(index, one.restored01_YX[mask])
         costs = {mode: Cost.summed([one.cost for one in drawn]) for mode, drawn in made.items()}
-        return [[making.number, mode, vars(cost)] for mode, cost in costs.items()], {"sums": np.array(self.sums())}
+        rows = [[making.number, mode, vars(cost)] for mode, cost in costs.items()]
+        return (ROWS, rows), ("sums", np.array(self.sums()))
 
 
 @dataclass(frozen=True)
@@ -244,11 +246,11 @@ class Smoothed(Restoring):
     def is_wanted(self, verdict: HiddenRegionReport) -> bool:
         return self.method in verdict.others
 
-    def run(self, queue: Queue) -> tuple[list[Any], Mapping[str, np.ndarray]]:
+    def run(self, queue: Queue) -> Made:
         if not self.making.leads:
-            return [], {}
+            return ()
         self.write()
-        return [], {"sums": np.array(self.sums())}
+        return (("sums", np.array(self.sums())),)
 
     def write(self) -> None:
         results, pairs = self.results(), self.making.prepared(self.axis, self.indices)
@@ -288,7 +290,7 @@ class Trial(Work):
     def hidden(self) -> Hidden:
         return self.making.hidden[self.round]
 
-    def run(self, queue: Queue) -> tuple[list[Any], Mapping[str, np.ndarray]]:
+    def run(self, queue: Queue) -> Made:
         """As `Work.run`. Arrays: by the names of methods [z, y, x] each, NaN where nothing is judged."""
         volume, hidden, found = self.making.volume, self.hidden, dict[str, Any]()
         judged = judged_grid(hidden, volume)
@@ -296,13 +298,13 @@ class Trial(Work):
         for name, solver in SOLVERS.items() if self.making.leads else ():
             found[name] = np.full(judged.shape, np.nan)
             found[name][judged] = in_cells(solver, read, volume.statistics.shape, points_P3)
-        return [], found
+        return found.items()
 
 
 class SliceTrial(Trial):
     """Of the model, a sample of each slice, and with the first one of the methods that work slice by slice."""
 
-    def run(self, queue: Queue) -> tuple[list[Any], Mapping[str, np.ndarray]]:
+    def run(self, queue: Queue) -> Made:
         making, hidden, reads = self.making, self.hidden, partial(self.making.mask, self.axis)
         original = [making.voxels(self.axis, index) for index in self.indices]
         masks = [reads(index) | hidden.mask(self.axis, index, reads) for index in self.indices]
@@ -314,7 +316,7 @@ class SliceTrial(Trial):
             drawn = making.draw(self.axis, self.sample, prepared, of_model, making.modes[0])
             found[OWN] = [one.restored01_YX for one in drawn]
         if not making.leads:
-            return [], {}
+            return ()
         if self.sample == 0:
             for method in [one for one in (*LINES, BIHARMONIC) if made_along(one) == self.axis]:
                 for pair in zip(prepared, of_model, strict=True):
@@ -325,7 +327,7 @@ class SliceTrial(Trial):
         for name, images in found.items():
             left = iter(images)
             made[name] = np.stack([np.full(shape, np.nan) if mask.all() else next(left)[grid] for mask in masks])
-        return [], made
+        return made.items()
 
 
 def works_of(making: Making) -> list[Work]:

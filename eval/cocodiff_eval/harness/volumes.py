@@ -89,7 +89,7 @@ class Volumes(Presets):
         }
         likely = [n for n in self._wanted(even) if isinstance(self.works[n], ByModel)]
         queue.expect([first + number for number in (*tests, *likely)])
-        self._run(queue, first, tests)
+        queue.run({first + number: partial(self.works[number].run, queue) for number in tests})
         found = (
             {number: self._verdict(making, first) for number, making in self.of.items()} if whole.rank == 0 else None
         )
@@ -104,7 +104,7 @@ class Volumes(Presets):
                 file.create()
         whole.broadcast_object(None)  # the files are there
         queue.expect([first + number for number in (*tests, *wanted)])
-        self._run(queue, first, [*wanted])
+        queue.run({first + number: partial(work.run, queue) for number, work in wanted.items()})
         costs = self._costs(self.store.rows([first + number for number in wanted])) if whole.rank == 0 else {}
         costs = whole.broadcast_object(costs)
         for number, making in self.of.items():
@@ -114,13 +114,6 @@ class Volumes(Presets):
         """The works that results are made of, by their numbers."""
         works = {number: work for number, work in enumerate(self.works) if isinstance(work, Restoring)}
         return {number: work for number, work in works.items() if work.is_wanted(verdicts[work.making.number])}
-
-    def _run(self, queue: Queue, first: int, numbers: Sequence[int]) -> None:
-        for place in queue.take([first + number for number in numbers]):
-            work = self.works[place - first]
-            rows, made = work.run(queue)
-            if work.making.leads:
-                queue.add(place, rows, made.items())
 
     def _costs(self, rows: Sequence[Any]) -> dict[int, dict[str, Cost]]:
         """Of all samples of each volume in each preset, by what works have told of theirs."""
