@@ -126,7 +126,7 @@ class SliceJob(Job):
         values = self.session.prepared.values
         settings = {"version": __version__} | {name: values[name] for name in names if values.get(name) is not None}
         volume = self.volumes.of.get(task)
-        if volume is not None and volume.verdict is not None:
+        if volume is not None:
             settings |= {"axes": volume.verdict.axes, "weights": dict(volume.verdict.weights)}
         told = {preset: {**settings, "preset": preset, "settings": lasting(of)} for preset, of in configs.items()}
         return {preset: json_ready(of_preset, otherwise=str) for preset, of_preset in told.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -48,7 +48,7 @@ class Making:
 
     number: of its task; modes: names of presets; samples: of each voxel in all; keeps: whether each of them is written;
     hidden: what is hidden in each round of its test, if it is tested; leads: whether this rank leads its replica, and
-    writes. verdict: once the test is done, costs: of all samples in each preset, once they are made.
+    writes. verdict: that of the test, once it is done; costs: of all works in each preset, once they are made.
     """
 
     folder: Path
@@ -61,8 +61,12 @@ class Making:
     restorer: Restorer
     hidden: Sequence[Hidden]
     leads: bool
-    verdict: HiddenRegionReport | None = None
-    costs: Mapping[str, Cost] = field(default_factory=dict)
+    costs: dict[str, list[Cost]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        axes = self.volume.axes[: self.samples]
+        axes = axes if self.volume.restores(axes) else self.volume.axes
+        self.verdict = HiddenRegionReport(dict.fromkeys(axes, 1 / len(axes)))
 
     def groups(self, axis: str, indices: Sequence[int]) -> list[tuple[int, ...]]:
         """Slices along an axis, those that share the model's calls together."""
@@ -112,7 +116,7 @@ class Making:
 
     def intervals(self, index: int) -> Intervals | None:
         """Those of a slice along z, of a volume that was tested."""
-        if not self.hidden or self.verdict is None:
+        if not self.hidden:
             return None
         deep_YX = depth(self.volume.read_mask, index, self.volume.statistics.shape[0])
         return (self.verdict.intervals or Intervals.unknown()).at(deep_YX)
@@ -125,7 +129,9 @@ class Making:
         drawn_S = (drawn_SP > 0).any(axis=1)
         samples, squares_YX = int(drawn_S.sum()), np.zeros(mask_YX.shape)
         image_YX[mask_YX], squares_YX[mask_YX] = mean_P, np.square(spread_P) * (samples - 1)
-        cost = self.costs.get(mode, Cost()).shares(int((self.volume.statistics.counts("z") > 0).sum()))[0]
+        cost = Cost.summed(self.costs.get(mode) or [Cost()]).shares(
+            int((self.volume.statistics.counts("z") > 0).sum())
+        )[0]
         psnr_db, kept = [], []
         for values_P, weights_P in zip(values_SP[drawn_S], drawn_SP[drawn_S], strict=True):
             sample_YX = image_YX.copy()
@@ -137,7 +143,6 @@ class Making:
 
     def _samples(self, index: int, mode: str, mask_YX: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The masked voxels of a slice along z in all that is taken [S, P]; weights in mean and deviation."""
-        assert self.verdict is not None, "it is known which axes are taken"
         verdict, statistics, count = self.verdict, self.volume.statistics, int(mask_YX.sum())
 
         def without_model(name: str) -> np.ndarray:
@@ -169,8 +174,6 @@ class Making:
 
     def lines(self) -> list[str]:
         """What the user is told of the verdict."""
-        if self.verdict is None:
-            return []
         where = f"{self.task.stack.name}, mask {self.task.mask.name}"
         return [self.verdict.line(where)] * self.volume.tested + [self.verdict.weights_line(where)]
 

@@ -25,7 +25,7 @@ from cocodiff_eval.harness.restoring import Restorer
 from cocodiff_eval.harness.session import Session
 from cocodiff_eval.harness.tasks import Task
 from cocodiff_eval.harness.volume import HiddenRegionReport, Tested, judge_test
-from cocodiff_eval.harness.volume_work import ByModel, Making, Restoring, Trial, works_of
+from cocodiff_eval.harness.volume_work import Making, Restoring, Trial, works_of
 from cocodiff_eval.quality.hidden import Hidden
 
 FUSED_TOGETHER = 8  # slices along z in a batch
@@ -81,62 +81,41 @@ class Volumes(Presets):
                 turn(partial(making.voxels, "z"), [voxels for voxels, _ in copies], bar, name)
                 turn(partial(making.mask, "z"), [mask for _, mask in copies], bar, f"the mask of {name}")
         whole.broadcast_object(None)  # the copies are there
-        tests = [number for number, work in enumerate(self.works) if isinstance(work, Trial)]
-        # For the time left to be shown before it is known which axes are taken: all of them.
-        even = {
-            number: HiddenRegionReport(dict.fromkeys(making.volume.axes[: making.samples], 1.0))
-            for number, making in self.of.items()
-        }
-        likely = [n for n in self._wanted(even) if isinstance(self.works[n], ByModel)]
-        queue.expect([first + number for number in (*tests, *likely)])
-        queue.run({first + number: partial(self.works[number].run, queue) for number in tests})
-        found = (
-            {number: self._verdict(making, first) for number, making in self.of.items()} if whole.rank == 0 else None
-        )
-        verdicts = whole.broadcast_object(found)
-        for number, making in self.of.items():
-            making.verdict = verdicts[number]
-        wanted = self._wanted(verdicts)
+        tests = {first + n: partial(work.run, queue) for n, work in enumerate(self.works) if isinstance(work, Trial)}
+        queue.expect([*tests, *self._wanted(first)])  # before it is known which axes are taken: all of them
+        queue.run(tests)
+        found = [self._judged(making, first) for making in makings] if whole.rank == 0 else None
+        for making, verdict in zip(makings, whole.broadcast_object(found), strict=True):
+            making.verdict = verdict
+        wanted = self._wanted(first)
         if whole.rank == 0:
             for line in [line for making in makings for line in making.lines()]:
                 queue.bar.say(line)
             for file in {file.path: file for work in wanted.values() for file in work.results().values()}.values():
                 file.create()
         whole.broadcast_object(None)  # the files are there
-        queue.expect([first + number for number in (*tests, *wanted)])
-        queue.run({first + number: partial(work.run, queue) for number, work in wanted.items()})
-        costs = self._costs(self.store.rows([first + number for number in wanted])) if whole.rank == 0 else {}
-        costs = whole.broadcast_object(costs)
-        for number, making in self.of.items():
-            making.costs = costs[number]
+        queue.expect([*tests, *wanted])
+        queue.run({number: partial(work.run, queue) for number, work in wanted.items()})
+        for number, mode, cost in self.store.rows(wanted) if queue.replica.leads else ():
+            self.of[number].costs.setdefault(mode, []).append(Cost(**cost))
 
-    def _wanted(self, verdicts: Mapping[int, HiddenRegionReport]) -> dict[int, Restoring]:
-        """The works that results are made of, by their numbers."""
-        works = {number: work for number, work in enumerate(self.works) if isinstance(work, Restoring)}
-        return {number: work for number, work in works.items() if work.is_wanted(verdicts[work.making.number])}
+    def _wanted(self, first: int) -> dict[int, Restoring]:
+        """The works that results are made of, by the numbers of their units."""
+        works = {first + n: work for n, work in enumerate(self.works) if isinstance(work, Restoring)}
+        return {number: work for number, work in works.items() if work.is_wanted(work.making.verdict)}
 
-    def _costs(self, rows: Sequence[Any]) -> dict[int, dict[str, Cost]]:
-        """Of all samples of each volume in each preset, by what works have told of theirs."""
-        found: dict[int, dict[str, list[Cost]]] = {number: {} for number in self.of}
-        for number, mode, cost in rows:
-            found[number].setdefault(mode, []).append(Cost(**cost))
-        return {n: {mode: Cost.summed(costs) for mode, costs in of.items()} for n, of in found.items()}
-
-    def _verdict(self, making: Making, first: int) -> HiddenRegionReport:
-        volume = making.volume
+    def _judged(self, making: Making, first: int) -> HiddenRegionReport:
+        """Return what the test of a volume has shown."""
         if not making.hidden:
-            axes = volume.axes[: making.samples]
-            axes = axes if volume.restores(axes) else volume.axes
-            return HiddenRegionReport(dict.fromkeys(axes, 1 / len(axes)))
-        rounds = [Tested(hidden, volume, making.task, making.samples) for hidden in making.hidden]
-        for number, work in enumerate(self.works):
+            return making.verdict
+        rounds = [Tested(hidden, making.volume, making.task, making.samples) for hidden in making.hidden]
+        for number, work in enumerate(self.works, first):
             if isinstance(work, Trial) and work.making is making:
-                with self.store.open(first + number) as made:
+                with self.store.open(number) as made:
                     found = {name: made[name] for name in made.files if name != ROWS}
                 rounds[work.round].add(work.axis, work.indices, work.sample, found)
-        return judge_test(rounds, volume, making.samples)
+        return judge_test(rounds, making.volume, making.samples)
 
     def records(self) -> list[dict[str, Any]]:
         """For metrics.json."""
-        found = [(making.verdict, making.task) for making in self.of.values()]
-        return [verdict.record(task.stack.name, task.mask.name) for verdict, task in found if verdict is not None]
+        return [one.verdict.record(one.task.stack.name, one.task.mask.name) for one in self.of.values()]
