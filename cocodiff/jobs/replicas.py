@@ -195,17 +195,11 @@ class JobRecord:
         store, known = self.output.store, range(len(self.counts))
         found = sorted(store.finished())
         order = reading_bar(self.shows_bar)(range(len(found)), "checking results")
-        lost = [n for n in (found[place] for place in order) if n not in known or not self._is_whole(n)]
+        lost = [n for n in (found[place] for place in order) if n not in known or not store.is_whole(n, self.holds)]
         for number in lost:
             store.drop(number)
         if lost:
             say(f"results of {len(lost)} finished batch(es) are damaged or gone: these are done again")
-
-    def _is_whole(self, number: int) -> bool:
-        try:
-            return self.output.store.is_whole(number) and self.holds(number)
-        except Exception:  # numpy and each format raise kinds of their own for a damaged file
-            return False
 
     def done(self) -> int:
         """Return how many items are finished by now, on all replicas."""

@@ -12,7 +12,7 @@ import os
 import shutil
 import time
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -123,12 +123,12 @@ class Store:
 
         return np.load(self._path(number), allow_pickle=False)
 
-    def is_whole(self, number: int) -> bool:
-        """Return True if a unit's file can be read, by the checksums of its members."""
+    def is_whole(self, number: int, holds: Callable[[int], bool] = lambda number: True) -> bool:
+        """Return True if a unit's file can be read, by its checksums, and what lies elsewhere of it (`holds`)."""
         try:
             with zipfile.ZipFile(self._path(number)) as file:
-                return file.testzip() is None
-        except Exception:  # zipfile raises many kinds for a damaged file
+                return file.testzip() is None and holds(number)
+        except Exception:  # zipfile, numpy and each format raise kinds of their own for a damaged file
             return False
 
     def drop(self, number: int) -> None:

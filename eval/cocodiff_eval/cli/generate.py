@@ -10,13 +10,14 @@ from typing import Any
 from cocodiff import __version__
 from cocodiff.comm.launch import Launch
 from cocodiff.config.errors import UserError
+from cocodiff.config.registry import imported
 from cocodiff.jobs.options import JOB_OPTIONS, Option, check_counts, parse, with_settings
 from cocodiff.jobs.pipelines import Request
 from cocodiff.jobs.ranks import settle
 from cocodiff.jobs.terminal import say
 from cocodiff.models.family import GENERATE
 from cocodiff_eval.harness.quality import BOUND_OPTIONS, PRESET_OPTION, Quality
-from cocodiff_eval.harness.session import DTYPES, Prepared, Session, start_job
+from cocodiff_eval.harness.session import DTYPES, Prepared, start_job
 
 ABOUT = "Make images or videos from text with a diffusion transformer."
 SHOWN = {"images": "model prompt image frames height width steps seed guidance"}
@@ -52,7 +53,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
     request = prepared.request
     unit = "images" if request.video is None else "videos"
     prepared = replace(prepared, inputs=lambda: request.content)
-    return start_job(prepared, launch, unit, job)
+    return start_job(prepared, launch, unit, lambda session: imported("cocodiff_eval.harness.images:ImageJob")(session))
 
 
 def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:
@@ -69,9 +70,3 @@ def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:
     if values["frames"] is not None and request.video is None:
         raise UserError(f"--frames {values['frames']}: model {request.model} makes images: leave it away")
     return Prepared.checked(values, ranks, request, started, quality)
-
-
-def job(session: Session) -> Any:
-    from cocodiff_eval.harness.images import ImageJob
-
-    return ImageJob(session)

@@ -6,10 +6,9 @@ from __future__ import annotations
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,6 +21,7 @@ from cocodiff_eval.data.reoriented import AXES, Reoriented, Restored, reoriented
 from cocodiff_eval.harness.items import Cost, ItemSamples, evenly
 from cocodiff_eval.harness.judging import SliceReview
 from cocodiff_eval.harness.restoring import Restorer
+from cocodiff_eval.harness.session import Session
 from cocodiff_eval.harness.tasks import Task
 from cocodiff_eval.harness.volume import (
     APART,
@@ -42,30 +42,28 @@ from cocodiff_eval.restore.baseline import CELL, SOLVERS, Window, in_cells
 TRACE = 1e-9  # of weight, so that a voxel without any other is restored along an axis
 
 
-@dataclass
 class Making:
     """How one volume is made, and the files of what is made.
 
-    number: of its task; modes: names of presets; samples: of each voxel in all; keeps: whether each of them is written;
-    hidden: what is hidden in each round of its test, if it is tested; leads: whether this rank leads its replica, and
-    writes. verdict: that of the test, once it is done; costs: of all works in each preset, once they are made.
+    modes    names of presets
+    samples  of each voxel in all
+    keeps    True if each of them is written
+    hidden   what is hidden in each round of its test, if it is tested
+    leads    True if this rank leads its replica, and writes
+    verdict  that of the test, once it is done
+    costs    of all works in each preset, once they are made
     """
 
-    folder: Path
-    volume: Volume
-    number: int
-    task: Task
-    modes: Sequence[str]
-    samples: int
-    keeps: bool
-    restorer: Restorer
-    hidden: Sequence[Hidden]
-    leads: bool
-    costs: dict[str, list[Cost]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        axes = self.volume.axes[: self.samples]
-        axes = axes if self.volume.restores(axes) else self.volume.axes
+    def __init__(
+        self, session: Session, restorer: Restorer, number: int, task: Task, volume: Volume, hidden: Sequence[Hidden]
+    ) -> None:
+        """number: of the task"""
+        values, self.folder = session.prepared.values, session.prepared.output.store.folder / "volumes"
+        self.number, self.task, self.volume, self.restorer, self.hidden = number, task, volume, restorer, hidden
+        self.modes, self.samples, self.keeps = [*session.prepared.presets], values["samples"], values["keep_samples"]
+        self.leads, self.costs = session.replica.leads, dict[str, list[Cost]]()
+        axes = volume.axes[: self.samples]
+        axes = axes if volume.restores(axes) else volume.axes
         self.verdict = HiddenRegionReport(dict.fromkeys(axes, 1 / len(axes)))
 
     def groups(self, axis: str, indices: Sequence[int]) -> list[tuple[int, ...]]:

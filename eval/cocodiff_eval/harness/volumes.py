@@ -43,14 +43,9 @@ class Volumes(Presets):
     ) -> None:
         """hidden: what is hidden of tested volumes in each round, by the numbers of their tasks"""
         super().__init__(session.prepared.presets, session.exact)
-        prepared, leads = session.prepared, session.replica.leads
-        self.quiet, self.store = prepared.values["quiet"], prepared.output.store
-        self.folder = self.store.folder / "volumes"
-        modes, samples, keeps = [*prepared.presets], prepared.values["samples"], prepared.values["keep_samples"]
+        self.quiet, self.store = session.prepared.values["quiet"], session.prepared.output.store
         self.of = {
-            number: Making(
-                self.folder, task.volume, number, task, modes, samples, keeps, restorer, hidden.get(number, ()), leads
-            )
+            number: Making(session, restorer, number, task, task.volume, hidden.get(number, ()))
             for number, task in enumerate(tasks)
             if task.volume is not None
         }
@@ -74,8 +69,8 @@ class Volumes(Presets):
             return
         whole, makings = queue.replica.whole, self.of.values()
         if whole.rank == 0:
-            self.folder.mkdir(exist_ok=True)
             for making in makings:
+                making.folder.mkdir(exist_ok=True)
                 copies = [making.turned(axis) for axis in making.read_along if axis != "z"]
                 bar, name = reading_bar(not self.quiet), making.task.stack.name
                 turn(partial(making.voxels, "z"), [voxels for voxels, _ in copies], bar, name)
