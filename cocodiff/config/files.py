@@ -104,12 +104,3 @@ def flush(path: Path) -> None:
     """Returns when a file that was written is on the disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
-
-
-def write_at(path: Path, start: int, data: bytes) -> None:
-    """Writes over a part of a file that is there, from byte `start` on. Returns when it is on the disk."""
-    with path.open("r+b") as file:
-        file.seek(start)
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())

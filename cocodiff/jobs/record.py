@@ -64,7 +64,11 @@ def digest(slices: Any) -> str:
 
 
 def first_difference(there: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str, str] | None:
-    """The first setting that differs between two runs: its name, and both values as an error shows them."""
+    """The first setting that differs between two runs: its name, and both values as an error shows them.
+
+    there: as it was written and read; now: as it is to be written
+    """
+    now = json.loads(json.dumps(now))
     for name in dict.fromkeys([*now, *there]):
         old, new = there.get(name), now.get(name)
         if old != new:
@@ -81,11 +85,6 @@ def _unequal_parts(old: Any, new: Any) -> tuple[Any, Any]:
         inner = _unequal_parts(old[key], new[key])
         return f"{key} {inner[0]}", f"{key} {inner[1]}"
     return old, new
-
-
-def as_read(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as they are once they have been written and read: what is compared with those of an earlier start."""
-    return dict(json.loads(json.dumps(settings)))
 
 
 MARK = "run.yaml"

@@ -14,7 +14,7 @@ from cocodiff.config.config import load_machine
 from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Topology
 from cocodiff.jobs.folder import OutputFolder, storage_faults
-from cocodiff.jobs.record import as_read, first_difference
+from cocodiff.jobs.record import first_difference
 from cocodiff.jobs.store import Made
 from cocodiff.jobs.terminal import JobBar, reading_bar, say
 from cocodiff.topology.axes import Axes
@@ -99,7 +99,7 @@ class Queue:
     """The units of a job, which replicas take one by one; those that an earlier start has finished are left out.
 
     All ranks make one, and each iterates over the numbers of the units that its replica takes. The leader of the
-    replica calls `add` with what a unit has made.
+    replica calls `add` with what a unit has made. done: what an earlier start has done, or `take` has ended with.
     """
 
     def __init__(self, replica: Replica, record: JobRecord, expected: int) -> None:
@@ -109,37 +109,21 @@ class Queue:
         if whole.rank == 0:
             record.begin(total)
         begun = (self.store.finished(), self.store.open_claims()) if whole.rank == 0 else None
-        self._done, claims = whole.broadcast_object(begun)
+        self.done, claims = whole.broadcast_object(begun)
         replica.check_shared(self.store.folder / claims, record.output.out)
         self._claim = partial(self.store.claim, claims)
         self.bar = JobBar(total, record.unit, record.done, record.shows_bar)
 
-    def __enter__(self) -> Queue:
-        self.bar.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.bar.__exit__(*error)
-
     def take(self, numbers: Sequence[int]) -> Iterator[int]:
         """Those of some units that this replica is to do; it ends when all of them are done, on all replicas."""
-        missing = [number for number in numbers if not self.is_done(number)]
+        missing = [number for number in numbers if number not in self.done]
         yield from self.replica.take(missing, self._claim)
         self.replica.whole.gather_object(None)  # the bar goes on until all replicas are done
-        self._done |= {*numbers}
-
-    def begin(self, items: int, steps: int) -> None:
-        """This rank begins to make a unit of so many items, which takes so many steps."""
-        if items:
-            self.bar.begin(items, steps)
-
-    def is_done(self, number: int) -> bool:
-        """Whether a unit was done by an earlier start, or is among those that `take` has ended with."""
-        return number in self._done
+        self.done |= {*numbers}
 
     def expect(self, numbers: Sequence[int]) -> None:
         """All ranks say which units are still to be done, of those that may be."""
-        self.bar.total = sum(self._counts[number] for number in {*numbers, *self._done})
+        self.bar.total = sum(self._counts[number] for number in {*numbers, *self.done})
         if self.replica.whole.rank == 0:
             self.store.expect(self.bar.total)
 
@@ -176,7 +160,7 @@ class JobRecord:
 
     def begin(self, total: int) -> None:
         """Raises UserError for the first setting in which a job to go on with differs."""
-        store, settings = self.output.store, as_read(self.settings())
+        store, settings = self.output.store, self.settings()
         header = store.header()
         found = first_difference(header["settings"], settings) if header is not None else None
         if found is not None:

@@ -111,14 +111,15 @@ def test_no_replica_goes_on_before_all_batches_are_done(tmp_path: Path) -> None:
 
     def work(transport: Any) -> list[int]:
         record = JobRecord(output, dict, [1, 1, 1], "slices", lambda number: True, shows_bar=False)
-        with Queue(Replica(transport, "local", 2), record, 3) as queue:
+        queue = Queue(Replica(transport, "local", 2), record, 3)
+        with queue.bar:
             for count, number in enumerate(queue.take(range(3))):
                 if count == 0:
                     both.wait(60)  # each has one
                 time.sleep(0.1 * transport.rank)
                 done.append(number)
                 queue.add(number, [("rows", [number])])
-            assert sorted(done) == [0, 1, 2] and all(map(queue.is_done, range(3)))
+            assert sorted(done) == [0, 1, 2] and queue.done == {0, 1, 2}
             return output.store.rows(range(3))
 
     assert run_ranks(2, work) == [[0, 1, 2]] * 2

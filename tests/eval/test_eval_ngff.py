@@ -20,7 +20,7 @@ from cocodiff_eval.data.volume import Region
 from eval_helpers import marked
 from file_kinds import assert_bits, reopened, restored, voxels, write_hdf5, write_tiff, write_zarr
 
-from cocodiff.jobs.record import as_read, described_inputs, first_difference
+from cocodiff.jobs.record import described_inputs, first_difference
 
 
 @pytest.mark.parametrize("version", [2, 3])
@@ -168,7 +168,8 @@ def test_a_run_goes_on_only_with_the_type_and_the_voxel_size_it_began_with(tmp_p
     def described(folder: Path, data: np.ndarray, mask: Any = mask, truth: Any = None, **options: Any) -> Any:
         folder.mkdir(exist_ok=True)
         stack = open_stack(write_tiff(folder, data, **options))
-        return as_read({"inputs": described_inputs([SimpleNamespace(stack=stack, mask=mask, truth=truth)])})
+        found = described_inputs([SimpleNamespace(stack=stack, mask=mask, truth=truth)])
+        return json.loads(json.dumps({"inputs": found}))
 
     size = {"resolution": (100, 100), "resolutionunit": 3}
     last = SimpleNamespace(name="block", shape=volume.shape, read=lambda index: volume[index] > 9 + 20000 * index)

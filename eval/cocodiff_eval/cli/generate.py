@@ -10,7 +10,6 @@ from typing import Any
 from cocodiff import __version__
 from cocodiff.comm.launch import Launch
 from cocodiff.config.errors import UserError
-from cocodiff.config.registry import imported
 from cocodiff.jobs.options import JOB_OPTIONS, Option, check_counts, parse, with_settings
 from cocodiff.jobs.pipelines import Request
 from cocodiff.jobs.ranks import settle
@@ -53,7 +52,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
     request = prepared.request
     unit = "images" if request.video is None else "videos"
     prepared = replace(prepared, inputs=lambda: request.content)
-    return start_job(prepared, launch, unit, lambda session: imported("cocodiff_eval.harness.images:ImageJob")(session))
+    return start_job(prepared, launch, unit, "cocodiff_eval.harness.images:ImageJob")
 
 
 def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:

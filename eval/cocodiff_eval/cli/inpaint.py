@@ -21,7 +21,7 @@ from cocodiff.jobs.terminal import reading_bar, say
 from cocodiff.models.family import INPAINT
 from cocodiff_eval.data import SAME, WRITTEN
 from cocodiff_eval.harness.quality import BOUND_OPTIONS, PRESET_OPTION, Quality
-from cocodiff_eval.harness.session import DTYPES, Prepared, Session, start_job
+from cocodiff_eval.harness.session import DTYPES, Prepared, start_job
 
 ABOUT = "Restore masked regions of slices with a diffusion transformer."
 SHOWN = {
@@ -105,7 +105,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
     for task in tasks:
         check_truth(prepared.quality, task)
     prepared = partitioned(prepared, tasks)
-    return start_job(prepared, launch, "slices", partial(job, tasks), read_alike(tasks))
+    return start_job(prepared, launch, "slices", "cocodiff_eval.harness.slices:SliceJob", [tasks], read_alike(tasks))
 
 
 def read_alike(tasks: list[Any]) -> dict[str, str]:
@@ -212,11 +212,3 @@ def find_tasks(values: dict[str, Any], unmasked: str | None = None) -> list[Any]
     wanted = values.get("format") or "same"
     formats = [result_format(wanted, task.stack) for task in tasks]
     return [replace(task, files=name, format=one) for task, name, one in zip(tasks, names, formats, strict=True)]
-
-
-def job(tasks: list[Any], session: Session) -> Any:
-    from cocodiff_eval.harness.slices import SliceJob, find_hidden
-
-    whole, values = session.replica.whole, session.prepared.values
-    hidden = whole.broadcast_object(find_hidden(tasks, values) if whole.rank == 0 else None)
-    return SliceJob(session, tasks, hidden)

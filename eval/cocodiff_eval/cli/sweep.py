@@ -28,7 +28,7 @@ from cocodiff_eval.cli.inpaint import OPTIONS as OF_INPAINT
 from cocodiff_eval.cli.inpaint import SHOWN, SLICE_BY_SLICE, find_tasks, read_alike
 from cocodiff_eval.harness.grid import SECTIONS, Grid, Point, read_grid
 from cocodiff_eval.harness.quality import BOUND_OPTIONS
-from cocodiff_eval.harness.session import Prepared, Session, start_job
+from cocodiff_eval.harness.session import Prepared, start_job
 
 ABOUT = "Run a grid of settings (base, grid and points of the --config file) and compare each with the exact run."
 # What a sweep fixes of inpaint's options: it restores each slice once along z, and compares all with the exact run.
@@ -66,7 +66,8 @@ def start(words: Sequence[str], launch: Launch) -> int:
         what = f"sweep of {len(grid.points)} point(s) on {ranks} rank(s) into {values['out']}"
         say(f"cocodiff {__version__}: {what}; reading {len(values['input'])} input(s)")
     prepared, tasks = prepare(values, grid, ranks, started)
-    return start_job(prepared, launch, "slices", partial(job, tasks, grid), read_alike(tasks))
+    job, given = "cocodiff_eval.harness.sweep:SweepJob", (tasks, grid)
+    return start_job(prepared, launch, "slices", job, given, read_alike(tasks))
 
 
 def check_request(values: dict[str, Any]) -> None:
@@ -117,12 +118,6 @@ def check_point(point: Point, topology: Topology) -> None:
             load_chunk_table(topology.machine.name, topology.nodes)
     except UserError as error:
         raise UserError(f"point {point.name}: {error}") from error
-
-
-def job(tasks: list[Any], grid: Grid, session: Session) -> Any:
-    from cocodiff_eval.harness.sweep import SweepJob
-
-    return SweepJob(session, tasks, grid)
 
 
 def report(folder: Path) -> None:

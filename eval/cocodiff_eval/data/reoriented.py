@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cocodiff.config.files import appearing, write_at
+from cocodiff.config.files import appearing, flush
 from cocodiff_eval.data.volume import Progress, Reader, Triple, unwatched
 
 AXES = "zyx"
@@ -143,7 +143,10 @@ class Restored:
     def write(self, index: int, values_P: np.ndarray) -> None:
         """The masked voxels of slice `index` along the axis, row by row. Returns when they are on the disk."""
         start = int(self.statistics.starts[self.axis][index, 0])
-        write_at(self.path, 4 * start, values_P.astype("<f4").tobytes())
+        with self.path.open("r+b") as file:
+            file.seek(4 * start)
+            file.write(values_P.astype("<f4").tobytes())
+        flush(self.path)
 
     def read(self, index: int) -> np.ndarray:
         """As they were written of slice `index` along the axis, float32 [P]."""

@@ -107,10 +107,9 @@ class ImageJob(Job):
     def complete(self, done: JobResult) -> dict[str, Any]:
         """What `session.finish` takes besides the rows."""
         plan = plan_pictures([[True] * len(self.prompts)], len(self.presets))
-        if self.session.folder is not None:
-            self.session.images.mkdir(exist_ok=True)
-            for number, preset in product(range(len(self.prompts)), self.presets):
-                self._write(f"{self.names[number]}_{preset}", done.read(0, number, preset))
+        self.session.images.mkdir(exist_ok=True)
+        for number, preset in product(range(len(self.prompts)), self.presets):
+            self._write(f"{self.names[number]}_{preset}", done.read(0, number, preset))
         return {
             "pictures": (encode(self._shown(done, number), plan.side, plan.share) for number in sorted(plan.shown[0])),
             "title": f"Generated {self.unit}",

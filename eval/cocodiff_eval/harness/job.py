@@ -149,7 +149,7 @@ class Job(ABC):
         return ""
 
     def complete(self, done: JobResult) -> dict[str, Any]:
-        """Called on all ranks when everything is made. Returns what `session.finish` takes besides the rows."""
+        """Called on rank 0 when everything is made. Returns what `session.finish` takes besides the rows."""
         return {"pictures": ()}
 
     def groups(self, quality: Quality) -> dict[int, Group]:
@@ -193,7 +193,8 @@ def run_batches(
     divided = by_key(((batch.task, batch.indices), n) for n, batch in enumerate(batches) if not batch.whole)
     counts = [*(batch.size for batch in batches), *way.counts, *[0] * len(divided)]
     record = JobRecord(output, settings, counts, job.unit, holds, shows_bar)
-    with Queue(replica, record, len(batches)) as queue, torch.no_grad():
+    queue = Queue(replica, record, len(batches))
+    with queue.bar, torch.no_grad():
         job.watched(queue.bar.advance)
         way.run(queue, len(batches))
         job.begin(first)
@@ -213,7 +214,7 @@ def make_batch(job: Job, queue: Queue, way: Presets, number: int) -> Made:
     settings, exact = way.batch_settings(number, batch)
     wanted, made = [*dict.fromkeys(settings.values())], dict[str, Sequence[ItemSamples]]()
     if number not in way.tried:
-        queue.begin(batch.size, job.steps(batch) * len(settings))
+        queue.bar.begin(batch.size, job.steps(batch) * len(settings))
         made |= job.make(wanted, batch)
     if not queue.replica.leads:
         return ()
@@ -284,7 +285,7 @@ class Trials(Presets):
             for group in groups:
                 queue.bar.say(f"quality: {group.taken_line(self.quality)}")
         batches = [(group, batch) for group in groups for batch in group.batches]
-        self.tried = {batch for group, batch in batches if queue.is_done(self.number(group.taken, batch))}
+        self.tried = {batch for group, batch in batches if self.number(group.taken, batch) in queue.done}
         queue.expect(range(self.count))
 
     def _groups(self) -> list[Group]:
@@ -329,7 +330,7 @@ class Trials(Presets):
     def _try(self, queue: Queue, number: int) -> Made:
         rung, place = divmod(number - self.count, self.count)
         batch = self.job.batches[place]
-        queue.begin(batch.size, self.job.steps(batch))
+        queue.bar.begin(batch.size, self.job.steps(batch))
         return packed(batch, self.job.make([self.settings[rung]], batch))
 
     def _figures(self, group: Group, trial: Trial) -> dict[int, Figure]:

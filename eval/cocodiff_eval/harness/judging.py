@@ -196,7 +196,12 @@ def judge_slice(
         native |= {
             spread_of(name): spread_native(one.moments.deviation_YX, mask_YX, scale) for name, one in presets.items()
         }
-    restored = ItemResult(rows, native | further_native(seen, presets, intervals))
+    for name, one in presets.items():
+        native |= {f"{name}{end}": kept_YX for end, kept_YX in zip(kept_samples(len(one.kept)), one.kept, strict=True)}
+        radius_YX = intervals[name].radius(one.moments.deviation_YX, 0.9) if name in intervals else np.zeros(0)
+        for end, apart_YX in zip(BOUNDS, (-radius_YX, radius_YX), strict=True) if name in intervals else ():
+            native[f"{name}{end}"] = compose_native(seen.original_YX, one.restored01_YX + apart_YX, mask_YX, scale)
+    restored = ItemResult(rows, native)
     truth_YX, started = seen.truth_YX, time.perf_counter()
     baseline = None
     if seen.smooth_YX is not None:
@@ -227,21 +232,6 @@ def judge_slice(
         )
         rows.append(result.row())
     return restored
-
-
-def further_native(
-    seen: SliceReview, presets: Mapping[str, ItemSamples], intervals: Mapping[str, Intervals]
-) -> dict[str, np.ndarray]:
-    """The ends of 90 % intervals, and the samples that are kept, in the input's dtype, by the names of their files."""
-    found: dict[str, np.ndarray] = {}
-    for name, one in presets.items():
-        found |= {f"{name}{end}": kept_YX for end, kept_YX in zip(kept_samples(len(one.kept)), one.kept, strict=True)}
-        if name in intervals:
-            radius_YX = intervals[name].radius(one.moments.deviation_YX, 0.9)
-            for end, apart_YX in zip(BOUNDS, (-radius_YX, radius_YX), strict=True):
-                end01_YX = one.restored01_YX + apart_YX
-                found[f"{name}{end}"] = compose_native(seen.original_YX, end01_YX, seen.mask_YX, seen.task.scale)
-    return found
 
 
 def save_previews(task: Task, files: Mapping[str, ResultFile], presets: Sequence[str], folder: Path) -> None:

@@ -5,7 +5,7 @@ what results depend on."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from itertools import chain
@@ -16,13 +16,14 @@ from cocodiff import __version__
 from cocodiff.comm.launch import Launch, detect
 from cocodiff.comm.trace import save_traces
 from cocodiff.config.config import Config
+from cocodiff.config.registry import imported
 from cocodiff.config.setting import settings_of
 from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.options import engine_record, engine_settings, preset_configs
 from cocodiff.jobs.partition import partition_of, sequence_of, with_guidance, with_tokens, with_weights
 from cocodiff.jobs.pipelines import Model, Request, check_model, import_pipeline, load_model
 from cocodiff.jobs.ranks import run_holding
-from cocodiff.jobs.record import FOUND, REMEMBERED, as_read, first_difference, lasting, write_settings
+from cocodiff.jobs.record import FOUND, REMEMBERED, first_difference, lasting, write_settings
 from cocodiff.jobs.replicas import Replica, topology_of, topology_of_replica
 from cocodiff.jobs.terminal import note, say, threads
 from cocodiff.planner.partitions import Partition
@@ -147,16 +148,22 @@ class Session:
 
         shows_bar = self.folder is not None and not prepared.values["quiet"]
         done = run_batches(job, way, self.replica, prepared.output, settings, shows_bar)
-        finish(self, done, **job.complete(done))
+        finish(self, done, **(job.complete(done) if self.folder is not None else {"pictures": ()}))
 
 
 def start_job(
-    prepared: Prepared, launch: Launch, unit: str, job: Callable[[Session], Job], compared: dict[str, str] | None = None
+    prepared: Prepared,
+    launch: Launch,
+    unit: str,
+    job: str,
+    given: Sequence[Any] = (),
+    compared: dict[str, str] | None = None,
 ) -> int:
     """Runs a job on its ranks, and returns the exit code of the command; nothing is started for a dry run, and where
     the results are there.
 
-    job: made on every rank; compared: what ranks must agree on, beside the options. Raises UserError where a run that
+    job: a `Job`, as module:name, which every rank makes of its session and what is `given`; compared: what ranks must
+    agree on, beside the options. Raises UserError where a run that
     has ended had other settings, or where files of its results are gone."""
     values, config = prepared.values, next(iter(prepared.presets.values()))
     if launch.speaks and prepared.quality is not None:
@@ -168,7 +175,7 @@ def start_job(
         if launch.speaks:
             there = ended.settings or {}
             chosen = {"sides": there["sides"]} if "sides" in there else {}  # by a model, of what was asked for
-            prepared.output.confirm(first_difference(there, as_read(describe(prepared) | chosen)))
+            prepared.output.confirm(first_difference(there, describe(prepared) | chosen))
             say(f"nothing is left to do: the results in {prepared.output.final} are finished, with the same settings")
         return 0
 
@@ -183,7 +190,7 @@ def start_job(
 
     def work(transport: Any) -> None:
         session = open_session(prepared, transport)
-        session.run(job(session))
+        session.run(imported(job)(session, *given))
 
     return run_holding(prepared.output, values, launch, config, work, imports, compared)
 
@@ -293,13 +300,15 @@ def finish(
     """
     transport = session.replica.whole
     own = {mode: {**engine.trace.record(), "rank": transport.rank} for mode, engine in session.engines.items()}
-    gathered = transport.gather_object(own) or []
     tried = [f"{mode}: {engine.device_trial}" for mode, engine in session.engines.items() if engine.device_trial]
-    trials = transport.gather_object(tried) or []
+    told_by = transport.gather_object((own, tried)) or []
     if session.folder is not None:
-        records = {**(records or {}), "devices": sorted({*chain(*trials)})}  # replicas may have different ones
+        records = {
+            **(records or {}),
+            "devices": sorted({*chain(*(tried for _, tried in told_by))}),
+        }  # replicas may have different ones
         # settings that were tried by some replicas alone have no engine on others
-        of_ranks = {mode: [of[mode] for of in gathered if mode in of] for mode in session.engines.modes}
+        of_ranks = {mode: [of[mode] for of, _ in told_by if mode in of] for mode in session.engines.modes}
         save_traces(session.folder / "trace.json", {mode: records for mode, records in of_ranks.items() if records})
         _write_results(session, session.folder, done, records, told, report)
     transport.broadcast_object(None)

@@ -53,11 +53,11 @@ TILES = 1.25  # times as many has such a sample at most, but one more in any cas
 
 
 class SliceJob(Job):
-    """hidden: of volumes that are tested."""
+    """The slices of stacks under masks, several of them in a batch."""
 
     together = TOGETHER
 
-    def __init__(self, session: Session, tasks: Sequence[Task], hidden: Mapping[int, Sequence[Hidden]]) -> None:
+    def __init__(self, session: Session, tasks: Sequence[Task]) -> None:
         values, quality = session.prepared.values, session.prepared.quality
         self.session, self.tasks = session, tasks
         self.presets, self.samples = list(session.prepared.presets), values["samples"]
@@ -65,11 +65,12 @@ class SliceJob(Job):
         self.restorers = {task.steps: Restorer.of(session, task.steps) for task in tasks}
         restorer = self.restorers[tasks[0].steps]
         compared, self.keeps = values["exact_slices"], bool(values["keep_samples"])
-        self.volumes = Volumes(session, restorer, tasks, hidden)
+        whole = session.replica.whole
+        hidden = whole.broadcast_object(find_hidden(tasks, values) if whole.rank == 0 else None)
+        self.way = self.volumes = Volumes(session, restorer, tasks, hidden)
         # Of several samples of a slice alone, unless it is asked for a test of its own, or for none.
         calibrates = self.samples > 1 and quality is None and values["hidden_test"] is None
         self.tests = min(MOST_TESTS, max(1, self.samples // TESTED)) if calibrates else 0
-        self.way = self.volumes
         self._groups = {} if quality is None else groups_of_masks(quality, tasks, compared)
         self.batches: list[Batch] = []
         for number, task in enumerate(tasks):
@@ -200,32 +201,31 @@ class SliceJob(Job):
         return None if same else MOST_DISTANCE_DB  # nothing shows what is lost, so it counts as all
 
     def complete(self, done: JobResult) -> dict[str, Any]:
-        """Writes results in their own format, on rank 0. Returns what `session.finish` takes besides the rows."""
+        """Writes results in their own format. Returns what `session.finish` takes besides the rows."""
         values, images = self.session.prepared.values, self.session.images
         progress, found = reading_bar(not values["quiet"]), []
         files_of = [self._result_files(number, done) for number in range(len(self.tasks))]
-        if self.session.folder is not None:
-            images.mkdir(exist_ok=True)
-            for number, task in enumerate(self.tasks):
-                files, about = files_of[number], {"version": __version__, "seed": values["seed"]}
-                provenance = self._provenance(number, done.configs[number])
-                for line in export(task, files, images, provenance, about, progress):
-                    say(line)
-                found += jumps(task, self.presets, files, progress)
-                save_previews(task, files, self.presets, images)
+        images.mkdir(exist_ok=True)
+        for number, task in enumerate(self.tasks):
+            files, about = files_of[number], {"version": __version__, "seed": values["seed"]}
+            provenance = self._provenance(number, done.configs[number])
+            for line in export(task, files, images, provenance, about, progress):
+                say(line)
+            found += jumps(task, self.presets, files, progress)
+            save_previews(task, files, self.presets, images)
         alone = [row for *_, row in done.rows if "samples" in row] if self.tests else []
         if unknown := sum(row["intervals"] is None for row in alone):
             say(f"{unknown} of {len(alone)} results have no intervals: no regions like the mask's could be hidden")
         numbers = {task.stack.name: task.stack.numbers for task in self.tasks if len(task.stack) > 1}
-        volumes = [number for number, task in enumerate(self.tasks) if is_deep(task.stack)]
+        deep, volumes = [n for n, task in enumerate(self.tasks) if is_deep(task.stack)], self.volumes.of.values()
         return {
             "pictures": self._pictures(done, files_of, progress),
-            "shown": [shown_volume(self.tasks[n], self.presets, files_of[n]) for n in volumes],
+            "shown": [shown_volume(self.tasks[n], self.presets, files_of[n]) for n in deep],
             "slices": numbers,
             "side": self.plan.side,
             "records": {
                 "inputs": [task.record() for task in self.tasks],
-                "volumes": self.volumes.records(),
+                "volumes": [made.verdict.record(made.task.stack.name, made.task.mask.name) for made in volumes],
                 "jumps": found,
             },
         }

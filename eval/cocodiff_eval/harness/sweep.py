@@ -28,7 +28,7 @@ class SweepJob(SliceJob):
     together = 1
 
     def __init__(self, session: Session, tasks: Sequence[Task], grid: Grid) -> None:
-        super().__init__(session, tasks, {})
+        super().__init__(session, tasks)
         self.grid, self.plan = grid, replace(self.plan, shown=(frozenset(),) * len(tasks))  # figures alone
 
     def begin(self, first: bool) -> None:
@@ -55,10 +55,8 @@ class SweepJob(SliceJob):
         )
 
     def complete(self, done: JobResult) -> dict[str, Any]:
-        """Writes the lines and their picture, on rank 0."""
-        folder, once = self.session.folder, self.tasks[:: len(self.grid.steps)]
-        if folder is None:
-            return {"pictures": ()}
+        """Writes the lines and their picture."""
+        folder, once = self.session.prepared.output.partial, self.tasks[:: len(self.grid.steps)]
         lines = json_ready([*self._lines(done)])
         (folder / LINES).write_text("".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))
         rows = summarise(lines)

@@ -221,7 +221,7 @@ class ByModel(Restoring):
     def run(self, queue: Queue) -> Made:
         """As `Work.run`; in rows, of each preset the volume, its name and the cost."""
         making, (prepared, masks) = self.making, self.making.prepared(self.axis, self.indices)
-        queue.begin(len(masks), making.restorer.tile_steps(masks) * len(making.modes))
+        queue.bar.begin(len(masks), making.restorer.tile_steps(masks) * len(making.modes))
         made = {mode: making.draw(self.axis, self.sample, prepared, masks, mode) for mode in making.modes}
         if not making.leads:
             return ()
@@ -313,7 +313,7 @@ class SliceTrial(Trial):
         pairs = zip(original, masks, strict=True)
         prepared = [prepare_slice(image, mask, making.task.scale) for image, mask in pairs if not mask.all()]
         if prepared and self.axis in making.volume.axes:
-            queue.begin(len(prepared), making.restorer.tile_steps(of_model))
+            queue.bar.begin(len(prepared), making.restorer.tile_steps(of_model))
             drawn = making.draw(self.axis, self.sample, prepared, of_model, making.modes[0])
             found[OWN] = [one.restored01_YX for one in drawn]
         if not making.leads:

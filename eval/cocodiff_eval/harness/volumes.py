@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -110,7 +109,3 @@ class Volumes(Presets):
                     found = {name: made[name] for name in made.files if name != ROWS}
                 rounds[work.round].add(work.axis, work.indices, work.sample, found)
         return judge_test(rounds, making.volume, making.samples)
-
-    def records(self) -> list[dict[str, Any]]:
-        """For metrics.json."""
-        return [one.verdict.record(one.task.stack.name, one.task.mask.name) for one in self.of.values()]
