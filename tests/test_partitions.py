@@ -18,8 +18,7 @@ from cocodiff.planner.case import Case, ModelShape, coded_layers
 from cocodiff.planner.choice import OUTPUT_CHANNELS, Division, choose, parts_of, with_weights_chosen
 from cocodiff.planner.layers import StepPlan, plan_step
 from cocodiff.planner.memory import block_parameters, fullest, size_run
-from cocodiff.planner.partitions import Partition, partitions_of
-from cocodiff.topology.axes import Axes
+from cocodiff.topology.axes import Axes, Partition, partitions_of
 
 AURORA = topology_of("aurora", 12)
 TOY = ModelShape("toy", heads=24, head_dim=64, joint_layers=2, parameters=10**6, text_tokens=24, branches=2)

@@ -22,14 +22,14 @@ from cocodiff.jobs.terminal import say
 from cocodiff.models.adapter import IMAGE, TEXT
 from cocodiff.models.family import Video
 from cocodiff.planner.automatic import price_meshes
+from cocodiff.planner.beliefs import WORTH_SAYING, choices_of, ends_of, pays, turning_points
 from cocodiff.planner.case import Case
 from cocodiff.planner.choice import Choice, Division
 from cocodiff.planner.costs import CallKind, costs_of
 from cocodiff.planner.decisions import as_file, decisions_of
 from cocodiff.planner.layers import SITES, StepPlan, plan_layers
 from cocodiff.planner.memory import KEPT, MIB, Peaks, RankMemory, add, largest_batch, mib, misfit, size_peaks, size_run
-from cocodiff.planner.partitions import Partition
-from cocodiff.topology.axes import Axes
+from cocodiff.topology.axes import Axes, Partition
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.routes.plans import Phase, plan_of
 
@@ -221,6 +221,11 @@ def gigabytes(sent: Mapping[str, float]) -> list[str]:
 # Times ----------------------------------------------------------------------------------------------------------------
 
 
+def say_all(lines: Sequence[str]) -> None:
+    if lines:
+        say("\n".join(lines))
+
+
 def add_times(values: dict[str, Any], division: Division, plan: Document, folder: Path | None) -> None:
     """Says the times of one replica and adds them to the plan; with --compare those of all presets, with plan.png in
     the folder that there is."""
@@ -237,6 +242,7 @@ def add_times(values: dict[str, Any], division: Division, plan: Document, folder
         plan["without_codec"] = step_json(exact.steps[0])
         what = [name for name, plain in ((config.codec, "none"), (config.arrival, "now")) if name != plain]
         say(beside(step, plan["without_codec"], " and ".join(what)))
+        say_all(limits_of_codec(division))
     replayed = decisions_of(config, case.steps, case.decisions) if topology.size > 1 else None
     if replayed is not None:
         say(f"displaced as in a recorded run, {replayed.title()}")
@@ -252,10 +258,12 @@ def add_times(values: dict[str, Any], division: Division, plan: Document, folder
         say("\n".join(told))
         if folder is not None:
             (folder / "explain.txt").write_text("\n".join(told) + "\n")
+    plan["beliefs"] = rows = at_both_ends(division)
+    say_all(ends_table(rows, step["step_s"], choices_of(division), topology.machine.name))
     if values["compare"] and values["images"] is None:
         rows = compare(division, values["machine"], {values["preset"]: step})
         plan["compare"] = rows
-        say("\n".join(compared(rows)))
+        say_all([*compared(rows), *(fastest_at_ends(division, values["machine"], rows) if topology.size > 1 else [])])
         if folder is not None:
             sides = "" if values["size"] is None else f" {values['size']}x{values['size']}"
             ranks = f"{topology.size} ranks on {topology.nodes} node(s) of {topology.machine.name}"
@@ -301,6 +309,49 @@ def beside(coded: Document, uncoded: Document, codec: str) -> str:
     return f"{told}; {gain}" + ("" if step_s < whole_s else ": it does not pay here, choose codec none, arrival now")
 
 
+# What is believed of the machine --------------------------------------------------------------------------------------
+
+
+def at_both_ends(division: Division) -> list[Document]:
+    """Return a step's seconds, the mesh and the codec at both ends of every belief of the machine file."""
+    return [
+        {
+            "belief": end.belief.name,
+            "value": end.value,
+            "source": end.belief.source,
+            "step_s": end.division.steps[0].step_s,
+            "choices": choices_of(end.division),
+        }
+        for end in ends_of(division)
+    ]
+
+
+def ends_table(rows: Sequence[Document], step_s: float, choices: str, machine: str) -> list[str]:
+    """Return lines for the ends that change a step by more than `WORTH_SAYING`, or the mesh or the codec."""
+    table = [["not measured:", "if it is", "ms a step", "times", "then"]]
+    for row in rows:
+        ratio, other = row["step_s"] / step_s, row["choices"] if row["choices"] != choices else ""
+        if other or abs(ratio - 1) > WORTH_SAYING:
+            cells = [row["belief"], f"{row['value']:g}", f"{row['step_s'] * 1e3:.1f}", f"{ratio:.2f}", other]
+            table.append(cells)
+    if not rows:
+        return []
+    rest = sorted({row["belief"] for row in rows} - {cells[0] for cells in table})
+    lines = aligned(table, "<>>><") if len(table) > 1 else []
+    small = f"a step changes by less than {WORTH_SAYING:.0%} over what is believed of {', '.join(rest)} on {machine}"
+    return lines + ([small] if rest else [])
+
+
+def limits_of_codec(division: Division) -> list[str]:
+    """Return a line for every belief on which it hangs that a codec or displacement pays, or that it does not."""
+    gains = pays(division)
+    then = "costs time" if gains else "pays"
+    return [
+        f"that hangs on {end.belief.name} ({end.believed:g}): {end.side} {at:.3g} it {then}"
+        for end, at in turning_points(division, pays)
+    ]
+
+
 # All presets ----------------------------------------------------------------------------------------------------------
 
 
@@ -321,6 +372,27 @@ def compare(division: Division, machine: str, known: Mapping[str, Document]) -> 
         row |= step | {"rank_mib": need.total / MIB, "fits": of_preset.fits}
         row["over_flat"] = rows[0].get("step_s", step["step_s"]) / step["step_s"]
     return rows
+
+
+def fastest_at_ends(division: Division, machine: str, rows: Sequence[Document]) -> list[str]:
+    """Return a line for every end of a belief at which other presets are fastest, exact ones and all."""
+    lines, now = [], fastest(rows)
+    for end in ends_of(division):
+        there = fastest(compare(end.division, machine, {}))
+        if there != now:
+            names = " and ".join(dict.fromkeys(there))
+            lines.append(
+                f"fastest with {end.belief.name} {end.value:g}: {names}, not {' and '.join(dict.fromkeys(now))}"
+            )
+    return lines
+
+
+def fastest(rows: Sequence[Document]) -> tuple[str, str]:
+    """Return the names of the fastest exact preset, and of the fastest of all."""
+    timed = [row for row in rows if "step_s" in row]
+    exact = [row for row in timed if row["exact"]]
+    first, any_of_all = (min(some, key=lambda row: row["step_s"])["preset"] for some in (exact, timed))
+    return first, any_of_all
 
 
 def compared(rows: Sequence[Document]) -> list[str]:

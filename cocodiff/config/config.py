@@ -15,7 +15,7 @@ import yaml
 
 from cocodiff.config.errors import UserError, check_choice, check_keys
 from cocodiff.config.files import read_mapping
-from cocodiff.config.machine import Device, Links, Machine
+from cocodiff.config.machine import Belief, Device, Links, Machine
 from cocodiff.config.registry import ARRIVALS, CODECS, EXACT_CODECS, EXCHANGES, ORDERS, RINGS, SELECTIONS, STEP_CACHES
 from cocodiff.config.setting import described, setting, settings_of
 
@@ -320,7 +320,13 @@ def load_machine(name: str) -> Machine:
         data["planes"] = tuple(data.get("planes", ()))
         data["links"] = from_mapping(Links, data.get("links", {}), f"{path.name}: links")
         data["device"] = from_mapping(Device, data.get("device", {}), f"{path.name}: device")
-        return from_mapping(Machine, data, path.name)
+        data["beliefs"] = tuple(
+            from_mapping(Belief, {"name": name, **range_}, f"{path.name}: beliefs: {name}")
+            for name, range_ in data.get("beliefs", {}).items()
+        )
+        machine = from_mapping(Machine, data, path.name)
+        machine.check_beliefs()
+        return machine
     except TypeError as error:
         raise UserError(f"machine file {path.name}: {error}; see configs/machines/aurora.yaml for the keys") from error
 

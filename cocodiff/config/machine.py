@@ -22,19 +22,18 @@ MOST_RANKS = 2**17  # more than the largest machine has tiles; to place them tak
 
 @dataclass(frozen=True)
 class Links:
-    """Unidirectional rates in GB/s: between tiles of a card, per plane link, per NIC; and the NICs of a node. nic_of:
-    the NIC of every tile of a node; default: in turns. latency_us: of a message, before its first byte; message_us:
-    between two messages that a rank starts; blocked_us: for which a rank's host is blocked by each message that it
-    sends or receives."""
+    """The links of a node, each with its rate in one direction, and the times of messages."""
 
-    sibling_gb_s: float = 10.0
-    plane_gb_s: float = 10.0
-    nic_gb_s: float = 10.0
-    nics: int = 1
-    nic_of: tuple[int, ...] = ()
-    latency_us: float = 0.0
-    message_us: float = 0.0
-    blocked_us: float = 0.0
+    sibling_gb_s: float = 10.0  # between the tiles of a card
+    plane_gb_s: float = 10.0  # between two tiles of a plane
+    nic_gb_s: float = 10.0  # of one NIC
+    nics: int = 1  # of a node
+    nic_of: tuple[int, ...] = ()  # the NIC of every tile of a node; default: in turns
+    latency_us: float = 0.0  # of a message, before its first byte
+    message_us: float = 0.0  # between two messages that a rank starts
+    blocked_us: float = 0.0  # the host's wait for each message that its rank sends or receives
+    link_share: float = 1.0  # the share of these rates that messages reach
+    forwarding_share: float = 1.0  # of that, the share of messages to another plane, which a sibling forwards
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "nic_of", tuple(self.nic_of))
@@ -43,32 +42,53 @@ class Links:
         for name in ("sibling_gb_s", "plane_gb_s", "nic_gb_s"):
             if not getattr(self, name) > 0:
                 raise UserError(f"links: {name} {getattr(self, name)}: give a rate above 0")
+        check_shares("links", link_share=self.link_share, forwarding_share=self.forwarding_share)
         for name in ("latency_us", "message_us", "blocked_us"):
             if not getattr(self, name) >= 0:
                 raise UserError(f"links: {name} {getattr(self, name)}: give microseconds, 0 or more")
 
 
+def check_shares(where: str, least: float = 1e-3, **shares: float) -> None:
+    """Raise UserError for a share that is not between `least` and 1."""
+    for name, value in shares.items():
+        if not least <= value <= 1:
+            raise UserError(f"{where}: {name} {value}: give a share from {least:g} to 1")
+
+
 @dataclass(frozen=True)
 class Device:
-    """One tile: memory in GiB, memory rate in GB/s, dense bf16 rate in TFLOP/s, microseconds to launch a kernel, those
-    from a number's being there until the host has read it and the next kernel runs (wait_us), and 10^9 instructions of
-    16 lanes that its vector engines start in a second. sums_kernel: whether its torch has a kernel of attention that
-    gives the sums, by which parts of attention are merged."""
+    """One tile: its memory and the rates of its arithmetic."""
 
     memory_gib: float = 0.0
     memory_gb_s: float = 0.0
-    bf16_tflop_s: float = 0.0
-    launch_us: float = 0.0
-    wait_us: float = 0.0
-    instructions_g_s: float = 0.0
+    bf16_tflop_s: float = 0.0  # of dense matrix products
+    launch_us: float = 0.0  # of a kernel
+    wait_us: float = 0.0  # from a number's being computed until the host has read it and the next kernel runs
+    instructions_g_s: float = 0.0  # 10^9 instructions of 16 lanes that its vector engines start in a second
+    peak_share: float = 1.0  # the share of bf16_tflop_s that a model's arithmetic reaches
+    overlap_share: float = 1.0  # the share of a message's time that arithmetic can hide
     library_mib: float = 0.0  # MiB that the library of messages takes of the tile for a process
     across_mib: float = 0.0  # MiB that it takes more where ranks are on several nodes
-    sums_kernel: bool = True
+    sums_kernel: bool = True  # torch there has a kernel of attention that gives the sums by which parts are merged
+
+    def __post_init__(self) -> None:
+        check_shares("device", peak_share=self.peak_share)
+        check_shares("device", 0, overlap_share=self.overlap_share)
 
     @property
     def memory(self) -> int | None:
         """Bytes; None where the file does not say."""
         return int(self.memory_gib * 2**30) or None
+
+
+@dataclass(frozen=True)
+class Belief:
+    """A value of `Links` or `Device` that was not measured on the machine, with the range in which it may lie."""
+
+    name: str  # the value's
+    low: float
+    high: float
+    source: str  # of the range: where it is said, or an assumption
 
 
 @dataclass(frozen=True)
@@ -84,6 +104,7 @@ class Machine:
     nodes: int | None = None
     links: Links = field(default_factory=Links)
     device: Device = field(default_factory=Device)
+    beliefs: tuple[Belief, ...] = ()  # the values above that nobody has measured
 
     def __post_init__(self) -> None:
         if self.tiles < 1 or (self.cards is not None and self.cards < 1):
@@ -110,6 +131,27 @@ class Machine:
     @property
     def tiles_per_node(self) -> int | None:
         return None if self.cards is None else self.cards * self.tiles
+
+    def check_beliefs(self) -> None:
+        """Raise UserError for a belief of no known name, or whose range does not include the machine's own value."""
+        for belief in self.beliefs:
+            if not belief.low <= self.value(belief.name) <= belief.high:
+                raise UserError(
+                    f"machine {self.name}: belief {belief.name} from {belief.low:g} to {belief.high:g} does not "
+                    f"include the machine's own value, {self.value(belief.name):g}"
+                )
+
+    def value(self, name: str) -> float:
+        """Return a number of the links or the device by its name. Raises UserError for a name that neither has."""
+        for part in (self.links, self.device):
+            if isinstance(value := getattr(part, name, None), (int, float)):
+                return value
+        raise UserError(f"machine {self.name}: belief {name}: neither links nor device has a number of this name")
+
+    def with_value(self, name: str, value: float) -> Machine:
+        """Return the machine with another number of its links or device, and without beliefs."""
+        part = "links" if hasattr(self.links, name) else "device"
+        return replace(self, beliefs=(), **{part: replace(getattr(self, part), **{name: value})})
 
     @property
     def missing_rates(self) -> list[str]:

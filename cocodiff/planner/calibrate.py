@@ -28,6 +28,7 @@ ROW_BYTES = 512  # of a row of a block, as bench alltoall has it
 PHASES = ("phase1", "phase2")
 RATES = ("sibling", "plane", "nic")
 NAMES = ("latency_us", "message_us", *RATES)
+MEASURED = ("latency_us", "message_us", "link_share")  # beliefs about a machine that these constants settle
 BEGIN = 0.05  # of the shortest measurement: where the search for a latency begins
 EVALUATIONS = 100  # of the measurements, in the search for the constants
 BLURRED_FIRST = ("message_us", "latency_us", "sibling", "nic", "plane")
@@ -50,10 +51,11 @@ class Constants:
         return replace(self, latency_us=self.latency_us / scale, message_us=self.message_us / scale)
 
     def machine(self, nominal: Machine) -> Machine:
-        """The machine with these latencies and the rates that its links reach."""
+        """Return the machine with these latencies and the rates that its links reach, which are beliefs no longer."""
         rates = {f"{name}_gb_s": getattr(nominal.links, f"{name}_gb_s") * getattr(self, name) for name in RATES}
         links = replace(nominal.links, latency_us=self.latency_us, message_us=self.message_us, **rates)
-        return replace(nominal, links=links)
+        beliefs = tuple(one for one in nominal.beliefs if one.name not in MEASURED)
+        return replace(nominal, links=links, beliefs=beliefs)
 
 
 @dataclass(frozen=True)
@@ -227,4 +229,5 @@ def machine_file(machine: Machine) -> dict[str, Any]:
     """A machine as its file has it."""
     data = {key: value for key, value in asdict(machine).items() if value is not None}
     data["planes"], data["links"]["nic_of"] = list(machine.planes), list(machine.links.nic_of)
+    data["beliefs"] = {one.pop("name"): one for one in data["beliefs"]}
     return data

@@ -25,9 +25,8 @@ from cocodiff.models.adapter import IMAGE
 from cocodiff.planner.case import Case, coded_layers
 from cocodiff.planner.layers import StepPlan, plan_step
 from cocodiff.planner.memory import RankMemory, block_parameters, check_fits, fullest, misfit
-from cocodiff.planner.partitions import Partition, partitions_of
 from cocodiff.planner.traffic import Traffic, Wires, total
-from cocodiff.topology.axes import Axes, Mesh
+from cocodiff.topology.axes import Axes, Mesh, Partition, partitions_of
 
 OUTPUT_CHANNELS = 64  # of one image token at a model's exit: 16 latent channels of 2 x 2; FLUX.2's 128 are small too
 SAME = 1.001  # times that differ by less are the same time

@@ -243,7 +243,8 @@ class PlannedCall:
             self._compute(blocks * block_s, parts * launches)
             merging_s = merged_s(self._device, self._B * self._S * self._G * self._D)
             self._compute((parts - 1) * merging_s, parts - 1)
-            self.at += behind(block_s) - blocks * block_s
+            hidden_s = behind(0.0) + blocks * block_s - behind(block_s)
+            self.at += behind(block_s) - blocks * block_s + (1 - self._device.overlap_share) * hidden_s
         if in_stages is None:
             self._travel("o")
         self._wait("o")
@@ -258,8 +259,10 @@ class PlannedCall:
         return max(by_kernel_s, passes_s), CHUNK_LAUNCHES * math.ceil(scores / CHUNK)
 
     def _compute(self, seconds: float, launches: int) -> None:
+        """Compute for so long. The part of messages under way that arithmetic cannot hide is over before."""
         spent = seconds + launches * self._latencies.launch_s
-        self.at, self.compute_s = self.at + spent, self.compute_s + spent
+        open_s = (1 - self._device.overlap_share) * max(0.0, self._lanes_end - self.at)
+        self.at, self.compute_s = self.at + open_s + spent, self.compute_s + spent
 
     @contextmanager
     def span(self, name: str, lane: str = "main", layer: str = "", late_bytes: int = 0) -> Iterator[None]:

@@ -58,9 +58,10 @@ def started(op: str, numbers: float, parts: Sequence[str] = ()) -> float:
 
 
 def seconds(device: Device, flops: float, moved_bytes: float, instructions: float = 0.0) -> float:
-    """Of one kernel at the device's full rates: matrix arithmetic, traffic or vector instructions, whichever takes
-    longest. A rate of 0 is one that the machine file does not tell: then nothing is charged for it."""
-    arithmetic = flops / (device.bf16_tflop_s * 1e12) if device.bf16_tflop_s else 0.0
+    """Return the seconds of one kernel at the rates that the device reaches: matrix arithmetic, traffic or vector
+    instructions, whichever takes longest. A rate of 0 is one that the machine file does not tell: then nothing is
+    charged for it."""
+    arithmetic = flops / (device.bf16_tflop_s * device.peak_share * 1e12) if device.bf16_tflop_s else 0.0
     traffic = moved_bytes / (device.memory_gb_s * 1e9) if device.memory_gb_s else 0.0
     vector = instructions / (device.instructions_g_s * 1e9) if device.instructions_g_s else 0.0
     return max(arithmetic, traffic, vector)

@@ -53,12 +53,13 @@ class Wires:
             for plane in topology.planes:
                 self.server_CP[card, plane] = topology.server(card, plane)
         self.rates = rates_of(topology.machine)
+        self.forwarding_share = topology.machine.links.forwarding_share
 
 
 def rates_of(machine: Machine) -> Floats:
     """Bytes a second of a link, by its kind."""
     links = machine.links
-    return 1e9 * np.array([links.sibling_gb_s, links.plane_gb_s, links.nic_gb_s, links.nic_gb_s])
+    return 1e9 * links.link_share * np.array([links.sibling_gb_s, links.plane_gb_s, links.nic_gb_s, links.nic_gb_s])
 
 
 class Traffic:
@@ -74,7 +75,7 @@ class Traffic:
         """Any number of messages; those of a rank to itself take no link."""
         leaves_N = sender_N != receiver_N
         a, b, count = sender_N[leaves_N], receiver_N[leaves_N], bytes_N[leaves_N]
-        wires = self._wires
+        wires, share = self._wires, self._wires.forwarding_share
         node, card, plane = wires.node_P, wires.card_P, wires.plane_P
         far, at_card, in_plane = node[a] != node[b], card[a] == card[b], plane[a] == plane[b]
         classes = (~far & at_card, ~far & ~at_card & in_plane, ~far & ~at_card & ~in_plane, far)
@@ -85,7 +86,7 @@ class Traffic:
         self._load(NIC_OUT, node[a[far]], wires.nic_P[a[far]], count[far])
         self._load(NIC_IN, node[b[far]], wires.nic_P[b[far]], count[far])
         self._load(SIBLING, a[sibling], b[sibling], count[sibling])
-        through = np.where(cross, wires.server_CP[card[a], plane[b]], a)
+        through, count = np.where(cross, wires.server_CP[card[a], plane[b]], a), count / np.where(cross, share, 1)
         first = ~far & (through != a)  # off its plane a message takes a sibling's link first
         self._load(SIBLING, a[first], through[first], count[first])
         planes = ~far & ~at_card

@@ -202,6 +202,52 @@ class Axes:
         return tuple(branch[number] for branch in self.branches[self.coordinates(rank).replica])
 
 
+class Partition(NamedTuple):
+    """The division of a run's ranks. The ranks of a part share a sequence, by the mesh that the settings say."""
+
+    replicas: int = 1  # sets of ranks that make images of their own
+    guidance: int = 1  # parts of a replica that compute one branch of classifier-free guidance each
+
+    @property
+    def parts(self) -> int:
+        """Sets of ranks that share a sequence each."""
+        return self.replicas * self.guidance
+
+
+def partitions_of(
+    ranks: int, guides: bool, replicas: int | None = None, guidance: int | None = None, least: int = 1
+) -> list[Partition]:
+    """Return every partition of so many ranks, replicas ascending.
+
+    guides: the run has two branches of guidance; else all ranks of a replica compute its one branch, also where
+    `guidance` is given.
+    replicas, guidance: a number that the user has set; default: any.
+    least: the fewest ranks that may share a sequence.
+    Raises UserError for numbers that the ranks do not allow.
+    """
+    if replicas is not None:
+        check_divides("replicas", replicas, ranks)
+    branches = (1, 2) if guides else (1,)
+    if guides and guidance is not None:
+        branches = (guidance,)
+    found = [
+        Partition(sets, parts)
+        for sets in (divisors(ranks) if replicas is None else [replicas])
+        for parts in branches
+        if ranks // sets % parts == 0
+    ]
+    shared = [partition for partition in found if ranks // partition.parts >= least]
+    rest = f"{ranks // replicas} of a replica" if replicas is not None else f"{ranks}"
+    if not found:
+        raise UserError(f"guidance_parallel {guidance} does not divide the ranks ({rest}): choose 1 or auto")
+    if not shared:
+        raise UserError(
+            f"of the ranks ({rest}) {least} or more have to share an image, and fewer would with what is given: start "
+            f"more, or have fewer replicas or guidance_parallel 1"
+        )
+    return shared
+
+
 def cut(topology: Topology, ranks: tuple[int, ...], parts: int, name: str = "parts") -> tuple[tuple[int, ...], ...]:
     """Cuts ranks into equal parts, each ascending: into whole nodes where that goes, a node into its planes, or into
     cards where a part is as small as these or planes do not fit. Of the two ways to cut a node, that one is taken whose

@@ -18,7 +18,7 @@ from cocodiff.config.errors import UserError
 from cocodiff.jobs.partition import guides, partition_of, with_tokens, with_weights
 from cocodiff.jobs.pipelines import EMBEDDED, Request
 from cocodiff.models.family import GENERATE, INPAINT
-from cocodiff.planner.partitions import Partition
+from cocodiff.topology.axes import Partition
 
 SAMPLES = sorted((Path(__file__).parents[2] / "cocodiff" / "demo_model" / "samples").glob("*.tif"))
 ENCODER = {"text_encoder": ["transformers", "CLIPTextModelWithProjection"]}
