@@ -318,7 +318,6 @@ def at_both_ends(division: Division) -> list[Document]:
         {
             "belief": end.belief.name,
             "value": end.value,
-            "source": end.belief.source,
             "step_s": end.division.steps[0].step_s,
             "choices": choices_of(end.division),
         }

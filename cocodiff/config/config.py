@@ -327,7 +327,7 @@ def load_machine(name: str) -> Machine:
         machine = from_mapping(Machine, data, path.name)
         machine.check_beliefs()
         return machine
-    except TypeError as error:
+    except (AttributeError, TypeError) as error:
         raise UserError(f"machine file {path.name}: {error}; see configs/machines/aurora.yaml for the keys") from error
 
 

@@ -37,6 +37,8 @@ class Ring(NamedTuple):
 
 def ring_of(mesh: Mesh, layouts: Sequence[Layout], work: AttentionWork, message_s: float) -> Ring:
     """Return what goes round; nothing where there is one group. message_s: what a step of messages takes at least."""
+    if mesh.ring == 1:
+        return Ring([], partial(key_seconds, ()))
     return OF_KINDS[mesh.kind](mesh, layouts, work, Wires(mesh.topology), message_s)
 
 
