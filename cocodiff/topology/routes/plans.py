@@ -151,7 +151,8 @@ def split_plan(topology: Topology, rank: int, detours: Mapping[tuple[int, int], 
 
 
 def detour_phases(rank: int, detours: Mapping[tuple[int, int], int]) -> tuple[Phase, Phase]:
-    """Return the two phases with a rank's part in all detours: to the rank that passes a block on, and on from there."""
+    """Return the two phases of a rank's part in all detours: to the rank that passes a block on, and onward from
+    there."""
 
     def by_peer(chosen: Iterable[tuple[int, Block]]) -> dict[int, tuple[Block, ...]]:
         """Group blocks by peer."""

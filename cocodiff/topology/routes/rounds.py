@@ -69,7 +69,7 @@ class Grid:
 
     @property
     def rounds(self) -> int:
-        """The number of times that blocks go round: once, or once for the keys of each node if blocks stay on theirs."""
+        """The number of times that blocks go round: once, or once for each node's keys if blocks stay on their node."""
         return 1 if NODE in self.along else self.shape[NODE]
 
     @cached_property
@@ -137,6 +137,7 @@ def rounds_of(mesh: Mesh, along: tuple[int, ...] = LEVELS) -> tuple[Grid, ...]:
 
 
 def visits_of(mesh: Mesh, rank: int, along: tuple[int, ...] = LEVELS) -> tuple[Visit, ...]:
-    """Return the blocks that a rank attends to, by group in order, and where each is passed on to along these levels."""
+    """Return the blocks that a rank attends to, in order of its visits, and where it passes each on along these
+    levels."""
     group, slot = mesh.group_and_slot(rank)
     return rounds_of(mesh, along)[slot].visits(group)
