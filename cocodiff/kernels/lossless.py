@@ -5,24 +5,25 @@ Golomb and Rice, whose parameter follows from the differences before.
 
 A tensor [B, T, H, D] is sent in blocks, one for each peer. A block is cut into strips. A strip has 8 neighbouring
 numbers of the H * D of a token (the last ones may be fewer, and are filled up with zeros), of consecutive tokens. The
-block's tokens are divided into the fewest equal parts of at most 32. A strip is read from its first token on. The
-reader knows the numbers of the tokens before. It also knows the tensor's values r1 at the last call and r0 at the one
-before it, or none of them. Everything is float32, each operation written here rounded once, with denormal numbers and
-without fused multiply-add:
+block's tokens are divided into the fewest parts of at most 32, whose lengths differ by at most one.
 
-    continuation f = r1, or r1 + c * (r1 - r0); c begins at a factor that is given
+A strip is read from its first token on. The reader knows the numbers of the tokens before. It also knows the tensor's
+values r1 at the last call and r0 at the one before it, or none of them. Everything is float32, each operation written
+here rounded once, with denormal numbers and without fused multiply-add:
+
+    continuation f = r1, or r1 + c * (r1 - r0); c begins at a factor that is given;
     prediction   p = f + w * g, rounded to the type (to nearest, ties to even). g is x - f of the token before, 0 at
-                 the first; w begins at 1/2. Where f + w * g is not finite, p has the bits of r1
+                 the first; w begins at 1/2. Where f + w * g is not finite, p has the bits of r1;
     error        e = x - (f + w * g). After each token the signs of two sums over the 8 numbers move w and c by 1/16:
                  of e * g and of e * (r1 - r0). Positive ones move up, negative ones down; w stays within 0 and 1, c
-                 within -1 and 2
+                 within -1 and 2;
     size         m, of the errors: .75 * m + n, with n = .75 * sum + 2 * own of the absolute errors of the token before.
                  At the second token it is 4 * n. At the first it is 2**(h - 127), where h is stored in the strip: the
-                 exponent bits of six times the sum of its absolute errors
+                 exponent bits of six times the sum of its absolute errors;
     order        ord(b) = b if the sign bit of the 16 bits b is 0, else b with its other 15 bits inverted, as a
-                 signed integer: the order of floats, in which -0 is next below +0. A bijection, its own inverse
-    difference   d = ord(x) - ord(p) modulo 2**16, folded to z: 0, -1, 1, -2, ... are 0, 1, 2, 3, ...
-    parameter    k: log2 of m / 16 in units of p's last place, rounded down by the bits of the exponents, 0 to 15
+                 signed integer: the order of floats, in which -0 is next below +0. A bijection, its own inverse;
+    difference   d = ord(x) - ord(p) modulo 2**16, folded to z: 0, -1, 1, -2, ... are 0, 1, 2, 3, ...;
+    parameter    k: log2 of m / 16 in units of p's last place, rounded down by the bits of the exponents, 0 to 15.
 
 At a first call nothing is known. Then f and g are 0, and only a number's exponent is predicted: by that of .7 * m / 32,
 both as the type has them. From top to bottom z then is the folded difference of the exponents (predicted minus actual,
@@ -33,11 +34,11 @@ n, where n is log2 of q - 3, rounded down. Then come k bits (k + n if q is 4 or 
 smallest z of that u. If u would be 12 or more, the code is 12 ones, no zero, and z in 16 bits. Strips are gathered in
 tiles of 16. A block's stream is
 
-    sizes        the number of 16-bit words of every tile, in 16 bits each
+    sizes        the number of 16-bit words of every tile, in 16 bits each;
     tiles        of each the strips' sizes in words, 8 bits each, filled up to a whole word; then the strips. A strip is
                  h in 8 bits and the codes token by token, filled up likewise. The size 0 means that all z are 0; the
                  strip then has no words. The size 255 means that codes would take as many words as the strip has
-                 numbers, or 255; the strip then has the bits of x instead
+                 numbers, or 255; the strip then has the bits of x instead.
 
 Bytes are filled from their lowest bit on, and the lower byte of a word comes first. docs/exchange.md describes how
 streams are sent and how many bytes they take.

@@ -104,10 +104,11 @@ class TorchOps:
             rotary: the tables that `layout` takes, float32 [L, D] (complex64 [L, D / 2] for "complex").
             layout: one of these:
 
-                pairs    cos, sin   rotates channels 2i and 2i + 1 together (FLUX)
-                halves   cos, sin   rotates channels i and i + D / 2 together
-                complex  one table  as pairs, cos + i sin (Qwen-Image)
-                none     no table   no rotation (SD3)
+                pairs    cos, sin   rotates channels 2i and 2i + 1 together (FLUX);
+                halves   cos, sin   rotates channels i and i + D / 2 together;
+                complex  one table  as pairs, cos + i sin (Qwen-Image);
+                none     no table   no rotation (SD3).
+
             round_before_weight: True to round before the weight too, as diffusers' RMSNorm does and torch's does not.
         """
         if epsilon is not None:

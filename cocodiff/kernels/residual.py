@@ -5,33 +5,33 @@ kept, and there is no fused multiply-add. So every implementation gives the same
 is for one channel of x. r1 is its newest reconstruction and r0 the one before it, all in one dtype.
 
     prediction   p = r1, or r1 + f * (r1 - r0) with the factor f of a linear continuation; limited to +- 2**102, NaN
-                 becoming - 2**102, so that no difference to a finite number overflows
-    residual     d = x - p
+                 becoming - 2**102, so that no difference to a finite number overflows;
+    residual     d = x - p.
 
 A group is 32 channels of one head. The last group of a head has the remaining channels. a is the group's largest |d|.
 
-    step         4 and 8 bits: s = a / 2**(bits - 1), with its significand rounded up to 4 bits
+    step         4 and 8 bits: s = a / 2**(bits - 1), with its significand rounded up to 4 bits;
                  2 bits: s begins at a * 13/32. Twice it is replaced by the step with the least squared error for the
                  magnitudes that the step before gives: s = T / K with T = 2 * (A + 2 * B) and the integer
                  K = n + 8 * m. n is the number of channels in the group, A the sum of their |d|, m the number of
                  large ones and B the sum of those. Large is |d| >= a * 13/32, the second time |d| * K >= T. The
-                 quotient is rounded once, to a significand of 4 bits, a tie to the smaller one
+                 quotient is rounded once, to a significand of 4 bits, a tie to the smaller one;
     scale byte   0: all |d| are so small that s < 2**-20, or s is larger than the largest step. The reconstruction is p.
-                 The latter is counted (see encode_residual), and the next call sends the tensor uncoded
-                 1 to 254: s = (1 + m / 8) * 2**e, the byte being 8 * (e + 20) + m + 1
-                 255: some x is not finite; the reconstruction is NaN in the whole group
-    magnitude    k = min(trunc(|d| * (1 / s)), 2**(bits - 1) - 1), 1 / s being the float32 nearest to it
+                 The latter is counted (see encode_residual), and the next call sends the tensor uncoded;
+                 1 to 254: s = (1 + m / 8) * 2**e, the byte being 8 * (e + 20) + m + 1;
+                 255: some x is not finite; the reconstruction is NaN in the whole group;
+    magnitude    k = min(trunc(|d| * (1 / s)), 2**(bits - 1) - 1), 1 / s being the float32 nearest to it;
     code         u = 2**(bits - 1) + k, or 2**(bits - 1) - 1 - k if the sign bit of d is set;
-                 0 if the scale byte is 0 or 255
-    value        v = (u - 2**(bits - 1) + 1/2) * s, which is exact
-    new state    r = p + v, rounded to the dtype of x; in float16 limited to +- 65504, NaN staying
+                 0 if the scale byte is 0 or 255;
+    value        v = (u - 2**(bits - 1) + 1/2) * s, which is exact;
+    new state    r = p + v, rounded to the dtype of x; in float16 limited to +- 65504, NaN staying;
     operand      r + g * (r - r1), rounded and limited likewise. It stands for the next x in displaced calls, and has a
-                 factor g of its own
+                 factor g of its own.
 
     size byte    for comparing the sizes of groups: the scale byte of the smallest step that no magnitude of the group
                  exceeds. It is 0 if that would be below 1, and 254 if it would be above or some value is not finite.
                  8 of them are an octave. So differences of size bytes are relative sizes, as integers, whose sum does
-                 not depend on the order
+                 not depend on the order.
 
 Sums are over 32 numbers, with zeros for missing channels. They add the upper half to the lower half, and so on: 16 and
 16, 8 and 8, down to 1 and 1.
@@ -107,11 +107,11 @@ def encode_residual(
 
     These are added to `notes_N`, int64 [NOTES]:
 
-        [0]  the number of groups that no scale fits (not finite, or larger than the largest step)
-        [1]  nothing: it belongs to the lossless codec
+        [0]  the number of groups that no scale fits (not finite, or larger than the largest step);
+        [1]  nothing: it belongs to the lossless codec;
         [2]  with `how.measure`, the sum over groups of the size byte of x's difference to the newest reconstruction,
-             minus the size byte of x, regardless of how x is predicted
-        [3]  with `how.measure`, the number of groups
+             minus the size byte of x, regardless of how x is predicted;
+        [3]  with `how.measure`, the number of groups.
 
     So 2 ** ([2] / (8 * [3])) is the relative change of x, as a geometric mean over groups.
     """
