@@ -148,7 +148,7 @@ class TokensInFlight:
 
 
 class Came(NamedTuple):
-    """What the messages of one step have brought."""
+    """The tensors that the messages of one step have brought."""
 
     queries: Sequence[Tensor]  # the next queries; empty at the end of a round
     parts: Sequence[Partial]  # partial results of the own queries
