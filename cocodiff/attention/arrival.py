@@ -1,4 +1,4 @@
-"""Displacement: attention does not wait for displaced tensors, and uses those of the layer's last call instead.
+"""The displacement of tensors: attention does not wait for them, and uses those of the layer's last call instead.
 
 `Displaced` wraps any codec. It keeps the newest value of every tensor. Before a layer's next call it receives what the
 last call has sent without waiting. So the operand for a displaced tensor is the state of exactly one call before, and
@@ -139,7 +139,7 @@ class Displaced(StatefulCodec):
 
 
 class DisplacedCall(StatefulCall):
-    """One attention call with displaced tensors."""
+    """An attention call with displaced tensors."""
 
     _codec: Displaced
     state: LayerArrivals

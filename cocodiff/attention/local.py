@@ -1,4 +1,4 @@
-"""Attention on one rank to all or some of the keys, and the merging of partial results (StreamFusion, appendix C).
+"""The attention on one rank to all or some of the keys, and the merging of partial results (StreamFusion, appendix C).
 
 A partial result is its output and the log-sum-exp of its scores. These two are enough to weigh it against others.
 """
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 class Partial(NamedTuple):
-    """Attention of some queries to some keys."""
+    """The attention of some queries to some keys."""
 
     out_BLHD: Tensor  # the output; 0 for queries without keys
     lse_BLH: Tensor  # log-sum-exp of the scores, float32; -inf for queries without keys
 
 
 class Keys(NamedTuple):
-    """Keys and values that are attended to together."""
+    """The keys and values that are attended to together."""
 
     k_BSHD: Tensor  # the keys
     v_BSHD: Tensor  # the values
@@ -38,7 +38,7 @@ class Keys(NamedTuple):
 
 
 class AttentionCall(NamedTuple):
-    """One attention call after the exchange."""
+    """An attention call after the exchange."""
 
     qkv: LazyQKV
     layouts: Sequence[Layout]  # of every Ulysses group
@@ -68,7 +68,7 @@ class AttentionCall(NamedTuple):
 
 
 class LocalAttention:
-    """Attention with this rank's heads. Predictions and benchmarks replace it."""
+    """The attention with this rank's heads. Predictions and benchmarks replace it."""
 
     # True to attend by matrix products, where `attention.trial` found the device's kernels wrong.
     in_chunks = False

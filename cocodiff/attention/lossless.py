@@ -5,10 +5,9 @@ layer's first call only exponents are predicted. The difference takes few bits. 
 and every rank that receives or passes on a message has to know its size in advance.
 
 So a block's stream (defined in `cocodiff.kernels.lossless`) is sent in two parts. All ranks have agreed on the length
-of the first part, by the longest stream of the layer's last
-call. It is sent along the routes of the exchange, which carry it without decoding it. The rest, which does not fit, is
-sent straight to the rank that decodes. That rank reads its length in the first part; no other rank needs to know of it.
-If everything fits, no message is added.
+of the first part, by the longest stream of the layer's last call. It is sent along the routes of the exchange, which
+carry it without decoding it. The rest, which does not fit, is sent straight to the rank that decodes. That rank reads
+its length in the first part; no other rank needs to know of it. If everything fits, no message is added.
 
 docs/exchange.md has the figures.
 """
@@ -57,7 +56,7 @@ class SiteState(LayerEnds):
 
 @dataclass
 class LosslessStep(CodedStep):
-    """Counts of one step over a rank's layers."""
+    """The counts of one step over a rank's layers."""
 
     overflows: int = 0  # number of exchanges of rests
 
@@ -112,7 +111,7 @@ class Arrived(NamedTuple):
 
 
 class LosslessCall(StatefulCall):
-    """One attention call whose tensors are sent as streams. Attributes without a value are set by `begin`."""
+    """An attention call whose tensors are sent as streams. Attributes without a value are set by `begin`."""
 
     _codec: Lossless
     state: SiteState

@@ -2,10 +2,9 @@
 
 Sender and receiver keep the same reconstruction of q, k, v and the output of every layer, and both add to it what was
 sent. So errors do not add up: the next residual contains them. A code is a tensor of bytes with the same rows and
-heads,
-which every exchange carries without decoding it. The rank's own block is coded too, so that results do not depend on
-the number of ranks. `cocodiff.kernels.residual` defines the arithmetic, and docs/exchange.md when tensors are sent as
-they are.
+heads, which every exchange carries without decoding it. The rank's own block is coded too, so that results do not
+depend on the number of ranks. `cocodiff.kernels.residual` defines the arithmetic, and docs/exchange.md when tensors are
+sent as they are.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class Residual(StatefulCodec):
 
 
 class ResidualCall(StatefulCall):
-    """One attention call whose tensors are sent as residuals."""
+    """An attention call whose tensors are sent as residuals."""
 
     _codec: Residual
     state: SiteState

@@ -1,17 +1,17 @@
-"""Ring attention: every Ulysses group's keys and values are passed around, and each rank attends to those that it has
-(StreamFusion, section 2.2; Ring Attention).
+"""Ring attention (StreamFusion, section 2.2; Ring Attention) and TokenRing.
 
-A block is the keys and values of all tokens of one group, for this rank's heads. While a rank attends to one, it
-sends that block on (`rounds.py` defines where to) and receives the next. So it holds at most two blocks of other groups
-at any time. Partial results are merged in float32 in the order of the visits, so results do not depend on timing.
+In a ring, every Ulysses group's keys and values are passed around, and each rank attends to those that it has.
+
+A block is the keys and values of all tokens of one group, for this rank's heads. While a rank attends to one, it sends
+that block on (`rounds.py` defines where to) and receives the next. So it holds at most two blocks of other groups at
+any time. Partial results are merged in float32 in the order of the visits, so results do not depend on timing.
 
 TokenRing: keys and values stay. Queries are passed around one way, and their results go the other way, back to their
 owners. So both directions of the links are used. Within a node, a rank attends to its own keys with the queries that it
 has. Meanwhile it passes these on, and sends the results of the queries before, with their log-sum-exps, straight to
-their owner.
-Between nodes, keys and values are passed around as in `Ring`, one step for each round of the queries in a node: the
-paper's
-hybrid (TokenRing, section 3.3.3). Results of the own queries are merged in the order of the visits as well.
+their owner. Between nodes, keys and values are passed around as in `Ring`, one step for each round of the queries in a
+node: the paper's hybrid (TokenRing, section 3.3.3). Results of the own queries are merged in the order of the visits as
+well.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LAG = 2
 
 
 class Ring:
-    """One rank's place in its ring. Its messages are keys and values as they are, even if the Ulysses part has a
+    """The place of one rank in its ring. Its messages are keys and values as they are, even if the Ulysses part has a
     codec."""
 
     def __init__(
@@ -130,7 +130,7 @@ class Ring:
 
 
 class Passing(NamedTuple):
-    """One step in which tensors are sent to one member of the ring and others received from another."""
+    """A step in which tensors are sent to one member of the ring and others received from another."""
 
     outgoing: Sequence[Tensor]  # tensors to send to `move.to`
     incoming: Sequence[Tensor]  # buffers for those from `move.before`
@@ -156,7 +156,7 @@ class Came(NamedTuple):
 
 
 class TokenRing(Ring):
-    """One rank's place in a ring of queries. Its messages are tensors as they are, even if the Ulysses part has a
+    """The place of one rank in a ring of queries. Its messages are tensors as they are, even if the Ulysses part has a
     codec."""
 
     def __init__(self, mesh: Mesh, transport: Transport, *more: Any) -> None:

@@ -161,8 +161,10 @@ class SharedNotes:
         return self._noted[-1]
 
     def begin_step(self, moment: StepInfo) -> None:
-        """Start combining the notes of the model's last call. Several codecs may call this; only the first call for a
-        step counts."""
+        """Start combining the notes of the model's last call.
+
+        Several codecs may call this with the same `moment` object. Only the first call with it counts.
+        """
         if moment is self._moment:
             return
         self._moment = moment
@@ -204,8 +206,10 @@ class SharedNotes:
 
 @dataclass
 class End:
-    """One end's values of one tensor at the last calls. The buffers are contiguous, and take turns in being the
-    newest."""
+    """The values of one tensor at the last calls, at its sender or its receiver.
+
+    The buffers are contiguous, and take turns in being the newest.
+    """
 
     buffers: list[Tensor]
 
@@ -244,7 +248,7 @@ class LayerEnds(LayerState):
 
 @dataclass
 class CodedStep:
-    """Counts of one step over a rank's layers.
+    """The counts of one step over a rank's layers.
 
     Sizes of messages are relative to tensors as they are. They are those of a 16-bit model whose heads are whole groups
     of channels. The trace has a small model's actual bytes.
@@ -348,7 +352,7 @@ class StatefulCodec(Codec):
 
 
 class LayerCall(EncodedCall):
-    """One attention call of a codec that keeps a state of its layer."""
+    """An attention call of a codec that keeps a state of its layer."""
 
     state: LayerState
 
@@ -364,7 +368,7 @@ class LayerCall(EncodedCall):
 
 
 class StatefulCall(LayerCall):
-    """One attention call of a codec that predicts tensors from the last calls."""
+    """An attention call of a codec that predicts tensors from the last calls."""
 
     _codec: StatefulCodec
     number: int  # index of the call in its sequence of calls, from 0; set by `begin`

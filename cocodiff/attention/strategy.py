@@ -27,7 +27,8 @@ def nothing() -> None:
 
 
 class LazyQKV(NamedTuple):
-    """Queries, keys and values that are projected when they are asked for, so that a strategy decides on the order.
+    """The queries, keys and values of a call. They are projected when they are asked for, so that a strategy decides on
+    the order.
 
     Calls of `q`, `k` and `v` return this rank's rows [B, L, H, D] of all segments in the model's order, normalised and
     rotated.

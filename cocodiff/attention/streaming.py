@@ -1,5 +1,7 @@
-"""Streaming attention: keys and values stay, every rank attends to its own with the queries of all, and the results are
-reduced to the rank of each query (Song, Distributed streaming attention, section 3.3).
+"""Streaming attention (Song, Distributed streaming attention, section 3.3).
+
+Keys and values stay. Every rank attends to its own with the queries of all, and the results are reduced to the rank of
+each query.
 
 The paper gathers queries and reduces by all-reduces of maxima, sums and outputs. Here a rank gets only the results of
 its own queries, and the reduction is a tree. Queries are sent once to the same place on every other node and gathered
@@ -61,8 +63,8 @@ class PiecesInFlight:
 
 
 class Streaming(Ring):
-    """One rank's place among ranks that keep their keys. Its messages are tensors as they are, even if the Ulysses part
-    has a codec."""
+    """The place of one rank among ranks that keep their keys. Its messages are tensors as they are, even if the Ulysses
+    part has a codec."""
 
     def __init__(self, mesh: Mesh, transport: Transport, *more: Any) -> None:
         """Make groups and the lane; see `Ring`."""

@@ -1,4 +1,4 @@
-"""Attention kernels that also give the log-sum-exp of each row, for XPU, where they depend on the version of torch.
+"""The attention kernels that also give the log-sum-exp of each row, for XPU, where they depend on the version of torch.
 
 docs/exchange.md, "Attention in parts", describes them.
 """

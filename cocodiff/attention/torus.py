@@ -2,10 +2,9 @@
 the output are sent while others are computed.
 
 Pull Q: each chunk of q that arrives attends to the first chunk of keys, which is this rank's own. Pull KV: all of q
-attends
-to each further chunk of keys. Push O: with the last keys, chunks of q attend one by one, the farthest first, and each
-finished chunk is sent. Parts are merged in float32, in this order regardless of arrival, so results do not depend on
-timing.
+attends to each further chunk of keys. Push O: with the last keys, chunks of q attend one by one, the farthest first,
+and each finished chunk is sent. Parts are merged in float32, in this order regardless of arrival, so results do not
+depend on timing.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Torus:
-    """One attention call in chunks. k and v are in memory once: chunks are slices of the whole sequence."""
+    """An attention call in chunks. k and v are in memory once: chunks are slices of the whole sequence."""
 
     def __init__(
         self,

@@ -59,7 +59,7 @@ def v_first(qkv: LazyQKV, transfer: Transfer, trace: Trace) -> dict[str, TensorF
 
 
 class Ulysses:
-    """Attention of one rank among the ranks of a Ulysses group.
+    """The attention of one rank among the ranks of a Ulysses group.
 
     With a codec that sends tensors as they are it is exact. With every exchange and order the result equals one
     process's, up to the rounding of another order of summation.

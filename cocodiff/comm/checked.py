@@ -103,8 +103,8 @@ def check_messages(transport: LaneOwner) -> None:
 
 
 class CheckedPending:
-    """Messages in flight with their checksums. The first `wait` compares them; on accelerators the host waits for
-    that."""
+    """The messages of a call in flight, with their checksums. The first `wait` compares them; on accelerators the host
+    waits for that."""
 
     def __init__(self, group: CheckedGroup, transfers: list[tuple[Pending, list[CheckedMessage]]]) -> None:
         """Hold messages.

@@ -1,4 +1,5 @@
-"""Groups by the links that they use: the ranks that an exchange's messages join, and the ranks of each node."""
+"""The groups of ranks by the links that they use: the ranks that an exchange's messages join, and the ranks of each
+node."""
 
 from __future__ import annotations
 
@@ -89,7 +90,7 @@ class GroupByNode(Group):
 
 
 class Both(NamedTuple):
-    """Two transfers in flight."""
+    """A pair of transfers in flight."""
 
     first: Pending
     second: Pending

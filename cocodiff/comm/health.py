@@ -2,19 +2,16 @@
 
 Rank 0 keeps a socket to every other rank. If a rank dies its socket closes, which is noticed at once. A rank that fails
 reports it before it leaves. A rank that is stopped misses its heartbeats, and is given up after `timeout_s`. Heartbeats
-come
-from a separate thread, so a rank that is busy, or whose main thread hangs, still sends them. They name the call that
-its main thread is in. A rank that others have waited for as long as `stall_s` is given up as well.
+come from a separate thread, so a rank that is busy, or whose main thread hangs, still sends them. They name the call
+that its main thread is in. A rank that others have waited for as long as `stall_s` is given up as well.
 
 Rank 0 passes on to all ranks what it learns. If rank 0 itself is lost, every rank sees its own socket close. The watch
-is separate from
-the transport, whose own errors name no rank or never occur. This module has its sockets and its thread; `peers.py`
-decides what follows from a
-message, or from none.
+is separate from the transport, whose own errors name no rank or never occur. This module has its sockets and its
+thread; `peers.py` decides what follows from a message, or from none.
 
 Any process that reaches rank 0's port may connect, so nothing that is sent before the run's secret is trusted. The
-secret must arrive
-as one short line within a few seconds. Ranks do not wait for unknown connections, and the number of these is limited.
+secret must arrive as one short line within a few seconds. Ranks do not wait for unknown connections, and the number of
+these is limited.
 """
 
 from __future__ import annotations
@@ -171,7 +168,7 @@ class Line:
 
 
 class Watch(Health):
-    """One rank's end of the watch. On rank 0 it also connects all others."""
+    """The part of one rank in the watch. On rank 0 it also connects all others."""
 
     def __init__(
         self,

@@ -1,9 +1,8 @@
-"""Tensors of an accelerator sent as CPU messages: through pinned host memory, over gloo or MPI.
+"""The sending of an accelerator's tensors as CPU messages: through pinned host memory, over gloo or MPI.
 
 This uses no communication library of a vendor. So several ranks may share a device of any make, and a faulty library
-can be avoided. Tensors to send are copied to the host on the caller's stream, and are sent when these
-copies are done. Received ones are copied to the device on the stream that waits for them. The host waits once for the
-copies of each
+can be avoided. Tensors to send are copied to the host on the caller's stream, and are sent when these copies are done.
+Received ones are copied to the device on the stream that waits for them. The host waits once for the copies of each
 call that sends, and once for the messages. That is on a lane's thread, while the main thread continues.
 
 On a CPU tensors take the same way without pinned memory, so the tests of the other transports cover this one too.
@@ -60,7 +59,7 @@ class Staged:
 
 
 class HostPending:
-    """Messages of one call in flight.
+    """The messages of one call in flight.
 
     The first `wait` blocks its thread until they have arrived and copies them on its stream. Every `wait` makes its
     stream wait for these copies.

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: any number of ranks starts in seconds, for tests and trials."""
+"""A transport whose ranks are threads of one process: any number of ranks starts in seconds, for tests and trials."""
 
 from __future__ import annotations
 

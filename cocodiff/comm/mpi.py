@@ -1,9 +1,8 @@
-"""MPI as transport, through mpi4py: for CPU tensors, in jobs that have MPI.
+"""A transport over MPI, through mpi4py: for CPU tensors, in jobs that have MPI.
 
 MPI libraries make no progress in the background, so a lane's thread stays in the wait and polls. It sleeps between
 polls: with more ranks than cores, a busy wait would starve the rank that it waits for. MPI accepts a shorter message
-than
-awaited without an error, and its error for a longer one names no rank. So lengths are compared when messages have
+than awaited without an error, and its error for a longer one names no rank. So lengths are compared when messages have
 arrived.
 """
 

@@ -1,8 +1,7 @@
-"""Python values as messages: JSON, followed by the bytes of tensors and arrays. Only plain data is sent.
+"""The form of Python values in messages: JSON, followed by the bytes of tensors and arrays. Only plain data is sent.
 
 Reading a message never runs code that it contains, as unpickling would: communication libraries do not check who
-connects
-to their ports. A record is built only if its class is in our own packages and imported in this process.
+connects to their ports. A record is built only if its class is in our own packages and imported in this process.
 """
 
 from __future__ import annotations

@@ -1,15 +1,12 @@
 """The knowledge of one rank about its peers: what follows from their messages, or from their silence.
 
 This module has no sockets, threads or clock. `health.py` passes messages and times to it, and sends the results of its
-methods to every
-rank that it has a line to. Rank 0 has one to every other rank; these have one to rank 0.
+methods to every rank that it has a line to. Rank 0 has one to every other rank; these have one to rank 0.
 
 The second half finds the rank that keeps others waiting. All ranks make the same calls in the same order (attention
-calls, gathers,
-broadcasts), so the numbers of their calls can be compared. A rank that waits in call 40, while another
+calls, gathers, broadcasts), so the numbers of their calls can be compared. A rank that waits in call 40, while another
 one is at call 39, waits for that one. If some of the ranks make calls of their own, these are counted for those ranks
-and
-compared among them. Calls with the same number have the same name. This finds ranks that make different calls, once
+and compared among them. Calls with the same number have the same name. This finds ranks that make different calls, once
 they stand still. It does not depend on time, so a slow rank is never blamed.
 """
 
@@ -257,7 +254,7 @@ class Peers:
         return [*found, _told(self.own.seen(self.closed_at), calls), {"left": self.rank}]
 
     def last_words(self, now: float) -> str:
-        """Return why this process has to end itself; "" if it has not.
+        """Return the reason why this process has to end itself; "" if it does not.
 
         If a peer dies, its connections close, which ends every wait for it. If it is silent they stay open. And a rank
         that the others have given up must not stay for ever because its main thread hangs.
@@ -357,8 +354,8 @@ def _in_a_circle(progress: Mapping[int, Progress]) -> tuple[int, str] | None:
     """Return one of several ranks that wait for each other in calls of different parts, and the reason; None if there
     are none.
 
-    A rank waits for those that have not made its call yet. These make it only after their current call. If that call in
-    turn waits for a rank which is ahead in another part, the wait never ends, however much time passes.
+    A rank waits for those that have not made its call yet, and these make it only after their current calls. If those
+    calls wait, directly or by way of further ranks, for the first rank, the wait never ends.
 
     Args:
         progress: of the ranks that wait.

@@ -2,12 +2,10 @@
 open.
 
 Until the watch is open (`health.py`), a rank that never starts would make the others wait for ever in MPI_Init. Ranks
-of one host
-write their process numbers to a folder of the job, so that the others see which of them died, were stopped or never
-started. A separate process looks at it, because MPI_Init lets no other Python thread run. It is this file run as a
-program, so this
-file imports only the standard library. Before that process ends its rank, it writes the reason there for the other
-ranks' processes.
+of one host write their process numbers to a folder of the job, so that the others see which of them died, were stopped
+or never started. A separate process looks at it, because MPI_Init lets no other Python thread run. It is this file run
+as a program, so this file imports only the standard library. Before that process ends its rank, it writes the reason
+there for the other ranks' processes.
 """
 
 from __future__ import annotations
@@ -154,7 +152,7 @@ def limited_start(limits: Limits, rank: int | None, presence: Presence | None, c
     """Limit a library's call, in the `with` block, in which all ranks meet before the watch is open.
 
     This process is killed, with a line that gives the reason, if a rank of this host died or has been stopped for
-    `timeout_s`, or the call takes longer than `start_s`.
+    `timeout_s`. The same happens if the call takes longer than `start_s`.
     """
     if presence is not None:
         presence.announce()

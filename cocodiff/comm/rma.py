@@ -1,17 +1,16 @@
-"""One-sided MPI as transport: a sender puts messages into its receiver's memory (StreamFusion, section 4.4).
+"""A transport over one-sided MPI: a sender puts messages into its receiver's memory (StreamFusion, section 4.4).
 
 Every group has a window. In it each rank keeps, for every peer, a ring buffer that only this peer writes to, and two
 counters. One counts the bytes that the peer has put there. The other counts the bytes that the peer has taken out of
-its own ring for this rank. A
-sender puts a message, completes that at the target, and puts the first counter. The receiver finds it there, copies the
-message out and puts the second counter back. So a sender does not wait while the ring has room, and nothing is
-overwritten before it was read.
+its own ring for this rank. A sender puts a message, completes that at the target, and puts the first counter. The
+receiver finds it there, copies the message out and puts the second counter back. So a sender does not wait while the
+ring has room, and nothing is overwritten before it was read.
 
 Before every message its length is put, so that a receiver which expects another length reports an error. The length
 contains the number of the message's call: a receiver that is in another call takes nothing more, as with MPI's own
 messages. A message that is longer than a ring is sent two-sided after its length; both sides know this from its size.
-Counters are 8
-bytes and aligned, which every MPI writes as a whole. Puts do not need the receiver's help where accumulates may.
+Counters are 8 bytes and aligned, which every MPI writes as a whole. Puts do not need the receiver's help where
+accumulates may.
 
 Puts that find no room, and receives, progress while any thread of the rank waits for any group, as MPI's own messages
 do.
@@ -72,7 +71,7 @@ class Message:
 
 
 class Peer:
-    """Both directions between this rank and one peer. Each is a stream of bytes: counts begin at 0 and only grow."""
+    """The two streams of bytes between this rank and one peer. Counts of bytes begin at 0 and only grow."""
 
     def __init__(self, group: RmaGroup, number: int, put: Callable[[Any, int], None], counters: Any, ring: Any) -> None:
         """Set up the streams.

@@ -80,13 +80,12 @@ class _Works:
 class TorchDistGroup(Group):
     """A group over a process group of torch.distributed.
 
-    Messages are point to point: gloo's own all-to-all serves peers in turn and
-    reaches half of the links' rate, while receives posted before sends reach nearly all of it.
+    Messages are point to point: gloo's own all-to-all serves peers in turn and reaches half of the links' rate, while
+    receives posted before sends reach nearly all of it.
 
     With `at_once`, `collective` is one all-to-all of torch.distributed's backend, with a size for each peer. That is
-    the
-    flat baseline of CoCoDiff. It also avoids backends that deliver batches of sends and receives wrong (torch-xpu-ops
-    3022) or each message by itself (`ONE_BY_ONE`).
+    the flat baseline of CoCoDiff. It also avoids backends that deliver batches of sends and receives wrong
+    (torch-xpu-ops 3022) or each message by itself (`ONE_BY_ONE`).
     """
 
     # True to list a batch's messages in an order that ranks share. With False sends come first; such a batch never ends
@@ -176,7 +175,7 @@ class TorchDistGroup(Group):
 
 
 class _Arriving:
-    """Messages that arrive in one buffer.
+    """The messages of a call that arrive in one buffer.
 
     The first `wait` copies them from there, on its stream. Every `wait` makes its stream wait for these copies.
     """
@@ -254,8 +253,8 @@ class TorchDistTransport(LaneOwner):
     def _meet(self, process_group: Any, members: tuple[int, ...]) -> None:
         """Run a first collective of all members.
 
-        Device backends create a group's communicator in its first call. If that was
-        a batch of messages in which not all members take part, it would hang (PyTorch's page on batch_isend_irecv).
+        Device backends create a group's communicator in its first call. If that was a batch of messages in which not
+        all members take part, it would hang (PyTorch's page on batch_isend_irecv).
         """
         one = torch.ones(1, device=self.device)
         self.blocking(lambda: dist.all_reduce(one, group=process_group, async_op=True).wait(), among=members)

@@ -1,7 +1,7 @@
 """A record of a run: spans on lanes, and payload bytes by class of link.
 
-Bytes are payload, counted once, at the sender, for the class of the link between the two ranks. Bytes of the
-model's own gather at its exit are counted separately from those of attention.
+Bytes are payload, counted once, at the sender, for the class of the link between the two ranks. Bytes of the model's
+own gather at its exit are counted separately from those of attention.
 """
 
 from __future__ import annotations

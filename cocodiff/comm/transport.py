@@ -34,7 +34,7 @@ CHECK_S = 0.25  # seconds between two checks of a blocked wait for lost peers
 
 
 class Pending(Protocol):
-    """Messages that are being sent and received."""
+    """The messages of a call that are being sent and received."""
 
     def wait(self) -> None:
         """Wait until the messages have arrived.
@@ -44,11 +44,10 @@ class Pending(Protocol):
 
 
 class Group(ABC):
-    """Some of the ranks, in a communication context of their own. Peers are named by their index in `ranks`.
+    """A set of ranks with a communication context of its own. Peers are named by their index in `ranks`.
 
     Tensors are contiguous, and the caller leaves them untouched until `wait`. Sizes may be uneven; a message of size 0
-    is posted by
-    neither side. Receives are posted before sends (on accelerators in the order that the backend needs).
+    is posted by neither side. Receives are posted before sends (on accelerators in the order that the backend needs).
     """
 
     ranks: tuple[int, ...]
@@ -92,7 +91,7 @@ class Group(ABC):
 
 
 class Transport(ABC):
-    """Ranks that can communicate: those of a run, or some of them. Each rank has an object of its own.
+    """A set of ranks that can communicate: those of a run, or some of them. Each rank has an object of its own.
 
     Errors and `health` name ranks by their numbers in the whole run.
     """
@@ -288,12 +287,11 @@ class PartGroup(Group):
 
 
 class Part(Transport):
-    """Some ranks of a transport as a transport of its own, in a given order; this rank is one of them.
+    """A part of a transport's ranks as a transport of its own, in a given order; this rank is one of them.
 
     Lanes, control lane and world group are those of the whole. So a part needs no threads and no communicators until it
     makes groups. The ranks of a part make the same groups, the same number of times and in the same order (see
-    `Transport.group`). Parts are independent of each other.
-    Closing a part leaves the whole open.
+    `Transport.group`). Parts are independent of each other. Closing a part leaves the whole open.
     """
 
     def __init__(self, whole: Transport, ranks: Sequence[int]) -> None:
@@ -432,7 +430,7 @@ class Worker:
         self._thread.start()
 
     def run(self, job: Callable[[], None]) -> None:
-        """Run a job after all earlier ones, or at once if one of them asks, because that job determines its order."""
+        """Run a job after all earlier ones; at once if a job of this worker asks for it."""
         if threading.current_thread() is self._thread:
             job()
         else:

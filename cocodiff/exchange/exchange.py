@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class Exchange:
-    """One rank's end of an exchange among the ranks of a topology."""
+    """The part of one rank in an exchange among the ranks of a topology."""
 
     def __init__(
         self,

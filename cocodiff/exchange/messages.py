@@ -4,10 +4,9 @@ This is the only module that computes sizes of messages. A payload, which a code
 rows, heads, W] of any dtype. So all sizes follow from one payload block and the layout of the call.
 
 `run_phase` runs one phase and returns when its messages have arrived: TAPA, phase by phase. `run_pipelined` runs all
-phases
-together. All receives are posted first, then the sends in the plan's order. A message with blocks from another rank
-waits for those blocks only. So blocks that are passed on arrive behind those that go straight, and slow links never
-idle while a fast one is used.
+phases together. All receives are posted first, then the sends in the plan's order. A message with blocks from another
+rank waits for those blocks only. So blocks that are passed on arrive behind those that go straight, and slow links
+never idle while a fast one is used.
 """
 
 from __future__ import annotations

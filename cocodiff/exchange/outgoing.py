@@ -1,4 +1,4 @@
-"""Tensors that an exchange sends: q, k and v to the ranks of their heads, or attention's output to the ranks of its
+"""The tensors that an exchange sends: q, k and v to the ranks of their heads, or attention's output to the ranks of its
 rows.
 
 The lane that sends tensors first encodes them (`EncodedCall`) and cuts them into blocks. A tensor that is being
@@ -21,7 +21,7 @@ OUTPUT = "o"  # the name of attention's output among the tensors of a call
 
 
 class Encoded(NamedTuple):
-    """Tensors in encoded form."""
+    """The encoded form of tensors."""
 
     # one for each tensor, all of one dtype: [B, L, H, W], or a list of separately encoded blocks [B, rows, heads, W]
     payloads: Sequence[Payload | list[Tensor]]
@@ -64,8 +64,8 @@ class EncodedCall:
     def decode(self, received: Mapping[str, Tensor], rows: slice, ranks: Sequence[int]) -> list[Tensor]:
         """Return the tensors for received payloads. This runs on the thread that attends.
 
-        The results are all rows of q, k or v for this rank's heads, [B, S, G, D], or all heads of this rank's rows of
-        OUTPUT, [B, L, H, D].
+        Of q, k and v the results are all rows for this rank's heads, [B, S, G, D]. Of OUTPUT they are all heads of this
+        rank's rows, [B, L, H, D].
 
         Args:
             rows: the rows of the payloads that have arrived since the last call.
@@ -89,7 +89,7 @@ class EncodedCall:
 
 
 class CallEnd(NamedTuple):
-    """One rank's end of an attention call."""
+    """The part of one rank in an attention call."""
 
     rank: int  # this rank
     kernels: Kernels  # packs and unpacks
@@ -98,7 +98,7 @@ class CallEnd(NamedTuple):
 
 
 class Outgoing:
-    """Tensors that are sent together, "forward" or "back".
+    """The tensors that are sent together, "forward" or "back".
 
     Forward, q, k or v [B, L, H, D] go from the ranks of their rows to the ranks of their heads. Back, rows of
     attention's output, OUTPUT [B, T, G, D], go to the ranks of these rows.

@@ -28,8 +28,8 @@ PART_LANES = ("plane", "sibling", "late")
 
 
 class StagedExchange:
-    """One rank's end of an exchange in stages. Messages that are passed on have groups of their own: no two lanes share
-    one."""
+    """The part of one rank in an exchange in stages. Messages that are passed on have groups of their own: no two lanes
+    share one."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Transposes of a grid between ranks: from some rows and all columns to all rows and some columns, and back.
+"""The transposes of a grid between ranks: from some rows and all columns to all rows and some columns, and back.
 
 They use the routes of an exchange. A block is the rows of one rank for the columns of another, as in an attention call
 it is the rows for the heads. So every plan applies, and bytes follow from the same formulas.
@@ -73,7 +73,7 @@ class TransposedPiece(Outgoing):
 
 
 class Transpose:
-    """One transpose on one rank. Slices are given in ascending order, and taken in ascending order."""
+    """A transpose on one rank. Slices are given in ascending order, and taken in ascending order."""
 
     def __init__(self, exchange: Exchange, grid: SharedGrid, way: str, layer: str, early: float) -> None:
         """Plan the pieces of a transpose.

@@ -1,4 +1,4 @@
-"""One interface to xpu, cuda and cpu: the device of a rank, its free memory, and the order between its streams."""
+"""An interface to xpu, cuda and cpu: the device of a rank, its free memory, and the order between its streams."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ FOR_PROCESSES = 31 / 32  # usable share of a device's memory; the rest, 2 GiB of
 def free_memory(device: torch.device, ranks: int) -> int | None:
     """Return the number of bytes that this process can still allocate, or None if the system does not report it.
 
-    It is an equal part, for each rank that shares the memory, of what the device (on CPU: the node) has available. To
-    that comes what this process's allocator holds unused.
+    It is this rank's equal share of what the device (on CPU: the node) has available, plus what this process's
+    allocator holds unused.
 
     Args:
         ranks: number of ranks on the node.

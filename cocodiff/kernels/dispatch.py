@@ -4,9 +4,9 @@
 run without one pays nothing. Where SYCL kernels cannot be built, torch runs and one log line says why. With `sycl`
 asked for by name that is an error.
 
-CPU figures are of a 2-core AMD EPYC (docs/measurements/kernels-1-every-case.csv). SYCL is faster for smaller
-tensors too, but a run of those gains less than the half second that opening it takes. No Intel GPU was measured. There
-all operations go to SYCL, because they save passes over memory by the byte counts in docs/design.md.
+CPU figures are of a 2-core AMD EPYC (docs/measurements/kernels-1-every-case.csv). SYCL is faster for smaller tensors
+too, but a run of those gains less than the half second that opening it takes. No Intel GPU was measured. There all
+operations go to SYCL, because they save passes over memory by the byte counts in docs/design.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every operation in torch: it defines the result on any device, and runs where no SYCL kernel does.
+"""The operations in torch, which define the result on any device and run where no SYCL kernel does.
 
 Shapes are in names (see attention/strategy.py). K is the number of chosen rows, R the number of rows of a flattened [B
 * L].

@@ -78,7 +78,7 @@ class Mesh:
 
     @cached_property
     def parts(self) -> tuple[Topology, ...]:
-        """Every group as a topology of its own, in which rank u is the group's slot u."""
+        """The topology of every group by itself, in which rank u is the group's slot u."""
         return (self.topology,) if self.ring == 1 else tuple(self.topology.part(group) for group in self.groups)
 
     def heads(self, heads: int) -> tuple[int, ...]:
@@ -171,9 +171,9 @@ def mesh_without_ring(
 ) -> Mesh | None:
     """Return the mesh of Ulysses alone if no comparison of meshes is needed to choose it, else None.
 
-    No comparison is needed with `ring` 1. With `ring` "auto" none is needed if there are no more ranks than heads,
-    `kind` does not ask for a ring, and either `prefer_ulysses` is set or the machine file gives no compute rate. Raise
-    UserError as `meshes` does.
+    No comparison is needed with `ring` 1. With "auto" none is needed if two conditions hold. There are no more ranks
+    than heads, and `kind` does not ask for a ring. And `prefer_ulysses` is set, or the machine file gives no compute
+    rate. Raise UserError as `meshes` does.
 
     Args:
         prefer_ulysses: True if a setting speeds up only the exchange of Ulysses.

@@ -75,9 +75,9 @@ Segments = tuple[Segment, ...]
 class Layout:
     """The division of one attention call: the tokens of every segment and the heads of every rank.
 
-    A rank's rows are its tokens of each segment, in the order in which the model concatenates them. After the
-    exchange the sequence is rank 0's rows, then rank 1's, and so on. Queries and keys have the same order, so attention
-    is not affected by it.
+    A rank's rows are its tokens of each segment, in the order in which the model concatenates them. After the exchange
+    the sequence is rank 0's rows, then rank 1's, and so on. Queries and keys have the same order, so attention is not
+    affected by it.
     """
 
     parts: tuple[ShardedSegment, ...]  # the segments, in the model's order

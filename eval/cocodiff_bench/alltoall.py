@@ -1,8 +1,8 @@
 """`cocodiff bench alltoall`: one exchange of equal blocks by every variant in turn, compared with the links' bound.
 
 Our exchanges are timed as the engine uses them, with packing and putting in place. The others get packed buffers. A
-measurement is the slowest rank's. On an emulated machine (`cocodiff emulate`) traffic is real and times are
-longer by the emulation's scale; so is the bound.
+measurement is the slowest rank's. On an emulated machine (`cocodiff emulate`) traffic is real and times are longer by
+the emulation's scale; so is the bound.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """`cocodiff bench attention`: one attention call, without a model.
 
 The ways in one process are: the whole matrix of scores (naive), keys in blocks whose parts are merged (blocks), torch's
-own fused
-kernel (torch), and the bound that memory sets (triad: STREAM's a = b + s c). On several ranks, which have a part of the
-tokens each: Ulysses, and rings in which keys, queries (token) or both (streaming) are sent. With a single query
-(a decoder's next token), each rank attends to its own keys and all ranks merge the parts (distributed streaming
-attention, section
-3.3). Inside `cocodiff emulate`, arithmetic may be replaced by waits as long as the machine file's device would take.
+own fused kernel (torch), and the bound that memory sets (triad: STREAM's a = b + s c). On several ranks, which have a
+part of the tokens each: Ulysses, and rings in which keys, queries (token) or both (streaming) are sent. With a single
+query (a decoder's next token), each rank attends to its own keys and all ranks merge the parts (distributed streaming
+attention, section 3.3). Inside `cocodiff emulate`, arithmetic may be replaced by waits as long as the machine file's
+device would take.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ OPTIONS = common.with_common_options(
 
 
 class Call(NamedTuple):
-    """One rank's tensors of one attention call."""
+    """The tensors of one rank in one attention call."""
 
     tokens: int  # number of all ranks' tokens
     q_BLHD: Tensor  # this rank's queries; with a single query one row that is the same on all ranks

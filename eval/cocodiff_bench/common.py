@@ -93,10 +93,8 @@ def measure_in_turns(
 ) -> dict[str, list[float]]:
     """Return the seconds per unit of each variant, by this rank's clock.
 
-    There is one round to warm up, then `--repeats` rounds. Every
-    round runs all variants, each round in another order (the same on all ranks). So drift of the machine and
-    after-effects of a
-    variant affect all variants equally.
+    There is one round to warm up, then `--repeats` rounds. Every round runs all variants, each round in another order
+    (the same on all ranks). So drift of the machine and after-effects of a variant affect all variants equally.
 
     Args:
         title: of rank 0's progress bar.

@@ -63,10 +63,10 @@ TOKENS: Plan = {"transformer_blocks.0": {"hidden_states": Cut(tokens=PLACES)}, "
 
 
 class UlyssesLatte(LatteAdapter):
-    """Latte with the attention of other families.
+    """The adapter of Latte that uses the attention of other families.
 
-    Ranks have some places of all frames, which is all that temporal
-    blocks need. They exchange places for heads where a spatial block attends.
+    Ranks have some places of all frames, which is all that temporal blocks need. They exchange places for heads where a
+    spatial block attends.
     """
 
     plan = TOKENS
@@ -81,7 +81,7 @@ class UlyssesLatte(LatteAdapter):
         undo.callback(Adapter.attach(self, model, host, kernels))
 
         def cut_timesteps(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-            """Give a block the timesteps of this rank's places."""
+            """Give a block the timesteps of this rank's places only."""
             bound = signature_of(block).bind(*args, **kwargs)  # [videos * places, C]
             of_places = bound.arguments["timestep"].unflatten(0, (-1, sum(host.sequence.shares(PLACES))))
             bound.arguments["timestep"] = host.sequence.cut(PLACES, of_places).flatten(0, 1)
@@ -165,14 +165,15 @@ def wait_in_linear_layers(model: Any, seconds_of_token: float) -> None:
     """Replace the linear layers of a model's blocks by waits.
 
     Ranks on one host share its cores, so a rank computes while others' messages are in flight, with slices or without.
-    On a real machine each
-    has its own cores: there a layer takes as long as its rows need, regardless of the others.
+    On a real machine each has its own cores: there a layer takes as long as its rows need, regardless of the others.
 
     Args:
         seconds_of_token: seconds of all linear layers for one token.
     """
 
     class Waiting(torch.nn.Module):
+        """A wait in place of a linear layer."""
+
         def __init__(self, of: torch.nn.Linear, seconds_of_row: float) -> None:
             super().__init__()
             self.width, self.seconds_of_row = of.out_features, seconds_of_row

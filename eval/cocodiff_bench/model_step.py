@@ -1,22 +1,18 @@
 """`cocodiff bench step --model NAME`: a denoising step of a large model's shape, by every exchange in turn.
 
 On a real machine a random transformer of that shape makes whole runs (`step.measure_shape`). Everything else here is
-for
-emulated machines. Messages are real and of full size. Computation is replaced by a wait, as long as a roofline of the
-machine
-file's device says, multiplied like the times of links (`cocodiff emulate --scale`). One layer is measured, and a step
-is all layers
-in both branches. V-Major is measured at three fractions of stable tokens and averaged over its schedule. For displaced
-calls, several layers run in several calls of a model. They are measured for every set of tensors
-that a recorded run displaces together, and averaged over its steps, the first one included. Reported times are those of
-the
-real machine: the measured ones divided by the scale.
+for emulated machines. Messages are real and of full size. Computation is replaced by a wait, as long as a roofline of
+the machine file's device says, multiplied like the times of links (`cocodiff emulate --scale`). One layer is measured,
+and a step is all layers in both branches. V-Major is measured at three fractions of stable tokens and averaged over its
+schedule. For displaced calls, several layers run in several calls of a model. They are measured for every set of
+tensors that a recorded run displaces together, and averaged over its steps, the first one included. Reported times are
+those of the real machine: the measured ones divided by the scale.
 
 With guidance in two parts of the ranks, each part runs a layer of its own branch. The exchange of outputs between the
 parts is measured separately and added once a step.
 
-A link efficiency e says that links reach e of their nominal rate. Then waits are multiplied by
-scale times e, and measured times are divided by scale times e.
+A link efficiency e says that links reach e of their nominal rate. Then waits are multiplied by scale times e, and
+measured times are divided by scale times e.
 """
 
 from __future__ import annotations

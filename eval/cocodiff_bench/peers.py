@@ -3,8 +3,7 @@ attention of other libraries. All use the same ranks over gloo.
 
 A variant's calls are the steps of one run: from noise towards a picture that changes on the way, as a model's estimate
 does. Times are taken after the special first steps of a run (tensors sent as they are, comparisons of inputs). The
-first
-call's time is reported separately.
+first call's time is reported separately.
 
 Only this file knows other libraries. They are imported for this benchmark only, and on the CPU only. What they replace
 in diffusers' classes is in place only while their own variants run.

@@ -1,5 +1,7 @@
-"""Random transformers of diffusers' classes and the inputs of a run: small ones for `cocodiff bench peers`, and of real
-models' shapes for `bench step`."""
+"""The random transformers of diffusers' classes, and the inputs of a run of each.
+
+They are small for `cocodiff bench peers`, and have real models' shapes for `bench step`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers that stand in for a model's: the engine's attention with real messages, and waits instead of computation.
+"""The layers that stand in for a model's: the engine's attention with real messages, and waits instead of computation.
 
 Waits are as long as a roofline says. So the cores that all ranks of the host share do not affect how well messages can
 be hidden.
@@ -72,7 +72,7 @@ class WaitingKernels(Kernels):
 
 
 class RooflineAttention(LocalAttention):
-    """Attention as a wait as long as a fused kernel takes."""
+    """The attention of a device, replaced by a wait as long as its fused kernel takes."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -175,7 +175,7 @@ class Blocks(nn.Module):
 
 
 class Block(nn.Module):
-    """One block with weights."""
+    """A block with weights."""
 
     def __init__(self, numbers: int) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ Interval = tuple[int, int]  # start and end in nanoseconds
 
 
 class Late(NamedTuple):
-    """Bytes that no call waited for."""
+    """The bytes that no call waited for."""
 
     sent: int  # number of bytes
     # bytes sent while the rank's main thread waited for nothing; for partly hidden messages, in proportion to time

@@ -1,4 +1,4 @@
-"""Checks of the operations' tensors. A mistake that a kernel could not detect is raised here, before the launch."""
+"""The checks of the operations' tensors. A mistake that a kernel could not detect is raised here, before the launch."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def look_of(library: Path) -> Look:
 
 
 class Library:
-    """One device with its queue and its compiled kernels, which `launch` starts."""
+    """A device with its queue and its compiled kernels, which `launch` starts."""
 
     def __init__(self, queue: int | None, lanes: int | None = None, copy_tables: bool = False) -> None:
         """Open a device and its kernels. Raise Unavailable if SYCL kernels cannot be built or loaded.

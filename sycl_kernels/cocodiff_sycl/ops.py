@@ -59,7 +59,7 @@ def open_xpu(device: torch.device) -> SyclOps:
 
 
 class SyclOps:
-    """All operations of one device."""
+    """The operations of one device."""
 
     def __init__(self, library: Library, device: torch.device, queue: Callable[[], int | None]) -> None:
         self.library, self.device, self._queue = library, device, queue

@@ -1,5 +1,5 @@
-"""Parts of tensors, as data that kernels take: rows that are gathered while they are packed, and the blocks and streams
-of the lossless codec.
+"""The data on parts of tensors that kernels take: rows that are gathered while they are packed, and the blocks and
+streams of the lossless codec.
 
 `cocodiff.kernels.lossless` defines blocks, strips, tiles and streams.
 """

@@ -111,7 +111,7 @@ class VMajor(Codec):
 
 
 class SelectiveCall(LayerCall, ABC):
-    """One attention call of V-Major. Subclasses score."""
+    """An attention call of V-Major. Subclasses score."""
 
     _codec: VMajor
     state: LayerCache
@@ -205,7 +205,7 @@ class SelectiveTransfer(Transfer):
 
 
 class SourceCall(SelectiveCall):
-    """One attention call in which every rank scores its own tokens. Scores are gathered while q and k are made."""
+    """An attention call in which every rank scores its own tokens. Scores are gathered while q and k are made."""
 
     chosen: LaneFuture[Selection] | None = None
 
@@ -270,7 +270,7 @@ class CardTransfer(SelectiveTransfer):
 
 
 class CardCall(SelectiveCall):
-    """One attention call in which v decides, between its two phases, which rows of q, k and v are sent."""
+    """An attention call in which v decides, between its two phases, which rows of q, k and v are sent."""
 
     def begin(self, like_BLHD: Tensor) -> None:
         self.chosen: Future[LaneFuture[Selection]] = Future()

@@ -48,7 +48,8 @@ class Schedule:
         return cls(s.schedule, s.ratio, s.ratios, s.threshold, s.warmup, s.sync_interval)
 
     def held_at(self, fraction: float | None) -> Schedule:
-        """Return a schedule whose every step has this stable fraction; None: is full. A threshold stays a threshold."""
+        """Return a schedule whose every step has this stable fraction; None makes every step full. A threshold stays a
+        threshold."""
         if fraction is None:
             return replace(self, warmup=0, sync_interval=1)
         if self.kind == "threshold":
@@ -213,7 +214,7 @@ def scored_blocks(topology: Topology, rank: int) -> tuple[list[int], list[int]]:
 
 @dataclass
 class Drift:
-    """Counts of one step over a rank's layers."""
+    """The counts of one step over a rank's layers."""
 
     change: float = 0.0  # sum of the L1 distances of v to its reference
     norm: float = 0.0  # sum of the L1 norms of the reference
@@ -235,8 +236,8 @@ PENDING = 64  # most steps whose sums stay on the device
 
 
 class DriftNotes:
-    """One rank's record of drift. Sums stay on the device for many steps, because reading a number waits for its
-    queue."""
+    """The record of v's drift on one rank. Sums stay on the device for many steps, because reading a number waits for
+    its queue."""
 
     def __init__(self) -> None:
         self._steps: dict[int, Drift] = {}

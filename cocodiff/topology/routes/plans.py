@@ -2,8 +2,8 @@
 
 The unit of an exchange is a *block*: the rows (tokens) of one rank for the heads of another. Forward, every rank starts
 with the blocks of its own rows and ends with those of its own heads; on the way back it is the reverse. An exchange is
-only the route that blocks take: one phase for flat, two for TAPA. A plan is what one rank sends and receives,
-phase by phase; it can be printed and checked without any communication.
+only the route that blocks take: one phase for flat, two for TAPA. A plan is what one rank sends and receives, phase by
+phase; it can be printed and checked without any communication.
 """
 
 from __future__ import annotations
@@ -71,8 +71,7 @@ def tapa_plan(topology: Topology, rank: int) -> Plan:
     tiles.
 
     Phase 1 leaves a rank with all tokens of its card for the heads of the planes that it serves. Phase 2 takes them to
-    the
-    plane's tiles on the other cards and nodes. So no block crosses from one plane to another between cards.
+    the plane's tiles on the other cards and nodes. So no block crosses from one plane to another between cards.
     """
     place = topology.places[rank]
     swap, off_card = _swap(topology, rank, topology.places)

@@ -55,8 +55,8 @@ class Grid:
         """Arrange members by their `places`.
 
         If cards have unequal numbers of members, blocks go from tile to tile through the whole node. They go to and fro
-        over the cards, so that messages stay on a card or in a plane wherever possible. If nodes have unequal numbers
-        too, blocks go so through all nodes.
+        over the cards, so that messages stay on a card or in a plane wherever possible. If nodes have unequal numbers,
+        blocks go in this way through all nodes.
         """
         nodes = list(Counter(place.node for place in places).values())
         cards = list(Counter((place.node, place.card) for place in places).values())
