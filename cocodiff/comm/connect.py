@@ -110,15 +110,12 @@ def connect(
 ) -> Transport:
     """Connect this rank to the others and return its transport, with a watch over its peers.
 
-    Raise UserError if the transport does not fit the launch or ranks were started with different settings. Raise
-    PeerLost if a rank does not start within `limits.start_s`.
+    Raise UserError if transport, launch and ranks' settings do not fit, and PeerLost if a rank does not start in time.
 
     Args:
-        name: of `Config.transport`. "auto" is MPI under an MPI launcher on CPU, else the backend of the device. "host"
-            is what "auto" is on a CPU, with copies of the device's tensors.
+        name: of `Config.transport`; see `_library`.
         settings: must be the same on every rank.
         on_loss: see `Health.when_lost`; also called for a loss during the start.
-        check_messages: see `checked.check_messages`.
     """
     if launch.kind == "alone" and not dist.is_initialized():
         from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld
@@ -191,7 +188,10 @@ def _transport(
 
 def _library(launch: Launch, name: str, carried: torch.device) -> str:
     """Return the library that carries messages, by the setting `transport`. Raise UserError if it does not fit the
-    launch."""
+    launch.
+
+    "auto" is MPI under an MPI launcher on CPU, else the backend of the device. "host" is what "auto" is on a CPU.
+    """
     from cocodiff.comm.torch_dist import device_backend
 
     if name in ("auto", "host"):
