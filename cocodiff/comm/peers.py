@@ -329,7 +329,7 @@ def find_stalled(progress: Mapping[int, Progress], stall_s: float, left_s: float
     Args:
         progress: of all ranks.
         stall_s: longest time that a rank may wait for another.
-        left_s: the same for a rank that has left the run.
+        left_s: the same if the other rank has left the run.
     """
     # A part of one rank is set up by that rank only. If it waits after that, it waits in a call of the whole run.
     progress = {rank: replace(one, among=ALL) if len(one.among) == 1 else one for rank, one in progress.items()}

@@ -168,7 +168,7 @@ class Transport(ABC):
 
         Args:
             value: plain data, see `objects.as_bytes`.
-            at: name of the call, by which errors name it if other ranks make another call.
+            at: name of the call, which errors report if other ranks make another call.
         """
         return self.blocking(lambda: gather_values(self.host_world, value), at)
 

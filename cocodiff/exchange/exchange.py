@@ -98,7 +98,7 @@ class Exchange:
         return self._on_lane(last.lane, partial(self.last_phase, last, before), outgoing)
 
     def _on_lane(self, name: str, job: Callable[[Outgoing], T], outgoing: Outgoing) -> LaneFuture[T]:
-        """Submit a job to a lane, unless an earlier job of this exchange failed (see `InOrder`)."""
+        """Submit a job to a lane. It raises the error of an earlier job that failed, see `InOrder`."""
         return self.lanes[name].submit(partial(self._in_order.run, job), outgoing)
 
     def _all_phases(self, outgoing: Outgoing) -> Target:

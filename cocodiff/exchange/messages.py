@@ -310,8 +310,8 @@ def _receives_ahead(groups: Groups) -> bool:
 
 
 def as_one(pieces: Sequence[Payload]) -> Tensor | None:
-    """Return pieces that are contiguous in memory, one after the other, as one flat tensor; else None. Most pieces that
-    are passed on are."""
+    """Return pieces as one flat tensor if they lie one after the other in memory, else None. Most pieces that are
+    passed on do."""
     parts = [piece for piece in pieces if isinstance(piece, Tensor) and piece.numel()]  # an empty one has no address
     if not parts or any(isinstance(piece, Rows) for piece in pieces):
         return None

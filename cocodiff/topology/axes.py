@@ -171,8 +171,8 @@ def mesh_without_ring(
 ) -> Mesh | None:
     """Return the mesh of Ulysses alone if no comparison of meshes is needed to choose it, else None.
 
-    None is needed with `ring` 1. With "auto" none is needed if ranks do not outnumber heads, `kind` does not ask for a
-    ring, and `prefer_ulysses` is set or the machine file gives no compute rate. Raise UserError as `meshes` does.
+    `ring` 1 needs no comparison. "auto" needs none if ranks do not outnumber heads, `kind` does not ask for a ring, and
+    `prefer_ulysses` is set or the machine file gives no compute rate. Raise UserError as `meshes` does.
 
     Args:
         prefer_ulysses: True if a setting speeds up only the exchange of Ulysses.

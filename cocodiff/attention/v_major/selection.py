@@ -35,9 +35,9 @@ class Schedule:
     """
 
     kind: str = "linear"  # one of these
-    ratio: float = 0.5
-    ratios: tuple[float, ...] = ()
-    threshold: float = 0.1
+    ratio: float = 0.5  # for "fixed"
+    ratios: tuple[float, ...] = ()  # for "list", by step
+    threshold: float = 0.1  # for "threshold"
     warmup: int | None = None  # full steps at the start; None: a tenth of the steps, at least one
     sync_interval: int = 10  # after the warm-up, every step at this interval is full; 1: every step; 0: none
 
