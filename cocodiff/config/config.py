@@ -289,11 +289,8 @@ class Config:
 
     @property
     def exact_attention(self) -> bool:
-        """True if attention uses the current call's q, k and v, and the model its output, without any loss.
-
-        Lossless coding counts as exact. The settings alone decide; on a single rank attention is exact whatever they
-        are.
-        """
+        """True if attention uses the current call's q, k and v, and the model its output, without any loss. Lossless
+        coding counts as exact. The settings alone decide; on a single rank attention is exact whatever they are."""
         exact_codec = self.only_exact if self.codec == "auto" else self.codec in EXACT_CODECS
         return self.selection == "full" and exact_codec and self.arrival == "now"
 
@@ -319,10 +316,8 @@ def preset_names() -> list[str]:
 
 
 def load_machine(name: str) -> Machine:
-    """Return the machine of a name in configs/machines, or of the path of a YAML file.
-
-    Raise UserError, with the names that exist, for an unknown name, and for a file with unknown or missing keys.
-    """
+    """Return the machine of a name in configs/machines, or of the path of a YAML file. Raise UserError, with the names
+    that exist, for an unknown name, and for a file with unknown or missing keys."""
     path = find_shipped("machine", "machines", name)
     data = dict(read_yaml(path))
     try:
@@ -341,9 +336,8 @@ def shipped_names(folder: str) -> list[str]:
 
 def find_shipped(what: str, folder: str, name: str) -> Path:
     """Return the path of the file called `name` in configs/`folder`, or `name` itself if it is the path of a YAML file.
-
-    Raise UserError, which lists the shipped names, if there is no such file. `what` is the word for it in that error.
-    """
+    Raise UserError, which lists the shipped names, if there is no such file. `what` is the word for it in that
+    error."""
     shipped = shipped_names(folder)
     if not name.endswith((".yaml", ".yml")):
         check_choice(what, name, shipped, hint="or the path of a .yaml file")
@@ -354,12 +348,9 @@ def find_shipped(what: str, folder: str, name: str) -> Path:
 
 
 def load_exchange_table(machine: str, nodes: int, path: str | None = None) -> list[tuple[float, str]]:
-    """Return the table that `exchange: auto` goes by, for a machine and a number of nodes.
-
-    Its rows are (largest MB per rank, exchange), ascending; the last row's limit is infinite. The file maps machine ->
-    nodes -> rows; by default it is the shipped one. Raise UserError if the file has no such entry or the entry is
-    malformed.
-    """
+    """Return the table that `exchange: auto` goes by, for a machine and a number of nodes. Its rows are (largest MB per
+    rank, exchange), ascending; the last row's limit is infinite. The file maps machine -> nodes -> rows; by default it
+    is the shipped one. Raise UserError if the file has no such entry or the entry is malformed."""
     file = Path(path) if path is not None else shipped_folder("exchange") / "auto.yaml"
     known = read_yaml(file)
     remedy = "measure one with cocodiff bench alltoall --tune and name it as exchange_table, or choose another exchange"
@@ -384,10 +375,7 @@ def load_exchange_table(machine: str, nodes: int, path: str | None = None) -> li
 
 def load_chunk_table(machine: str, nodes: int) -> tuple[int, float]:
     """Return the entry that `chunks: auto` goes by: the number of chunks, and the MB of q, k and v per rank from which
-    to use them.
-
-    The shipped file maps machine -> nodes -> [chunks, MB]. Raise UserError if it has no such entry.
-    """
+    to use them. The shipped file maps machine -> nodes -> [chunks, MB]. Raise UserError if it has no such entry."""
     found, there = _measured(read_yaml(shipped_folder("exchange") / "chunks.yaml"), machine, nodes)
     if found is None:
         raise UserError(
@@ -407,9 +395,7 @@ def _measured(known: dict[str, Any], machine: str, nodes: int) -> tuple[Any, str
 
 def from_mapping(kind: type[T], values: Mapping[str, Any], where: str) -> T:
     """Return a dataclass with the fields in `values`. Raise UserError for an unknown key, naming the nearest known one.
-
-    `where` names the origin of the values in that error.
-    """
+    `where` names the origin of the values in that error."""
     check_keys(values, [f.name for f in fields(kind)], where)  # type: ignore[arg-type]
     return kind(**values)
 

@@ -29,10 +29,7 @@ KINDS = {
 
 def irregular(path: str | Path) -> str:
     """Return the kind of a path that is not a regular file, such as "a named pipe", or "" for a regular file. Nothing
-    is opened.
-
-    Raise OSError if the path does not exist, and ValueError for a name that no file can have.
-    """
+    is opened. Raise OSError if the path does not exist, and ValueError for a name that no file can have."""
     mode = stat.S_IFMT(Path(path).stat().st_mode)
     return "" if mode == stat.S_IFREG else KINDS.get(mode, "no regular file")
 
@@ -103,10 +100,8 @@ def read_mapping(path: str | Path, form: str, parse: Callable[[str], Any], wante
 
 @contextmanager
 def appearing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path in the same folder to write to; at the end of the block that file replaces `path`.
-
-    So the file appears complete or not at all: an exception in the block leaves `path` as it was.
-    """
+    """Yield a temporary path in the same folder to write to; at the end of the block that file replaces `path`. So the
+    file appears complete or not at all: an exception in the block leaves `path` as it was."""
     unfinished = path.with_name(f"{path.name}.partial")
     yield unfinished
     unfinished.replace(path)

@@ -126,22 +126,18 @@ class Place:
 
 @dataclass(frozen=True)
 class Topology:
-    """The ranks of one run on a machine.
-
-    A card may have fewer tiles than the others: with 5 ranks on cards of two tiles the last card has one. If a card has
-    no tile in plane k, its lowest rank serves plane k: it forwards that plane's data and owns none of its heads.
-    """
+    """The ranks of one run on a machine. A card may have fewer tiles than the others: with 5 ranks on cards of two
+    tiles the last card has one. If a card has no tile in plane k, its lowest rank serves plane k: it forwards that
+    plane's data and owns none of its heads."""
 
     machine: Machine
     places: tuple[Place, ...]
 
     @classmethod
     def build(cls, machine: Machine, size: int, ranks_per_node: int | None = None) -> Topology:
-        """Place `size` ranks, node by node and card by card.
-
-        ranks_per_node: the launcher's number, for machines without a fixed node size; default: all ranks on one node.
-        Raise UserError if nodes of a fixed size are not filled exactly, and for more than MOST_RANKS ranks.
-        """
+        """Place `size` ranks, node by node and card by card. ranks_per_node: the launcher's number, for machines
+        without a fixed node size; default: all ranks on one node. Raise UserError if nodes of a fixed size are not
+        filled exactly, and for more than MOST_RANKS ranks."""
         if size < 1:
             raise UserError(f"{size} ranks: at least 1 is needed")
         if size > MOST_RANKS:
@@ -165,11 +161,9 @@ class Topology:
         return cls(machine, tuple(places))
 
     def part(self, ranks: Sequence[int]) -> Topology:
-        """Return some of the ranks, at their places, as a topology of their own.
-
-        Ranks are numbered from 0 in the given order, which must go node by node. Their nodes are numbered from 0 as
-        well; cards and planes keep their numbers.
-        """
+        """Return some of the ranks, at their places, as a topology of their own. Ranks are numbered from 0 in the given
+        order, which must go node by node. Their nodes are numbered from 0 as well; cards and planes keep their
+        numbers."""
         chosen = [self.places[rank] for rank in ranks]
         numbers = {node: number for number, node in enumerate(sorted({place.node for place in chosen}))}
         places = [replace(place, rank=new, node=numbers[place.node]) for new, place in enumerate(chosen)]
@@ -177,10 +171,8 @@ class Topology:
 
     @property
     def relative_places(self) -> tuple[tuple[int, int, int], ...]:
-        """The (node, card, plane) of every rank, each numbered by first appearance.
-
-        Two groups of ranks that are arranged in the same way on different hardware have equal values.
-        """
+        """The (node, card, plane) of every rank, each numbered by first appearance. Two groups of ranks that are
+        arranged in the same way on different hardware have equal values."""
         kinds = zip(*((p.node, p.card, p.plane) for p in self.places), strict=True)
         orders = [(numbers, list(dict.fromkeys(numbers))) for numbers in kinds]
         return tuple(zip(*([order.index(n) for n in numbers] for numbers, order in orders), strict=True))
@@ -247,10 +239,8 @@ class Topology:
 
     @cached_property
     def shard_order(self) -> tuple[int, ...]:
-        """The ranks in the order in which they get one more if a number does not divide evenly.
-
-        Consecutive ranks of it are on different nodes, then on different cards, then on different planes.
-        """
+        """The ranks in the order in which they get one more if a number does not divide evenly. Consecutive ranks of it
+        are on different nodes, then on different cards, then on different planes."""
         first_card = {node: min(self.places[rank].card for rank in ranks) for node, ranks in self.on_node.items()}
         order = sorted(self.places, key=lambda p: (p.plane, p.card - first_card[p.node], p.node, p.rank))
         return tuple(place.rank for place in order)

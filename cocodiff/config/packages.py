@@ -59,11 +59,9 @@ def one_line_of_imports() -> Iterator[None]:
 
 
 def hide_broken(*packages: str) -> None:
-    """Import optional packages of other libraries. Make one that fails look as if it were not installed.
-
-    Afterwards `find_spec` and imports do not find it. A warning gives the reason and the remedy, unless it was not
-    installed in the first place.
-    """
+    """Import optional packages of other libraries. Make one that fails look as if it were not installed. Afterwards
+    `find_spec` and imports do not find it. A warning gives the reason and the remedy, unless it was not installed in
+    the first place."""
     for package in packages:
         if package not in sys.modules:
             try:

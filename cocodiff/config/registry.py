@@ -81,9 +81,7 @@ class _Late(ModuleType):
 
 def import_late(name: str) -> None:
     """Import a module of a package, but execute it at its first use. The package itself must be imported already.
-
-    importlib's LazyLoader would execute it at the second import, up to Python 3.11.
-    """
+    importlib's LazyLoader would execute it at the second import, up to Python 3.11."""
     if name not in sys.modules and (spec := find_spec(name)):
         package, _, last = name.rpartition(".")
         sys.modules[name] = module = module_from_spec(spec)

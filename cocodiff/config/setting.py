@@ -23,10 +23,8 @@ NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "
 
 @dataclass(frozen=True)
 class Option:
-    """One option of a command (`--name`), or one setting of the engine.
-
-    The fields from `least` on are used for settings of the engine only.
-    """
+    """One option of a command (`--name`), or one setting of the engine. The fields from `least` on are used for
+    settings of the engine only."""
 
     name: str
     help: str  # one line of help
@@ -64,10 +62,8 @@ class Option:
         return get_args(self.type) or (self.type,)
 
     def checked(self, value: Any) -> Any:
-        """Return a setting's value in its type: digits become a number, several values a tuple.
-
-        None is kept if it is the default. Raise UserError for a value that the setting does not take.
-        """
+        """Return a setting's value in its type: digits become a number, several values a tuple. None is kept if it is
+        the default. Raise UserError for a value that the setting does not take."""
         if self.closed:
             check_choice(self.name, value, self.words)
         if self.type == int | str and isinstance(value, str) and value.isdecimal():
@@ -93,10 +89,8 @@ class Option:
 
 
 def setting(default: T, help: str, **about: Any) -> T:
-    """Return a field of a dataclass of settings.
-
-    `about` are fields of `Option`. Name, type and many are not given: they follow from the field's annotation.
-    """
+    """Return a field of a dataclass of settings. `about` are fields of `Option`. Name, type and many are not given:
+    they follow from the field's annotation."""
     return field(default=default, metadata={"option": Option("", help, default, **about)})
 
 

@@ -18,11 +18,8 @@ def spans(numbers: Iterable[int], to: str = "-") -> list[str]:
 
 
 def aligned(rows: Iterable[Sequence[str]], align: str, indent: str = "") -> list[str]:
-    """Return the rows of a table as lines: columns two blanks apart, each as wide as its widest cell.
-
-    align: for each column "<" (left) or ">" (right). The last cell of a row with fewer cells takes the rest of the
-    line.
-    """
+    """Return the rows of a table as lines: columns two blanks apart, each as wide as its widest cell. align: for each
+    column "<" (left) or ">" (right). The last cell of a row with fewer cells takes the rest of the line."""
     table = [(row, len(row) - 1 if len(row) < len(align) else len(align)) for row in rows]
     widths = [max((len(row[n]) for row, end in table if n < end), default=0) for n in range(len(align))]
     lines = []
