@@ -1,6 +1,6 @@
-"""How the ranks of a run are divided among a job's images: so many replicas, each with so many guidance branches.
+"""The division of a run's ranks among a job's images: replicas, and guidance branches within them.
 
-`choice.py` says what each takes; here is nothing that imports numpy or torch.
+`choice.py` gives the cost of each. This module imports neither numpy nor torch.
 """
 
 from __future__ import annotations
@@ -12,25 +12,29 @@ from cocodiff.topology.axes import check_divides, divisors
 
 
 class Partition(NamedTuple):
-    """replicas: sets of ranks that make images of their own. guidance: parts of a replica that compute one branch of
-    classifier-free guidance each. The ranks of a part share a sequence, by the mesh that the settings say."""
+    """A division of the ranks. The ranks of a part share a sequence, in the mesh that the settings ask for."""
 
-    replicas: int = 1
-    guidance: int = 1
+    replicas: int = 1  # sets of ranks that make images of their own
+    guidance: int = 1  # parts of a replica, each of which computes one branch of classifier-free guidance
 
     @property
     def parts(self) -> int:
-        """Sets of ranks that share a sequence each."""
+        """The number of sets of ranks that share a sequence."""
         return self.replicas * self.guidance
 
 
 def partitions_of(
     ranks: int, guides: bool, replicas: int | None = None, guidance: int | None = None, least: int = 1
 ) -> list[Partition]:
-    """Every partition of so many ranks, replicas ascending. replicas, guidance: one that is pinned. least: ranks that
-    are to share a sequence at least. guides: whether the run has two branches of guidance. Without them all ranks of a
-    replica compute the one that there is, also where guidance is pinned. Raises UserError for pinned numbers that the
-    ranks do not allow."""
+    """Return every partition of the ranks, with ascending replicas. Raise UserError for given numbers that the ranks do
+    not allow.
+
+    Args:
+        ranks: number of ranks
+        guides: True if the run has two branches of guidance; without them `guidance` has no effect
+        replicas, guidance: given numbers; None to try all
+        least: least number of ranks that share a sequence
+    """
     if replicas is not None:
         check_divides("replicas", replicas, ranks)
     branches = (1, 2) if guides else (1,)
