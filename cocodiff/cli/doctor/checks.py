@@ -1,7 +1,5 @@
 """The checks of `cocodiff doctor`: functions of facts, which touch no machine, so a test can pass them any faulty one.
-
-Each adds its results to `found`, which is empty before.
-"""
+Each adds its results to `found`, which is empty before."""
 
 from __future__ import annotations
 
