@@ -68,10 +68,10 @@ class Call:
 
 @dataclass
 class CachedStep:
-    """The number of calls of the model in one step, and of those among them that were cached."""
+    """The counts of one step."""
 
-    calls: int = 0
-    cached: int = 0
+    calls: int = 0  # calls of the model
+    cached: int = 0  # those that were cached
 
     @classmethod
     def merged(cls, parts: Sequence[CachedStep]) -> dict[str, Any]:

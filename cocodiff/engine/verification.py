@@ -41,7 +41,7 @@ class Trial:
     """The result of one setting on a number of ranks."""
 
     ranks: int
-    setting: str
+    setting: str  # name of the setting in the table
     outcome: str  # "exact", "wrong", "failed" or "refused"
     error: float | None = None  # largest absolute difference from one process; None if it did not run
     alike: bool | None = None  # True if all ranks have the same bits; None if it did not run

@@ -45,7 +45,7 @@ class AbsentParameter(nn.Parameter):
     of it, or of a tensor that shares its memory, first calls `fetch`. That makes it an ordinary parameter with values
     again, or raises UserError."""
 
-    fetch: Callable[[], None]
+    fetch: Callable[[], None]  # makes its block whole again
 
     @classmethod
     def __torch_function__(

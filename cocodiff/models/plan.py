@@ -49,7 +49,7 @@ Plan = Mapping[str, Any]
 class Step(NamedTuple):
     """The entry of a plan for one module."""
 
-    name: str
+    name: str  # name of the module
     module: nn.Module
     arguments: Mapping[str, Cuts]  # cuts of arguments by name
     outputs: Mapping[int, Cuts]  # cuts of outputs by number

@@ -75,6 +75,6 @@ FAMILY = Family(
     vae_lists=("latents_mean", "latents_std"),
     # A video's VAE: its convolutions cover three frames, two of them padding, and keep inputs for the next frame.
     vae=VaeSize(126_892_531, decoding=2021, encoding=1259, tile=256, band=(2021, 1259), attention=384),
-    branches=2,  # true classifier-free guidance calls the model twice a step: two sets of caches
+    branches=2,  # true classifier-free guidance calls the model twice a step, with a set of caches for each call
     unsharded_copies=1,  # tokens are cut at the first block
 )

@@ -104,7 +104,7 @@ class Stream(NamedTuple):
     """This rank's tokens of one kind, and the layers that make their q, k and v."""
 
     x_BLC: Tensor
-    to_q: Callable[[Tensor], Tensor]
+    to_q: Callable[[Tensor], Tensor]  # projection to q, which may be a cached call
     to_k: nn.Module
     to_v: nn.Module
     norm_q: nn.Module | None = None

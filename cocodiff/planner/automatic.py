@@ -43,7 +43,7 @@ class PricedMesh(NamedTuple):
     """A mesh with the predicted bytes and seconds of a layer."""
 
     mesh: Mesh
-    sent: Sent
+    sent: Sent  # the messages of a layer
     seconds: float  # seconds of a layer; without all rates, the largest number of heads on a rank over the mean
 
 

@@ -101,7 +101,7 @@ class Fit:
     constants: Constants  # the fitted constants; others have their values from before
     fitted: tuple[str, ...]  # names of the fitted constants
     left: tuple[str, ...]  # names of the constants that the measurements do not determine
-    measured: tuple[Measured, ...]
+    measured: tuple[Measured, ...]  # the measurements
     predicted: tuple[float, ...]  # seconds (or ratio) that the plan predicts for every measurement
 
     @property

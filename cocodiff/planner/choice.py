@@ -152,7 +152,7 @@ class Division:
 
     partition: Partition
     cases: Sequence[Case]  # one for each preset, each on all ranks; their times add up
-    images: int = 1
+    images: int = 1  # number of images of a preset
     batches: int = 1  # calls of the pipeline that make the images
 
     @cached_property

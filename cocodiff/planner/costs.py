@@ -48,7 +48,7 @@ WHOLE, CODED = CallKind(whole=True), CallKind()
 class Costs:
     """The costs of one codec with the engine's settings. Functions that take a rank's `codec` are for benchmarks."""
 
-    settings: Config
+    settings: Config  # the engine's settings
     steps_to_settle: ClassVar[int] = 0  # coded calls after a whole one until all further calls cost the same
 
     def sent_bytes(self, head_dim: int, itemsize: int, kind: CallKind = CODED) -> int:

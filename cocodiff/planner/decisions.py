@@ -32,7 +32,7 @@ class Decisions:
     codec: str
     predictor: str
     tau: float
-    about: str
+    about: str  # a description of the run
     # for every step, (tensors that are displaced together, part of the calls)
     displaced: tuple[tuple[tuple[str, float], ...], ...]
 

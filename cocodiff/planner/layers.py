@@ -111,7 +111,7 @@ class LayerPlan(NamedTuple):
     """The predicted cost of a layer in calls of one kind, on the rank that computes longest."""
 
     seconds: float  # until the next layer begins
-    compute_s: float
+    compute_s: float  # seconds that the rank computes
     spans: list[Moved]  # of the main thread and the lanes
     bytes: dict[str, float]  # of all ranks, by link class
 
@@ -348,10 +348,10 @@ class PlannedCall:
 class StepPlan:
     """The predicted cost of a mean step."""
 
-    step_s: float
-    compute_s: float  # of the rank that computes longest
+    step_s: float  # seconds of a step
+    compute_s: float  # seconds of computation, on the rank that computes longest
     bytes: dict[str, float]  # of all ranks, by link class
-    steps: int
+    steps: int  # number of steps of a run
     waits: float = 0.0  # number of times that the host waits for the device
     outputs: dict[str, float] = field(default_factory=dict)  # bytes that two guidance branches exchange, by link class
 

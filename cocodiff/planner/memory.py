@@ -66,8 +66,8 @@ KEPT = ("image_cache", "reference_cache", "text_cache", "reconstructions", "in_f
 class RankMemory:
     """The bytes of one rank."""
 
-    weights: int = 0
-    activations: int = 0
+    weights: int = 0  # all weights of the transformer on this rank, with buffers for split ones
+    activations: int = 0  # the estimate of `activations`
     image_cache: int = 0  # V-Major's q, k and v of image tokens
     reference_cache: int = 0  # V-Major's scoring reference
     text_cache: int = 0  # V-Major's q, k and v of text tokens
@@ -273,9 +273,9 @@ def mib(count: float) -> str:
 class VaePeak(NamedTuple):
     """The activations of the VAE on a rank, in bytes."""
 
-    encoding: int  # of every rank, while it encodes the image that is to be restored
-    decoding: int  # of a rank that decodes
-    decoders: int  # the most ranks of one node that decode at the same time
+    encoding: int  # bytes on every rank, while it encodes the image that is to be restored
+    decoding: int  # bytes on a rank that decodes
+    decoders: int  # the largest number of ranks on one node that decode at the same time
 
 
 @dataclass(frozen=True)

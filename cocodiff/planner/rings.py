@@ -30,7 +30,7 @@ Seconds = Callable[[float], float]  # from seconds of attention to one group's k
 class Ring(NamedTuple):
     """The messages of one attention call in all rings of a mesh."""
 
-    messages: Sequence[Traffic]
+    messages: Sequence[Traffic]  # traffic of each kind of messages
     seconds: Seconds  # seconds of the call
     moves_s: Sequence[float] = ()  # seconds of every move of a key ring
 

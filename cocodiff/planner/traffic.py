@@ -170,7 +170,7 @@ class Hop(NamedTuple):
     wait_s: float  # seconds before the first byte, however many tensors are sent together
     packed: float  # bytes that a rank packs
     traffic: Traffic  # in units of one token for one head
-    phases: int
+    phases: int  # number of times that messages are packed, one after another
 
 
 def total(sent: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -73,7 +73,7 @@ class Run:
     """A command of cocodiff, or several that differ in some words."""
 
     made: str  # how its figures are made, a key of MADE
-    command: str
+    command: str  # words of the command, with {keys}
     # For each {key} in the name and the command: values for the name, each with the words for the command. There is one
     # command for every combination.
     each: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -161,8 +161,8 @@ class Command(NamedTuple):
     """One command of a paper."""
 
     name: str
-    paper: str
-    words: Sequence[str]
+    paper: str  # name of the paper
+    words: Sequence[str]  # words after `cocodiff`
     folder: Path  # folder of its results and its log
 
     @property

@@ -55,8 +55,8 @@ def fit_figure_11(machine: Machine, baseline: str = "flat_serial") -> Fit:
 class Run(NamedTuple):
     """A case of the paper."""
 
-    model: str
-    size: int
+    model: str  # a name in configs/models
+    size: int  # pixels of the image's side
     nodes: int
     batch: int | None = 1  # None: the largest that fits the planned memory, up to the paper's
 

@@ -25,7 +25,7 @@ Array = NDArray[np.float64]
 Image = NDArray[np.float32]
 
 SIZE = 96
-# Kept for tests and reports: training uses `range(n)` with n far below the first of them.
+# Seeds for tests and reports only: training uses `range(n)` with n far below the first of them.
 HELD_OUT_SEEDS = range(1_000_000, 1_001_000)
 SHARES = {"organ": 0.5, "mineral": 0.35, "porous": 0.15}  # probability of each family in the training mixture
 STACK = 80  # slices in a file: from deeper stacks `cocodiff train` takes patches along y and x as well

@@ -105,7 +105,7 @@ class RankFacts:
     nics: tuple[Nic, ...]
     free: int | None  # bytes of free memory; on a shared tile this rank's part
     total: int | None  # bytes of memory; on a shared tile this rank's part
-    kernels: str
+    kernels: str  # the setting, or COCODIFF_KERNELS where that is auto
     sycl: str  # device of the SYCL kernels; "" if there is none, or if this rank did not look
     no_sycl: str  # why there is none; "" if there is one, or if this rank did not look
     mpi_library: str  # path of the libmpi that is loaded
@@ -158,7 +158,7 @@ class Overlap:
 class Issue:
     """The times of a call that sends and receives messages, on the slowest rank."""
 
-    call: str
+    call: str  # name of the call
     bytes: int  # bytes that it sends in all
     messages: int  # number of messages that it sends and receives
     returns_s: float  # seconds until it returns
@@ -182,7 +182,7 @@ class Facts:
     issues: Sequence[Issue] = ()
     needed: int | None = None  # bytes that a rank needs for the model in question
     stopped: str = ""  # why the trials were ended early
-    messages: str = "auto"  # the setting
+    messages: str = "auto"  # the setting `messages`
     one_by_one: bool = False  # True if messages of a batch are assumed to wait for each other, see `LaneOwner`
     pair: Apart = ([], [])  # trial of a batch of two messages, see `trials.report_pair`
     op_sync: Apart = ([], [])  # trial with the other value of CCL_OP_SYNC, see `trials.report_op_sync`

@@ -287,7 +287,7 @@ def issues(transport: Transport, group: Group, step: Step = nullcontext) -> list
         for length in ISSUE_BYTES:
             with step(f"calls {name} of {length} bytes"):
                 call = make(length)
-                timed(group, device, call)  # uncounted
+                timed(group, device, call)  # not counted
                 times = [timed(group, device, call) for _ in range(REPEATS)]
                 own = [*map(statistics.median, zip(*times, strict=True))]
                 of_ranks = transport.gather_object(own) or [own]

@@ -26,7 +26,7 @@ from cocodiff.config.machine import Topology
 from cocodiff.engine.sequence import SequenceRanks
 
 PARTS = 2
-SequenceOf = Callable[[Topology, Transport, Trace], SequenceRanks]  # makes ranks into those of a sequence
+SequenceOf = Callable[[Topology, Transport, Trace], SequenceRanks]  # makes the sequence that some ranks share
 
 
 class Sharing(Enum):

@@ -187,7 +187,7 @@ class Awaited(Tensor):
     """A tensor whose values are still to be received: a view of the buffer that they arrive in. Its shape and views of
     it are available at once. Any other function waits for the values first, and then runs on ordinary tensors."""
 
-    _wait: Callable[[], object]
+    _wait: Callable[[], object]  # returns once the buffer has its values
 
     @classmethod
     def over(cls, buffer: Tensor, wait: Callable[[], object]) -> Awaited:

@@ -101,7 +101,7 @@ class GuidanceRule:
         """Count the call. At the first call of a step, set the expected number of its calls."""
         at = counter.run, counter.step
         if at != self._at:
-            if at == (self._at[0], 1):  # a first step that failed or was interrupted tells nothing
+            if at == (self._at[0], 1):  # not after a first step that failed or was interrupted
                 self._first = self._calls
             self.expected = self._calls if counter.step else self._first
             self._at, self._calls = at, 0
