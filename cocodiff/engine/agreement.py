@@ -23,7 +23,7 @@ from cocodiff.models.adapter import tensors_in
 
 WHOLE_MODEL = 2**20  # elements up to which all of a model's weights are compared
 SAMPLED = 2**10  # elements of each tensor that are compared in a larger model
-ADAPTER_SETTINGS = ("scaling", "scale", "active_adapters", "disable_adapters")  # attributes of peft's layers, IP-Adapters
+ADAPTER_SETTINGS = ("scaling", "scale", "active_adapters", "disable_adapters")  # of peft's layers and IP-Adapters
 NAMED_RANKS = 8  # ranks that an error lists at most
 SHOWN_VALUES = 4  # elements up to which an error shows a tensor's values
 
