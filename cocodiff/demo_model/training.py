@@ -241,7 +241,7 @@ def orthogonalise(updates_NRC: Tensor) -> Tensor:
 
 
 class Optimizer:
-    """Muon for the matrices of the transformer's blocks, AdamW for all other parameters.
+    """An optimiser: Muon for the matrices of the transformer's blocks, AdamW for all other parameters.
 
     Muon's momentum is orthogonalised, and scaled so that the update's root mean square equals AdamW's at the same rate.
 

@@ -28,7 +28,7 @@ Function = Callable[..., Any]
 
 
 class Compiler:
-    """torch.compile for one engine, and counts of what it compiled on this rank."""
+    """The torch.compile of one engine, with counts of what it compiled on this rank."""
 
     def __init__(self, trace: Trace, is_later: Callable[[], bool] = lambda: False) -> None:
         """Compile with BACKEND. is_later: a function that returns True after the first step of a run."""

@@ -30,8 +30,8 @@ class Video(NamedTuple):
 
 @dataclass(frozen=True)
 class Pipelines:
-    """Pipelines of diffusers that share weights, and the arguments in which their calls differ. Arguments that all
-    classes have (`image`, `mask_image`, `strength`, `height`, `generator`, ...) are not listed here."""
+    """A set of diffusers' pipelines that share weights, with the arguments in which their calls differ. Arguments that
+    all classes have (`image`, `mask_image`, `strength`, `height`, `generator`, ...) are not listed here."""
 
     generate: str  # diffusers' class for text to image; "" if there is none
     # diffusers' class for restoring; "" if there is none: then `generate` restores, with known pixels kept
@@ -85,7 +85,7 @@ class Pipelines:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """All classes whose folders hold these weights."""
+        """The names of all classes whose folders hold these weights."""
         return tuple(name for name in (self.generate, self.inpaint, *self.others, self.animate) if name)
 
     def video_of(self, index: Mapping[str, Any]) -> Video | None:

@@ -51,7 +51,7 @@ class FluxAdapter(Adapter):
 
 
 class FluxAttentionProcessor(AttentionProcessor):
-    """Attention as in diffusers' FluxAttnProcessor, FluxIPAdapterAttnProcessor and Flux2AttnProcessor, computed by the
+    """The attention of diffusers' FluxAttnProcessor, FluxIPAdapterAttnProcessor and Flux2AttnProcessor, computed by the
     engine. In single blocks the hidden states are text and image rows in one. An IP-Adapter needs no exchange: every
     rank has all tokens of the prompting images, and its own tokens attend to these while q and k are sent."""
 

@@ -38,7 +38,7 @@ class Flux2Adapter(FluxAdapter):
 
 
 class Flux2SingleProcessor(AttentionProcessor):
-    """Attention as in diffusers' Flux2ParallelSelfAttnProcessor, computed by the engine. If v is needed first, it is
+    """The attention of diffusers' Flux2ParallelSelfAttnProcessor, computed by the engine. If v is needed first, it is
     computed from its own rows of the fused weight. The MLP needs no attention: it is work for while q and k are
     sent."""
 

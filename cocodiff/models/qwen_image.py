@@ -37,7 +37,7 @@ class QwenImageAdapter(Adapter):
 
 
 class QwenAttentionProcessor(AttentionProcessor):
-    """Attention as in diffusers' QwenDoubleStreamAttnProcessor2_0, computed by the engine."""
+    """The attention of diffusers' QwenDoubleStreamAttnProcessor2_0, computed by the engine."""
 
     def __call__(
         self,

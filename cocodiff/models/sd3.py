@@ -38,7 +38,7 @@ class SD3Adapter(Adapter):
 
 
 class SD3AttentionProcessor(AttentionProcessor):
-    """Attention as in diffusers' JointAttnProcessor2_0, computed by the engine: joint attention and, in SD3.5's dual
+    """The attention of diffusers' JointAttnProcessor2_0, computed by the engine: joint attention and, in SD3.5's dual
     layers, the second attention over image tokens alone."""
 
     def __call__(

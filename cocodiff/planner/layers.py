@@ -42,7 +42,7 @@ LAUNCHES_V, LAUNCHES_QK, LAUNCHES_REST = 1, 4, 4  # of q and k each a product, a
 
 
 class Kind(NamedTuple):
-    """Layers of one call of the model that cost the same."""
+    """The layers of one call of the model that cost the same."""
 
     name: str
     layers: int  # number of layers

@@ -83,7 +83,7 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """All bytes."""
+        """The bytes of all fields."""
         return self.weights + self.activations + self.cache + self.library
 
 

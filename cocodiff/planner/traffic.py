@@ -61,7 +61,7 @@ def rates_of(machine: Machine) -> Floats:
 
 
 class Traffic:
-    """Messages that are under way together: their bytes by link class, out of every node, and on every link."""
+    """The messages that are under way together: their bytes by link class, out of every node, and on every link."""
 
     def __init__(self, wires: Wires) -> None:
         self._wires = wires
@@ -111,7 +111,7 @@ class Traffic:
 
 
 class Stage:
-    """Messages of all ranks of a mesh that are under way together, as an array of blocks."""
+    """The messages of all ranks of a mesh that are under way together, as an array of blocks."""
 
     def __init__(self, wires: Wires, lane: str, blocks_N4: Integers, phases: int = 1) -> None:
         """Count the messages of each rank.

@@ -50,7 +50,7 @@ def address(rank: int) -> str:
 
 
 class Network:
-    """All namespaces of an emulated topology. `open` is their lifetime."""
+    """The namespaces of an emulated topology. `open` is their lifetime."""
 
     def __init__(self, topology: Topology, scale: float) -> None:
         self.topology, self.scale = topology, scale

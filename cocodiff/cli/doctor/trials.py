@@ -59,8 +59,8 @@ def content(sender: int, receiver: int, length: int, dtype: torch.dtype, device:
 def peers_of(rank: int, size: int) -> list[int]:
     """Return the ranks that a rank sends to and receives from in a trial, itself included.
 
-    They are all of a few ranks. Of many they are those at the same distances from every rank: up to NEAR, then at
-    growing distances.
+    Up to MOST_RANKS these are all ranks. Of more they are those at certain distances, the same for every rank: up to
+    NEAR, then growing ones.
     """
     if size <= MOST_RANKS:
         return [*range(size)]
