@@ -68,7 +68,8 @@ def with_weights_chosen(case: Case, partition: Partition) -> Case:
 
     Weights are whole if everything fits a tile, else as few blocks are shared as make it fit. If that does not suffice,
     or is slower, codecs keep one value of a tensor (predictor last), and of only as many layers as fit. The fastest by
-    prediction is taken; with lossy settings, the first that fits in this order.
+    prediction is taken; without times or with lossy settings, the first of these that fits. If none fits, the last is
+    returned.
     """
     machine, config, blocks = case.topology.machine, case.config, len(block_parameters(case.shape))
     memory = (machine.device.memory or 0) - MARGIN
