@@ -4,11 +4,11 @@ Nothing in a model says which tokens an attention call has. So the first call of
 find the tensors that are computed from tokens that were cut. Ranks then compare the numbers of their rows of queries
 and keys, and decide together, once for each layer:
 
-- keys and values are all tokens (a text that every rank has): attention is computed here, without an exchange. -
-queries and keys are this rank's tokens, equally many: they are exchanged as in other models (`Host.attend`). The order
-of tokens makes no difference to attention, so it need not be known. - keys and values are this rank's tokens, queries
-are others: keys and values are gathered. - anything else is refused, for instance a sequence that mixes own tokens and
-all tokens.
+- keys and values are all tokens (a text that every rank has): attention is computed here, without an exchange.
+- queries and keys are this rank's tokens, equally many: they are exchanged as in other models (`Host.attend`). The
+  order of tokens makes no difference to attention, so it need not be known.
+- keys and values are this rank's tokens, queries are others: keys and values are gathered.
+- anything else is refused, for instance a sequence that mixes own tokens and all tokens.
 """
 
 from __future__ import annotations
