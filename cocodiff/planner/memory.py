@@ -115,9 +115,9 @@ def activations(case: Case) -> list[int]:
     Where tokens enter there are `unsharded_copies` tensors of the whole image, one of which lives on in the first
     layer. In a layer there are the streams that it keeps, in tensors of the rank's share, and the largest of three:
 
-    - attention (q, k, v, send and receive buffers, whole sequences, the output) with the hidden layer of an MLP beside it
-    - such a layer's output projection, whose input is put together from both
-    - a following MLP (hidden layer before and after its activation, and its output)
+    - attention (q, k, v, send and receive buffers, whole sequences, the output) with an MLP's hidden layer beside it;
+    - such a layer's output projection, whose input is put together from both;
+    - a following MLP (hidden layer before and after its activation, and its output).
 
     Attention itself is taken to be fused: no S x S matrix. The text's embeddings, rotary angles and the model's exit
     are left out as small.
