@@ -238,27 +238,28 @@ class Axes:
 
 
 class Partition(NamedTuple):
-    """The division of a run's ranks. The ranks of a part share a sequence, by the mesh that the settings say."""
+    """A division of the ranks. The ranks of a part share a sequence, in the mesh that the settings ask for."""
 
     replicas: int = 1  # sets of ranks that make images of their own
-    guidance: int = 1  # parts of a replica that compute one branch of classifier-free guidance each
+    guidance: int = 1  # parts of a replica, each of which computes one branch of classifier-free guidance
 
     @property
     def parts(self) -> int:
-        """Sets of ranks that share a sequence each."""
+        """The number of sets of ranks that share a sequence."""
         return self.replicas * self.guidance
 
 
 def partitions_of(
     ranks: int, guides: bool, replicas: int | None = None, guidance: int | None = None, least: int = 1
 ) -> list[Partition]:
-    """Return every partition of so many ranks, replicas ascending.
+    """Return every partition of the ranks, with ascending replicas. Raise UserError for given numbers that the ranks do
+    not allow.
 
-    guides: the run has two branches of guidance; else all ranks of a replica compute its one branch, also where
-    `guidance` is given.
-    replicas, guidance: a number that the user has set; default: any.
-    least: the fewest ranks that may share a sequence.
-    Raises UserError for numbers that the ranks do not allow.
+    Args:
+        ranks: number of ranks
+        guides: True if the run has two branches of guidance; without them `guidance` has no effect
+        replicas, guidance: given numbers; None to try all
+        least: least number of ranks that share a sequence
     """
     if replicas is not None:
         check_divides("replicas", replicas, ranks)
