@@ -62,8 +62,8 @@ def started(op: str, numbers: float, parts: Sequence[str] = ()) -> float:
 
 
 def seconds(device: Device, flops: float, moved_bytes: float, instructions: float = 0.0) -> float:
-    """Return the seconds of one kernel at the rates that the device reaches: matrix arithmetic, traffic or vector instructions,
-    whichever is longest.
+    """Return the seconds of one kernel at the rates that the device reaches: matrix arithmetic, traffic or vector
+    instructions, whichever is longest.
 
     A rate of 0 is not known, and nothing is charged for it.
     """
