@@ -150,9 +150,10 @@ class Machine:
         raise UserError(f"machine {self.name}: belief {name}: neither links nor device has a number of this name")
 
     def with_value(self, name: str, value: float) -> Machine:
-        """Return the machine with another number of its links or device, and without beliefs."""
+        """Return the machine with another number of its links or device, which then is no belief."""
         part = "links" if hasattr(self.links, name) else "device"
-        return replace(self, beliefs=(), **{part: replace(getattr(self, part), **{name: value})})
+        beliefs = tuple(belief for belief in self.beliefs if belief.name != name)
+        return replace(self, beliefs=beliefs, **{part: replace(getattr(self, part), **{name: value})})
 
     @property
     def missing_rates(self) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,8 +33,9 @@ from cocodiff.cli.doctor.checks import (
 )
 from cocodiff.cli.doctor.command import table
 from cocodiff.cli.doctor.facts import AllToAll, Card, Facts, Issue, Nic, Overlap, RankFacts
-from cocodiff.config.config import read_yaml
+from cocodiff.config.config import load_machine, read_yaml
 from cocodiff.kernels.trial import KernelTrial
+from cocodiff.planner.calibrate import machine_file
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
@@ -452,3 +454,22 @@ def test_work_takes_as_long_as_is_meant(seconds: float, monkeypatch: pytest.Monk
         began = device.seconds
         work()
     assert device.seconds - began == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(("tflop_s", "peak", "share"), [(103.5, 207, 0.5), (256, 256, 1)])
+def test_the_machines_file_has_what_was_measured(tmp_path, tflop_s, peak, share):
+    """The slowest rank's rates, and a peak that products exceed; what is measured is a belief no longer."""
+    rates = {"bf16_tflop_s": tflop_s, "launch_us": 7.0, "wait_us": 30.0}
+    slow = ranks(5, rates={"bf16_tflop_s": tflop_s, "launch_us": 9.0})
+    faster = ranks(3, rates={"bf16_tflop_s": 2 * tflop_s, "wait_us": 20.0})
+    measured = job(overlap=Overlap(1.0, 2.0, 2.6), issues=BLOCKED)
+    machine = both(both(ranks(rates=rates), slow), both(faster, measured))(healthy_job()).machine()
+    path = tmp_path / "machine.yaml"
+    path.write_text(yaml.safe_dump(machine_file(machine), sort_keys=False))
+    assert load_machine(str(path)) == machine
+    assert (machine.device.bf16_tflop_s, machine.device.launch_us, machine.device.wait_us) == (peak, 9, 30)
+    found = machine.device.peak_share, machine.device.overlap_share, machine.links.blocked_us, machine.links.latency_us
+    assert found == pytest.approx((share, 0.4, 900 / 22, 100))
+    assert machine.links.plane_gb_s == 11.5
+    assert {belief.name for belief in machine.beliefs} == {"message_us", "link_share", "forwarding_share"}
+    assert ON_CPU(healthy_job()).machine() is None

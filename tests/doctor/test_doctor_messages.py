@@ -86,6 +86,8 @@ def test_a_pair_tells_how_a_library_takes_batches(simulated, monkeypatch, each_a
     messages, between streams and to all, are right with either habit. Where `auto` is not what is needed it says so."""
     found, (of_pair, _) = messages_found(simulated, monkeypatch, each_alone, believed)
     assert found.stopped == "" and found.order == trials.ROUNDS
+    assert [set(rank.rates) for rank in found.ranks] == [{"bf16_tflop_s", "launch_us", "wait_us"}] * 2
+    assert all(rank.rates["bf16_tflop_s"] > 0 < rank.rates["launch_us"] for rank in found.ranks)
     assert len(found.alltoalls) == 10 and not any(one.wrong for one in found.alltoalls)
     assert found.pair[0] == (["met"] if each_alone else ["met", []])
     needed = "alltoall" if each_alone else "batch"

@@ -18,6 +18,8 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from cocodiff import __version__
 from cocodiff.comm.launch import Launch, detect, find_mpiexec, python_words, without_launcher
 from cocodiff.config.config import load_machine
@@ -109,6 +111,8 @@ def look(values: dict[str, Any], launch: Launch, output: OutputFolder, verdict: 
         say("\n".join(table(findings)))
         looked = f"{len(facts.ranks)} rank(s) looked at in {time.monotonic() - started:.1f} s"
         where = f"all that was seen, for you or for a report: {output.final / FILE}"
+        if facts.machine():
+            say(f"the machine with what was measured, for cocodiff plan --machine: {output.final / 'machine.yaml'}")
         say(f"{'healthy' if healthy else 'not healthy'}: {looked}; {where}")
     if facts.stopped:
         raise OwnRankError(facts.stopped)
@@ -140,7 +144,8 @@ def gather(values: dict[str, Any], launch: Launch, transport: Any) -> Facts:
         own = gather_rank(transport, launch, values["kernels"], look_at_host=launch.local_rank == 0)
     with step("attention, copies and products of the device"):
         trial, cost = trials.compute(transport.device, transport.size, *shape_of(values))
-        own = replace(own, device_trial=trial, deterministic_cost=cost)
+        rates = trials.rates(transport.device)
+        own = replace(own, device_trial=trial, deterministic_cost=cost, rates=rates)
     if transport.size == 1:
         return Facts([own], topology, needed=needed(values, topology, transport))
     try:
@@ -279,8 +284,12 @@ def write(
     output: OutputFolder, values: dict[str, Any], facts: Facts, findings: Sequence[Finding], healthy: bool
 ) -> None:
     """Write doctor.json: {"schema": 1, "healthy", "findings": [{"check", "severity", "text", "remedy"}], "facts":
-    {...}}."""
+    {...}}, and the machine's file with the values that were measured."""
+    from cocodiff.planner.calibrate import machine_file
+
     folder = output.open()
+    if machine := facts.machine():
+        (folder / "machine.yaml").write_text(yaml.safe_dump(machine_file(machine), sort_keys=False))
     known = {
         "machine": facts.topology.machine.name,
         "ranks": [asdict(rank) | {"kernel_trials": [t._asdict() for t in rank.kernel_trials]} for rank in facts.ranks],

@@ -24,7 +24,7 @@ from cocodiff.attention.trial import DeviceTrial
 from cocodiff.comm.launch import Launch, emulated, system_mpiexec
 from cocodiff.comm.mpi_start import lacking_shared_memory
 from cocodiff.config.grouping import by_key
-from cocodiff.config.machine import Topology
+from cocodiff.config.machine import Machine, Topology
 from cocodiff.config.packages import TAKEN_UP
 from cocodiff.config.text_table import spans
 from cocodiff.kernels.device import free_memory, ranks_on_device
@@ -120,6 +120,7 @@ class RankFacts:
     sums: dict[str, str] = field(default_factory=dict)  # kernel of attention in parts (`attention.sums`) by dtype
     device_trial: DeviceTrial | None = None  # attention, copies and repeated products at the run's shape
     deterministic_cost: float = 1.0  # factor of time for products that add up in one order
+    rates: dict[str, float] = field(default_factory=dict)  # of the device, under their names in machine files
     unimported: dict[str, str] = field(default_factory=dict)  # why packages do not import; {} if this rank did not look
 
     @property
@@ -191,6 +192,30 @@ class Facts:
     def blocked_us(self) -> float:
         """The microseconds for which each message blocks the host, whatever its size: the least of all calls."""
         return min((one.returns_s / one.messages for one in self.issues), default=0.0) * 1e6
+
+    def machine(self) -> Machine | None:
+        """Return the machine with the values that were measured here, which are beliefs no longer.
+
+        None if CPUs stood in for a machine of accelerators.
+        Rates and times are the slowest rank's; products that reach more than the file's peak set a new one.
+        """
+        machine, of_all = self.topology.machine, [rank.rates for rank in self.ranks if rank.rates]
+        if self.ranks[0].on_cpu and machine.device.bf16_tflop_s:
+            return None
+        measured = {name: max(of_rank[name] for of_rank in of_all) for name in ("launch_us", "wait_us") if of_all}
+        if of_all and machine.device.bf16_tflop_s:
+            reached = min(of_rank["bf16_tflop_s"] for of_rank in of_all)
+            peak = max(reached, machine.device.bf16_tflop_s)
+            measured |= {"bf16_tflop_s": peak, "peak_share": reached / peak}
+        if self.overlap is not None:
+            measured["overlap_share"] = self.overlap.hidden
+        if self.issues:
+            quick = min(self.issues, key=lambda issue: (issue.messages, issue.bytes))
+            of_host = quick.messages * self.blocked_us
+            measured |= {"blocked_us": self.blocked_us, "latency_us": max(0.0, quick.complete_s * 1e6 - of_host)}
+        for name, value in measured.items():
+            machine = machine.with_value(name, value)
+        return machine
 
     def hosts(self) -> dict[str, list[RankFacts]]:
         """Return the ranks of each host."""

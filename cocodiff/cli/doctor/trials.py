@@ -26,6 +26,7 @@ from cocodiff.kernels.device import set_repeatable
 Step = Callable[[str], AbstractContextManager[Any]]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
 REPEATS = 3
+LAUNCHES = 200  # small kernels whose launches are timed
 AT_ONCE = 12  # calls under way together: as many as a block of a model with guidance and chunks has
 SIDE = 2048  # rows and columns of the matrices that keep an accelerator busy
 # Bytes to each peer. On a CPU all ranks' messages pass through one memory.
@@ -196,15 +197,34 @@ def work_of(device: torch.device, seconds: float) -> Callable[[], Any]:
 
 
 def product_s(device: torch.device) -> float:
-    """Return the seconds of a product of large matrices, the mean of ten."""
+    """Return the seconds of a product of large matrices."""
     a = torch.ones(SIDE, SIDE, device=device, dtype=torch.bfloat16)
-    a @ a
+    return mean_s(device, lambda: a @ a, 10)
+
+
+def mean_s(device: torch.device, call: Callable[[], Any], times: int) -> float:
+    """Return the mean seconds of calls one after another, after one that is not counted."""
+    call()
     synchronise(device)
     started = time.perf_counter()
-    for _ in range(10):
-        a @ a
+    for _ in range(times):
+        call()
     synchronise(device)
-    return (time.perf_counter() - started) / 10
+    return (time.perf_counter() - started) / times
+
+
+def rates(device: torch.device) -> dict[str, float]:
+    """Return an accelerator's TFLOP/s of matrix products, and microseconds of a launch and of a number that is read.
+
+    The names are those of machine files (`config.machine.Device`). A CPU has none.
+    """
+    if device.type == "cpu":
+        return {}
+    x = torch.ones(64, device=device)
+    launch_s = mean_s(device, lambda: x.add_(1), LAUNCHES)
+    read_s = mean_s(device, lambda: x.add_(1)[0].item(), LAUNCHES)
+    rate = 2 * SIDE**3 / product_s(device) / 1e12
+    return {"bf16_tflop_s": rate, "launch_us": launch_s * 1e6, "wait_us": max(0.0, read_s - launch_s) * 1e6}
 
 
 def order(transport: Transport, group: Group) -> int | None:
