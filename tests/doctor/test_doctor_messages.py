@@ -155,15 +155,22 @@ def asked(trial: str, how: Launch, size: int, rank: int = 0, **of_transport: Any
 
 
 PALS = {"PALS_RANKID": "0", "PALS_LOCAL_SIZE": "12", "CCL_OP_SYNC": "1", "COCODIFF_RANKS": "24"}
+MORE = {"MPIEXEC_FLAGS": "--no-vni"}  # of PALS' mpiexec
 
 
 @pytest.mark.parametrize(
     ("trial", "how", "environment", "started", "sync"),
     [
         ("pair", Launch("mpi", 0, 24, 0, 12), PALS, "mpiexec --pmi=pmix --envall -n 2 --ppn 2", "1"),
-        ("op_sync", Launch("mpi", 0, 24, 0, 12), PALS, "mpiexec --pmi=pmix --envall -n 24 --ppn 12", "0"),
+        (
+            "op_sync",
+            Launch("mpi", 0, 24, 0, 12),
+            PALS | MORE,
+            "mpiexec --pmi=pmix --envall --no-vni -n 24 --ppn 12",
+            "0",
+        ),
         ("pair", Launch("mpi", 0, 24, 0, 1), {}, "mpiexec -n 2 --ppn 1", None),
-        ("op_sync", Launch("mpi", 0, 24, 0, 12), {}, "mpiexec -n 24 --ppn 12", "1"),
+        ("op_sync", Launch("mpi", 0, 24, 0, 12), MORE, "mpiexec -n 24 --ppn 12", "1"),
         ("op_sync", Launch("torchrun", 0, 24, 0, 12), {"RANK": "0", "CCL_OP_SYNC": "0"}, "12", "1"),
         ("pair", Launch("forked", 0, 24, 0, 24), {}, "2", None),
     ],
@@ -178,7 +185,7 @@ def test_a_job_of_its_own_is_started_as_this_one_was(monkeypatch, trial, how, en
 
     monkeypatch.setattr(command.subprocess, "run", run)
     monkeypatch.setattr(command, "find_mpiexec", lambda: "mpiexec")
-    for name in ("CCL_OP_SYNC", "PALS_RANKID"):
+    for name in ("CCL_OP_SYNC", "PALS_RANKID", "MPIEXEC_FLAGS"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

@@ -233,7 +233,8 @@ def ask(trial: str, transport: Any, launch: Launch, values: dict[str, Any]) -> A
     ranks = 2 if trial == "pair" else transport.size if by_mpi else local
     given = (trial, None if by_mpi else ranks, values | {"transport": transport.library})
     words = python_words(f"from cocodiff.cli.doctor import command; sys.exit(command.answer(*{given!r}))")
-    pals = ["--pmi=pmix", "--envall"] if "PALS_RANKID" in os.environ else []
+    by_pals = ["--pmi=pmix", "--envall", *os.environ.get("MPIEXEC_FLAGS", "").split()]
+    pals = by_pals if "PALS_RANKID" in os.environ else []
     start = [find_mpiexec() or "", *pals, "-n", str(ranks), "--ppn", str(min(ranks, local))] if by_mpi else []
     environment = without_launcher(os.environ) | {"COCODIFF_RANKS": str(ranks)}
     if trial == "op_sync":  # oneCCL reads the variable only once
