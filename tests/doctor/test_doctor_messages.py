@@ -155,13 +155,14 @@ def asked(trial: str, how: Launch, size: int, rank: int = 0, **of_transport: Any
 
 
 PALS = {"PALS_RANKID": "0", "PALS_LOCAL_SIZE": "12", "CCL_OP_SYNC": "1", "COCODIFF_RANKS": "24"}
+BY_PALS = "mpiexec --pmi=pmix --envall"
 MORE = {"MPIEXEC_FLAGS": "--no-vni"}  # of PALS' mpiexec
 
 
 @pytest.mark.parametrize(
     ("trial", "how", "environment", "started", "sync"),
     [
-        ("pair", Launch("mpi", 0, 24, 0, 12), PALS, "mpiexec --pmi=pmix --envall -n 2 --ppn 2", "1"),
+        ("pair", Launch("mpi", 0, 24, 0, 12), PALS, f"{BY_PALS} -n 2 --ppn 2", "1"),
         (
             "op_sync",
             Launch("mpi", 0, 24, 0, 12),
