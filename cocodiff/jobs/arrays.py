@@ -41,7 +41,8 @@ class Restored:
     """A restored volume, [Z, Y, X] or [Y, X] as it was given.
 
     mean                the restoration, in the volume's dtype, outside the mask its very voxels
-    spread              standard deviation of the samples, float32, in the volume's units; None for a single one
+    spread              standard deviation of the samples, float32, in the volume's units, which is no error, as
+                        samples are too much alike; None for a single one
     low_90, high_90     ends of the intervals that hold 90 % of the truth, by hidden regions of this volume, or of each
                         slice of fewer than 16; None of one sample, and where nothing could be hidden
     samples             each restoration by itself
@@ -56,6 +57,13 @@ class Restored:
     samples: Sequence[np.ndarray]
     verdict: str | None
     metrics: dict[str, Any]
+
+    @property
+    def uncertainty(self) -> np.ndarray | None:
+        """Half the width of the 90 % intervals, in the volume's units, of floats; None where there are none."""
+        if self.low_90 is None or self.high_90 is None:
+            return None
+        return self.high_90 * 0.5 - self.low_90 * 0.5
 
 
 def restore(
@@ -228,4 +236,4 @@ def _read(out: Path, preset: str) -> Restored:
     numbers = sorted(int(path.stem.rpartition("_")[2]) for path in images.glob(f"{stem}_sample_*.npy"))
     samples = [of(f"_sample_{number}") for number in numbers]
     low, high = (of("_low_90"), of("_high_90")) if tested else (None, None)
-    return Restored(of(""), of("_std"), low, high, samples, said[0] if said else None, metrics)
+    return Restored(of(""), of("_spread"), low, high, samples, said[0] if said else None, metrics)

@@ -179,7 +179,7 @@ def write_result(
     if hidden is not None and not given.damaged:
         expected = hidden[part].reshape(stack.shape)
     suffix = FORMATS[task.format].suffix
-    path, of_spread, of_mask = (out / task.files.result(end, suffix) for end in ("tapa", "tapa_std", "mask"))
+    path, of_spread, of_mask = (out / task.files.result(end, suffix) for end in ("tapa", "tapa_spread", "mask"))
     written = {path, of_spread} | ({of_mask} if mask in MADE and task.format != "zarr" else set())
     if not np.array_equal(masks, expected) or {*out.iterdir()} != written:
         return f"another mask, or other files than {[one.name for one in written]}"

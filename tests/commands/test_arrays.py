@@ -61,6 +61,8 @@ def test_a_volume_is_restored(ranks: int, monkeypatch: pytest.MonkeyPatch) -> No
     assert np.abs(samples.mean(0) - found.mean).max() <= 1
     assert found.low_90 is not None and found.high_90 is not None and (found.low_90 <= found.mean).all()
     assert (found.low_90[:, MASK] < found.high_90[:, MASK]).any() and (found.high_90 >= found.mean).all()
+    assert found.uncertainty is not None
+    np.testing.assert_array_equal(found.uncertainty, (found.high_90.astype(float) - found.low_90) / 2)
 
 
 @pytest.mark.full
@@ -76,7 +78,7 @@ def test_other_arrays_give_the_same_bits(tmp_path: Path) -> None:
     stored = zarr.create_array(str(tmp_path / "a.zarr"), shape=VOLUME.shape, chunks=(2, 24, 40), dtype=VOLUME.dtype)
     stored[:] = VOLUME
     one, other = (cocodiff.restore(given, MASK, samples=1, seed=3, **QUICK) for given in (VOLUME, stored))
-    assert (one.mean == other.mean).all() and one.spread is None and one.verdict is None
+    assert (one.mean == other.mean).all() and one.spread is one.uncertainty is one.verdict is None
     flat = cocodiff.restore(VOLUME[0], MASK, samples=1, seed=3, **QUICK)
     assert flat.mean.shape == MASK.shape and (flat.mean[~MASK] == VOLUME[0][~MASK]).all()
 

@@ -53,6 +53,7 @@ SAMPLES: dict[str, Any] = {
     "coverage_90": 0.81,
     "psnr_db_single": 20.12,
     "intervals": {"floor": 0.1, "factor_50": 1.0, "factor_90": 2.0},
+    "uncertainty": 0.118,
 }
 RICH_SLICES = {"scan": range(20, 26), "stack": range(15)}
 

@@ -53,7 +53,7 @@ OPTIONS = (
     Option("steps", "denoising steps that run", 50, type=int),
     Option("strength", "how far the fill under the mask is noised; 1: entirely", 1.0, type=float),
     Option("seed", "seed of block masks and of the noise", 0, type=int),
-    Option("samples", "restorations of each slice; of several, mean and standard deviation are written", 1, type=int),
+    Option("samples", "restorations of each slice; of several, mean, spread and intervals are written", 1, type=int),
     Option(
         "axes",
         "slices are restored along these of z, y and x; samples are spread over them, and fused; auto chooses by a "

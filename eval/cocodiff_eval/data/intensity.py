@@ -4,6 +4,7 @@ of an input is told from that of another one: its known voxels are the input's."
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -84,6 +85,7 @@ TAIL_VOXELS, LARGEST_TAIL = 16, 0.01
 # the largest lies .41 beyond.
 FENCE = 0.5
 SAMPLED = 1 << 20  # voxels that percentiles are taken of
+UNBOUNDED = 0.99  # of a type's numbers: an interval of so many says nothing
 
 
 @dataclass(frozen=True)
@@ -260,6 +262,17 @@ def compose_native(
     result_YX = original_YX.copy()
     result_YX[mask_YX] = native_P
     return result_YX
+
+
+def half_width(ends: Sequence[np.ndarray], scale: IntensityRange) -> np.ndarray:
+    """Return half the width of intervals in the input's units, as floats, from the lower and the upper ends in files.
+
+    It is infinite where nothing is known of the error: both ends are those of the type then.
+    """
+    low, high = ends
+    least, most = find_limits(scale.declared, low.dtype)
+    width = high * 0.5 - low * 0.5
+    return np.where(width < UNBOUNDED * (most * 0.5 - least * 0.5), width, np.inf)
 
 
 SAME = 1e-3  # of the range of intensities: a voxel that differs by less is the same, as after rounding

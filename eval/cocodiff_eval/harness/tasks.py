@@ -163,7 +163,8 @@ def result_files(
     task: Task, presets: Sequence[str], folder: Path, samples: int = 1, more: Sequence[str] = ()
 ) -> dict[str, WorkingFile]:
     """By preset, the files of restored slices: of several samples the mean, and as `spread_of(preset)` their standard
-    deviation in the input's units, float32, 0 outside the mask. more: what names of further files add, as of BOUNDS."""
+    deviation, which is no error, in the input's units, float32, 0 outside the mask. more: what names of further files
+    add, as of BOUNDS."""
     stack, single = task.stack, np.dtype(np.float32)
     kinds = {preset: (stack.dtype, preset) for preset in presets}
     kinds |= {spread_of(preset): (single, preset) for preset in presets if samples > 1}
@@ -217,7 +218,7 @@ def kept_samples(samples: int) -> list[str]:
 
 def spread_of(preset: str) -> str:
     """The name under which a preset's standard deviation is kept."""
-    return f"{preset}_std"
+    return f"{preset}_spread"
 
 
 def slice_name(stack: Stack, index: int) -> str:

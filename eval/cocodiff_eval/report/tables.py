@@ -13,7 +13,8 @@ from cocodiff.config.grouping import by_key
 from cocodiff.config.text_table import aligned, spans
 from cocodiff_eval.quality.metrics import QUALITY, mean, of_slices
 
-OF_SAMPLES = ("one sample, dB", "in 50 %", "in 90 %")  # headings, of several samples, and of calibrated intervals
+# Headings, of several samples, and of calibrated intervals.
+OF_SAMPLES = ("one sample, dB", "in 50 %", "in 90 %", "uncertainty")
 ON_TERMINAL = {  # what headings of the page are there
     "PSNR, dB": "PSNR dB",
     "jump between slices": "jump",
@@ -51,16 +52,17 @@ def cells_of(row: Mapping[str, Any], jump: float | None, digits: int = 2) -> dic
     """What tables say of a row, by the page's headings; seconds in so many digits. jump: its `slice_jump`.
 
     Of OF_SAMPLES a single sample's PSNR, and the coverage of intervals of 50 and 90 % where hidden regions have
-    calibrated them: others promise nothing."""
+    calibrated them: others promise nothing. Uncertainty is half the width of those of 90 %."""
     shares = (row.get(name) if row.get("intervals") else None for name in ("coverage_50", "coverage_90"))
     coverage = (MISSING if one is None else f"{100 * one:.0f} %" for one in shares)
+    uncertainty = number(row.get("uncertainty"), 3)
     return {
         "preset": row["mode"],
         "PSNR, dB": number(row["psnr_db"], 2),
         "jump between slices": number(jump, 2),
         "SSIM": number(row["ssim"], 3),
         "MSE": MISSING if row["mse"] is None else f"{row['mse']:.2e}",
-        **dict(zip(OF_SAMPLES, (number(row.get("psnr_db_single"), 2), *coverage), strict=True)),
+        **dict(zip(OF_SAMPLES, (number(row.get("psnr_db_single"), 2), *coverage, uncertainty), strict=True)),
         "vs exact": versus_exact(row),
         "seconds": number(row["seconds"], digits),
         "rank seconds": number(row.get("rank_seconds"), digits),
@@ -129,7 +131,7 @@ def terminal_table(metrics: Mapping[str, Any]) -> str:
     Plain ASCII apart from the user's names: terminals of batch systems know little else.
     """
     images, jumps, ranked = metrics["images"], jumps_of(metrics), has_rank_seconds(metrics)
-    known = 3 if any(row.get("intervals") for row in images) else 1
+    known = len(OF_SAMPLES) if any(row.get("intervals") for row in images) else 1
     sampled = OF_SAMPLES[:known] if any("samples" in row for row in images) else ()
     heads = ["preset", "PSNR, dB", *["jump between slices"] * bool(jumps), "SSIM", *sampled, "vs exact", "seconds"]
     heads += ["rank seconds"] * ranked
@@ -237,6 +239,8 @@ def numbers(series: Series) -> dict[str, Any]:
     document: dict[str, Any] = {"first": series.all.start, "total": len(series.all), "modes": modes, "numbers": order}
     document["names"] = series.names if series.stack is None else None
     document["stack"], document["left"] = series.stack, series.left
+    rows = [row for one in order for row in series.rows[one]]
+    document["uncertain"] = sorted({row["mode"] for row in rows if row.get("intervals")})
     found = [{row["mode"]: row for row in with_baseline(series.rows[one])} for one in order]
     for key, digits in (("psnr_db", 2), ("ssim", 4)):
         document[key] = {}
