@@ -146,7 +146,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     ({"colour": "red"}, "unknown option colour"),
     ({"device": "gpu"}, "device: invalid choice: 'gpu' (choose from"),
-    ({"range": (-3000, -1000)}, "range -3000,-1000: no voxel of volume outside the mask"),
+    ({"range": (-3000, -1000)}, "range -3000,-1000: of 7,280 known voxels of volume 0 lie in it"),
 ]
 
 

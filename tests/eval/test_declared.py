@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import struct
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +38,7 @@ def voxels(dtype: str = "uint16") -> np.ndarray:
 
 def ranges(path: str) -> tuple[float, float]:
     stack = open_stack(path)
-    found = intensity_range(stack, make_mask("center", stack))
+    found = intensity_range(stack, replace(make_mask("center", stack), from_file=True))
     return found.low, found.high
 
 

@@ -45,9 +45,7 @@ OPTIONS = (
     ),
     Option("slices", "restore these slices only, as 100:200; results hold them alone, and say which they are"),
     Option("roi", "restore these rows and columns only, as y0:y1,x0:x1; results hold them alone"),
-    Option(
-        "range", "intensities low,high seen as black and white; by default those outside the mask, without outliers"
-    ),
+    Option("range", "intensities low,high seen as black and white; by default those of known voxels, without outliers"),
     Option("format", f"of the results; {SAME} is the input's own, TIFF for PNG", SAME, choices=(SAME, *WRITTEN)),
     PRESET_OPTION,
     Option("steps", "denoising steps that run", 50, type=int),

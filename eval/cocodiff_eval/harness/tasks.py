@@ -44,7 +44,7 @@ class FileNames:
 
 @dataclass(frozen=True)
 class Task:
-    """One stack under one mask. scale: intensities outside the mask; truth: None where it is unknown; format: of the
+    """One stack under one mask. scale: known intensities; truth: None where it is unknown; format: of the
     results, a word of `cocodiff_eval.data.formats.FORMATS`; volume: how it is restored, unless it is slice by slice
     along z alone; steps: of denoising."""
 
@@ -94,11 +94,11 @@ class Task:
             how = "slices along each axis are restored as they are stored, with unequal sides of voxels"
             found.append(f"voxels of {sides} {kept.unit}: {how}")
         if scale.low == scale.high:
-            found.append(f"all voxels outside the mask are {scale.low:.9g}: so is the result, without a PSNR")
+            found.append(f"all known voxels are {scale.low:.9g}: so is the result, without a PSNR")
         if scale.extremes is not None:
             low, high = scale.extremes
             found.append(
-                f"intensities from {scale.low:.9g} to {scale.high:.9g}; {scale.beyond:,} voxel(s) outside the mask lie "
+                f"intensities from {scale.low:.9g} to {scale.high:.9g}; {scale.beyond:,} known voxel(s) lie "
                 f"beyond: --range {low:.9g},{high:.9g} takes them in"
             )
         others = [*self.mask.remarks, *(self.truth.metadata.remarks if self.truth is not None else ())]

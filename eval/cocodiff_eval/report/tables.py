@@ -48,8 +48,11 @@ def versus_exact(row: Mapping[str, Any]) -> str:
     return "identical" if row.get("exact_compared", True) else MISSING
 
 
-def cells_of(row: Mapping[str, Any], jump: float | None, digits: int = 2) -> dict[str, str]:
-    """What tables say of a row, by the page's headings; seconds in so many digits. jump: its `slice_jump`.
+def cells_of(
+    row: Mapping[str, Any], jump: float | None, within: Sequence[float] | None = None, digits: int = 2
+) -> dict[str, str]:
+    """What tables say of a row, by the page's headings; seconds in so many digits. jump: its `slice_jump`; within: the
+    range of intensities that its PSNR is of.
 
     Of OF_SAMPLES a single sample's PSNR, and the coverage of intervals of 50 and 90 % where hidden regions have
     calibrated them: others promise nothing. Uncertainty is half the width of those of 90 %."""
@@ -59,6 +62,7 @@ def cells_of(row: Mapping[str, Any], jump: float | None, digits: int = 2) -> dic
     return {
         "preset": row["mode"],
         "PSNR, dB": number(row["psnr_db"], 2),
+        "range": MISSING if within is None else f"{within[0]:.6g} to {within[1]:.6g}",
         "jump between slices": number(jump, 2),
         "SSIM": number(row["ssim"], 3),
         "MSE": MISSING if row["mse"] is None else f"{row['mse']:.2e}",
@@ -133,14 +137,24 @@ def terminal_table(metrics: Mapping[str, Any]) -> str:
     images, jumps, ranked = metrics["images"], jumps_of(metrics), has_rank_seconds(metrics)
     known = len(OF_SAMPLES) if any(row.get("intervals") for row in images) else 1
     sampled = OF_SAMPLES[:known] if any("samples" in row for row in images) else ()
-    heads = ["preset", "PSNR, dB", *["jump between slices"] * bool(jumps), "SSIM", *sampled, "vs exact", "seconds"]
+    ranges = ranges_of(metrics)
+    heads = [
+        "preset",
+        "PSNR, dB",
+        *["range"] * bool(ranges),
+        *["jump between slices"] * bool(jumps),
+        "SSIM",
+        *sampled,
+        "vs exact",
+        "seconds",
+    ]
     heads += ["rank seconds"] * ranked
     lines = [["image", "mask", *(ON_TERMINAL.get(head, head) for head in heads), "bytes"]]
     for name, mask, slices, rows in grouped(images):
         shown = name if len(name) <= _LONGEST_NAME else f"{name[:12]}...{name[-(_LONGEST_NAME - 15) :]}"
         shown += f" ({slices} slices)" if slices > 1 else ""
         for row in with_baseline(rows):
-            cells = cells_of(row, jumps.get((name, mask, row["mode"])), digits=1)
+            cells = cells_of(row, jumps.get((name, mask, row["mode"])), ranges.get((name, mask)), digits=1)
             lines.append([shown, "-" if mask is None else mask, *(cells[head] for head in heads), all_bytes(row)])
     return text_table(lines, "<<<" + ">" * len(heads))
 
@@ -148,6 +162,11 @@ def terminal_table(metrics: Mapping[str, Any]) -> str:
 def jumps_of(metrics: Mapping[str, Any]) -> dict[tuple[str, str | None, str], float | None]:
     """`slice_jump` by stack, mask and preset, of volumes whose truth is known."""
     return {(one["name"], one["mask"], one["mode"]): one["slice_jump"] for one in metrics.get("jumps", ())}
+
+
+def ranges_of(metrics: Mapping[str, Any]) -> dict[tuple[str, str | None], Sequence[float]]:
+    """The range of intensities by stack and mask."""
+    return {(one["name"], one["mask"]): one["range"] for one in metrics.get("inputs", ())}
 
 
 def has_rank_seconds(metrics: Mapping[str, Any]) -> bool:
@@ -292,7 +311,7 @@ def _intensities(one: Mapping[str, Any]) -> str:
     told = f"The range of intensities is {low:.6g} to {high:.6g}"
     if not beyond:
         return told
-    voxels = "1 voxel outside the mask lies" if beyond == 1 else f"{beyond:,} voxels outside the mask lie"
+    voxels = "1 known voxel lies" if beyond == 1 else f"{beyond:,} known voxels lie"
     return f"{told}; {voxels} beyond it (the data reach from {lowest:.6g} to {highest:.6g})"
 
 
@@ -342,13 +361,13 @@ def quality_table(
     label: str, rows: Sequence[Mapping[str, Any]], prompts: Mapping[str, str], metrics: Mapping[str, Any]
 ) -> Table:
     """The presets of each image or stack, then the baseline. rows: of metrics.json, those of one series."""
-    tables, jumps = grouped(rows), jumps_of(metrics)
+    tables, jumps, ranges = grouped(rows), jumps_of(metrics), ranges_of(metrics)
     images, told, cells = list[Cell](), list[Mapping[str, Any]](), list[dict[str, str]]()
     for name, mask, _, of_image in tables:
         found = with_baseline(of_image)
         images += [Cell(name, prompts.get(name, "")), *[Cell("")] * (len(found) - 1)]
         told += found
-        cells += [cells_of(row, jumps.get((name, mask, row["mode"]))) for row in found]
+        cells += [cells_of(row, jumps.get((name, mask, row["mode"])), ranges.get((name, mask))) for row in found]
     named = len(tables) > 1 or any(one.note for one in images)
     heads = [head for head in cells[0] if head != "rank seconds" or has_rank_seconds(metrics)]
     columns = [
