@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -106,7 +107,10 @@ def restore(
         words = ["inpaint", "--input", str(folder / "volume.npy"), "--mask", str(folder / "mask.npy")]
         words += ["--out", str(out), "--quiet", "--keep_samples", *_words({"exact": False} | given | options)]
         _run(job, words, out, progress)
-        return _read(out, preset)
+        restored = _read(out, preset)
+    for line in restored.metrics["inputs"][0]["remarks"]:
+        warnings.warn(f"restore: {line.replace('--', '')}", stacklevel=2)
+    return restored
 
 
 def _save(array: Any, path: Path) -> None:

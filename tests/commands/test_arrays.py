@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,20 @@ def test_a_volume_is_restored(ranks: int, monkeypatch: pytest.MonkeyPatch) -> No
     assert (found.low_90[:, MASK] < found.high_90[:, MASK]).any() and (found.high_90 >= found.mean).all()
     assert found.uncertainty is not None
     np.testing.assert_array_equal(found.uncertainty, (found.high_90.astype(float) - found.low_90) / 2)
+
+
+def test_a_mask_that_is_too_small_is_told_and_grown() -> None:
+    """A hole of which the mask leaves the outermost voxels."""
+    volume, mask, hole = VOLUME[0] // 4, np.zeros((48, 40), bool), np.zeros((48, 40), bool)
+    mask[20:26, 15:21] = hole[19:27, 14:22] = True
+    volume[hole] = 60000
+    with pytest.warns(UserWarning, match="100% of the known voxels beside the mask .* grow 1 "):
+        small = cocodiff.restore(volume, mask, samples=1, **QUICK)
+    assert (small.mean[hole & ~mask] == 60000).all()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = cocodiff.restore(volume, ~mask, samples=1, grow=1, invert=True, **QUICK)
+    assert (found.mean < 30000)[hole].all() and (found.mean == volume)[~hole].all()
 
 
 @pytest.mark.full

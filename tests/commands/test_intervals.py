@@ -106,7 +106,7 @@ def test_a_quarter_of_the_samples_and_of_the_tiles_more() -> None:
 def test_where_nothing_can_be_hidden_there_are_no_intervals(run: Run, tmp_path: Path) -> None:
     mask = np.ones((96, 96), bool)
     mask[::24, ::24] = False
-    metrics, images, said = run(picture(), mask=mask)
+    metrics, images, said = run(picture(), "--invert=false", mask=mask)
     assert "1 of 1 results have no intervals: no regions like the mask's could be hidden" in said
     assert all(metrics["images"][0][name] is None for name in ("intervals", "coverage_90", "uncertainty"))
     (page,) = tmp_path.glob("*/report.html")

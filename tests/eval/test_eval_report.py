@@ -131,7 +131,7 @@ def test_columns_and_remarks_that_say_nothing_are_left_out(tmp_path: Path, snaps
     rows = [row_of(f"a[{n}]", "block", "flat", QUALITY, 1.0, {}, baseline=BASELINE, **uncalibrated) for n in range(2)]
     rows += [row_of(f"b[{n}]", "m", "flat", NOTHING, 2.0, {}, exact_compared=False) for n in range(0, 30, 2)]
     rows += [row_of("c", "m", "flat", QUALITY, 1.0, {}), row_of("d", "m", "flat", NOTHING, 1.0, {})]
-    told = {"mask": "m", "wholly_masked": [], "range": [1e-7, 0.5], "extremes": [-1.25, 3e9]}
+    told = {"mask": "m", "wholly_masked": [], "remarks": [], "range": [1e-7, 0.5], "extremes": [-1.25, 3e9]}
     inputs = [{**told, "name": name, "beyond": beyond} for name, beyond in (("c", 1), ("d", 12345))]
     document = metrics_document({}, 1, rows) | {"inputs": inputs}
     slices = {"b": range(31)}

@@ -25,9 +25,13 @@ from cocodiff_eval.harness.session import DTYPES, Prepared, Session, start_job
 
 ABOUT = "Restore masked regions of slices with a diffusion transformer."
 SHOWN = {
-    "data": "input mask slices roi range truth",
+    "data": "input mask grow invert slices roi range truth",
     "restoring": "model prompt guidance steps strength seed samples axes hidden_test",
 }
+MASK_OPTIONS = (
+    Option("grow", "voxels by which a mask file is made larger on each side, along z too if it is 3-D", 0, type=int),
+    Option("invert", "restore what a mask file does not mark (default: asks where it marks nearly all)", type=bool),
+)
 OPTIONS = (
     Option(
         "input",
@@ -43,6 +47,7 @@ OPTIONS = (
         ["block"],
         many=True,
     ),
+    *MASK_OPTIONS,
     Option("slices", "restore these slices only, as 100:200; results hold them alone, and say which they are"),
     Option("roi", "restore these rows and columns only, as y0:y1,x0:x1; results hold them alone"),
     Option("range", "intensities low,high seen as black and white; by default those of known voxels, without outliers"),
@@ -195,7 +200,9 @@ def find_tasks(values: dict[str, Any], unmasked: str | None = None) -> list[Any]
             if word == unmasked:
                 mask = nothing_masked(stack)
             else:
-                mask = make_mask(word, stack, values["seed"], links, progress, axes_of(values, stack)[0] == ("z",))
+                along_z = axes_of(values, stack)[0] == ("z",)
+                changed = values["grow"], values["invert"]
+                mask = make_mask(word, stack, values["seed"], links, progress, along_z, *changed)
             if any(mask.name == task.mask.name for task in tasks if task.stack is stack):
                 raise UserError(f"--mask {word}: two masks are called {mask.name}: rename file {number + 1}")
             scale = intensity_range(stack, mask, progress, given)

@@ -64,7 +64,7 @@ class Task:
 
     def record(self) -> dict[str, Any]:
         """For metrics.json and the report. slices: the first and the one after the last; beyond: voxels outside the
-        range."""
+        range; remarks: on the mask."""
         numbers, scale = self.stack.numbers, self.scale
         return {
             "name": self.stack.name,
@@ -74,6 +74,7 @@ class Task:
             "extremes": [*(scale.extremes or (scale.low, scale.high))],
             "beyond": scale.beyond,
             "wholly_masked": self.left,
+            "remarks": [*self.mask.remarks],
         }
 
     def remarks(self) -> list[str]:

@@ -286,6 +286,7 @@ def remarks(series: Series) -> list[tuple[str, str]]:
     unknown = [n for n, rows in series.rows.items() if all(row["mse"] is None for row in rows)]
     apart = [n for n, rows in series.rows.items() if not any(row.get("exact_compared", True) for row in rows)]
     found = [(_intensities(one), one["name"] if len(series.inputs) > 1 else "") for one in series.inputs]
+    found += [(one, "") for of_input in series.inputs for one in of_input["remarks"]]
     if left:
         what = "is masked wholly and was" if len(left) == 1 else "are masked wholly and were"
         found.append((f"{_count(left, thing)} {what} left as in the input", _ranges(left, series)))
