@@ -10,7 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cocodiff_eval.data import intensity
-from cocodiff_eval.data.intensity import IntensityRange, compose_native, fill_from_outside, intensity_range, parse_range
+from cocodiff_eval.data.intensity import (
+    IntensityRange,
+    compose_native,
+    fill_from_outside,
+    half_width,
+    intensity_range,
+    parse_range,
+)
 from cocodiff_eval.data.masks import Mask, block_mask, center_mask, make_mask
 from cocodiff_eval.data.slices import open_stack
 from cocodiff_eval.data.volume import Part, Stack
@@ -279,3 +286,19 @@ def test_biharmonic_beats_filling_and_solves_large_holes_coarser(monkeypatch: py
     np.testing.assert_array_equal(coarse_YX[~mask_YX], image_YX[~mask_YX])
     assert np.abs(coarse_YX - fine_YX).max() < 0.05
     np.testing.assert_array_equal(baseline.biharmonic(image_YX, mask_YX & False), image_YX)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "uint64", "float32", "float64"])
+def test_half_the_width_of_intervals_is_unknown_where_all_ends_are_those_of_the_type(dtype: str) -> None:
+    """Some may be: an interval that was calibrated can be as wide as the type."""
+    mask_YX, limits = marked((4, 6), np.s_[1:3, 2:5]), np.iinfo(dtype) if dtype[0] in "ui" else np.finfo(dtype)
+    image_YX = np.full((4, 6), 50, dtype)
+    ends = [np.where(mask_YX, end, image_YX).astype(dtype) for end in (limits.min, limits.max)]
+    scale = IntensityRange(0.0, 100.0)
+    assert np.isinf(half_width(ends, mask_YX, scale)[mask_YX]).all()
+    ends[0][1, 2], ends[1][1, 2] = 40, 70
+    width_YX = half_width(ends, mask_YX, scale)
+    assert np.isfinite(width_YX).all() and width_YX[1, 2] == 15 and (width_YX[~mask_YX] == 0).all()
+    declared = IntensityRange(0.0, 100.0, declared={"valid_range": [10.0, 90.0]})
+    bounded = [np.where(mask_YX, end, image_YX).astype(dtype) for end in (10, 90)]
+    assert np.isinf(half_width(bounded, mask_YX, declared)[mask_YX]).all()

@@ -272,15 +272,16 @@ def compose_native(
     return result_YX
 
 
-def half_width(ends: Sequence[np.ndarray], scale: IntensityRange) -> np.ndarray:
-    """Return half the width of intervals in the input's units, as floats, from the lower and the upper ends in files.
+def half_width(ends: Sequence[np.ndarray], mask_YX: np.ndarray, scale: IntensityRange) -> np.ndarray:
+    """Return half the width of a slice's intervals in the input's units, as floats, from their two ends in files.
 
-    It is infinite where nothing is known of the error: both ends are those of the type then.
+    It is infinite where nothing is known of the slice's errors: all ends under the mask are those of the type then.
     """
     low, high = ends
     least, most = find_limits(scale.declared, low.dtype)
-    width = high * 0.5 - low * 0.5
-    return np.where(width < UNBOUNDED * (most * 0.5 - least * 0.5), width, np.inf)
+    width_YX = high * 0.5 - low * 0.5
+    known = (width_YX[mask_YX] < UNBOUNDED * (most * 0.5 - least * 0.5)).any()
+    return width_YX if known else np.full_like(width_YX, np.inf)
 
 
 SAME = 1e-3  # of the range of intensities: a voxel that differs by less is the same, as after rounding

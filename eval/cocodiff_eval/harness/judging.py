@@ -99,7 +99,7 @@ def shown_volume(task: Task, presets: Sequence[str], files: Mapping[str, Working
     grey |= {f"{preset}: {told}": files[preset + end].read for preset, end, told in ends if preset + end in files}
 
     def width(preset: str, index: int) -> np.ndarray:
-        return half_width([files[preset + end].read(index) for end in BOUNDS], task.scale)
+        return half_width([files[preset + end].read(index) for end in BOUNDS], task.mask.read(index), task.scale)
 
     uncertainty = {f"{one}: uncertainty": partial(width, one) for one in presets if one + BOUNDS[0] in files}
     return ShownVolume(task.stack, task.mask, task.scale, task.truth, grey, uncertainty)
@@ -210,7 +210,7 @@ class SliceReview:
         shown = presets if masked else ()
         restored = {preset: native[preset] for preset in shown}
         ends = {preset: [native[preset + end] for end in BOUNDS] for preset in shown if preset + BOUNDS[0] in native}
-        widths = {preset: half_width(of_preset, task.scale) for preset, of_preset in ends.items()}
+        widths = {preset: half_width(of_preset, self.mask_YX, task.scale) for preset, of_preset in ends.items()}
         if self.smooth_YX is not None:
             restored["biharmonic"] = self.smooth_YX
         return Picture(
