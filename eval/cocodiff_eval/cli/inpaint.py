@@ -174,7 +174,7 @@ def partitioned(prepared: Prepared, tasks: list[Any]) -> Prepared:
 def find_tasks(values: dict[str, Any], unmasked: str | None = None) -> list[Any]:
     """Return a `tasks.Task` for each input and mask, and tell what the user has to know of these.
 
-    unmasked: a mask that hides nothing. Raises UserError; writes nothing.
+    unmasked: where nothing is restored, the name of a mask that hides nothing. Raises UserError; writes nothing.
     """
     from cocodiff_eval.data.formats import result_format
     from cocodiff_eval.data.intensity import compare_truth, intensity_range, parse_range
@@ -200,7 +200,7 @@ def find_tasks(values: dict[str, Any], unmasked: str | None = None) -> list[Any]
             if word == unmasked:
                 mask = nothing_masked(stack)
             else:
-                along_z = axes_of(values, stack)[0] == ("z",)
+                along_z = unmasked is None and axes_of(values, stack)[0] == ("z",)
                 changed = values["grow"], values["invert"]
                 mask = make_mask(word, stack, values["seed"], links, progress, along_z, *changed)
             if any(mask.name == task.mask.name for task in tasks if task.stack is stack):
