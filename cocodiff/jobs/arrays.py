@@ -74,7 +74,7 @@ def restore(
     *,
     axes: Sequence[str] | None = None,
     model: str = "embedded",
-    steps: int = 20,
+    steps: int | str = "auto",
     ranks: int = 1,
     preset: str = "tapa",
     progress: bool = True,
@@ -85,9 +85,9 @@ def restore(
     volume: [Z, Y, X] or [Y, X], a NumPy, Zarr or Dask array or anything that gives slices as those do, which is read
     chunk by chunk, or what NumPy makes an array of, as lists and torch's tensors. mask: of the same shape, or [Y, X]
     for every slice. samples: restorations whose mean is taken. axes: of "z", "y" and "x", along which slices are
-    restored; None chooses. model: as of `cocodiff inpaint --model`. steps: denoising steps; of the embedded model 20
-    are as good as the command's 50 (docs/inpainting.md). ranks: of this host, each of which restores slices of its own
-    as far as there are enough. progress: shows a bar. options: further ones of `cocodiff inpaint`, as seed=1.
+    restored; None chooses. model: as of `cocodiff inpaint --model`. steps: denoising steps; "auto" takes the model's
+    own. ranks: of this host, each of which restores slices of its own as far as there are enough. progress: shows a
+    bar. options: further ones of `cocodiff inpaint`, as seed=1.
 
     Raises UserError for what cannot be restored, in a line; PeerLost where a rank is killed, fails, is stopped or falls
     silent; RuntimeError where a job fails otherwise. Nothing is left in any case, a KeyboardInterrupt included; where

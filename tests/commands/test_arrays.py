@@ -76,7 +76,8 @@ def test_a_mask_that_is_too_small_is_told_and_grown() -> None:
     assert (small.mean[hole & ~mask] == 60000).all()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = cocodiff.restore(volume, ~mask, samples=1, grow=1, invert=True, **QUICK)
+        found = cocodiff.restore(volume, ~mask, samples=1, grow=1, invert=True, **{**QUICK, "steps": "auto"})
+    assert (small.metrics["config"]["steps"], found.metrics["config"]["steps"]) == (2, 10)
     assert (found.mean < 30000)[hole].all() and (found.mean == volume)[~hole].all()
 
 

@@ -15,7 +15,7 @@ from cocodiff.config.errors import UserError
 from cocodiff.config.files import is_there
 from cocodiff.jobs.options import JOB_OPTIONS, Option, check_counts, check_strength, parse, with_settings
 from cocodiff.jobs.partition import own_pixels
-from cocodiff.jobs.pipelines import EMBEDDED, Request
+from cocodiff.jobs.pipelines import EMBEDDED, Request, usual_steps
 from cocodiff.jobs.ranks import settle
 from cocodiff.jobs.terminal import reading_bar, say
 from cocodiff.models.family import INPAINT
@@ -28,6 +28,7 @@ SHOWN = {
     "data": "input mask grow invert slices roi range truth",
     "restoring": "model prompt guidance steps strength seed samples axes hidden_test",
 }
+STEPS = "a number of steps, or auto"
 MASK_OPTIONS = (
     Option("grow", "voxels by which a mask file is made larger on each side, along z too if it is 3-D", 0, type=int),
     Option("invert", "restore what a mask file does not mark (default: asks where it marks nearly all)", type=bool),
@@ -53,7 +54,7 @@ OPTIONS = (
     Option("range", "intensities low,high seen as black and white; by default those of known voxels, without outliers"),
     Option("format", f"of the results; {SAME} is the input's own, TIFF for PNG", SAME, choices=(SAME, *WRITTEN)),
     PRESET_OPTION,
-    Option("steps", "denoising steps that run", 50, type=int),
+    Option("steps", "steps that run; auto: the model's own", "auto", type=int | str, choices=("auto",), wanted=STEPS),
     Option("strength", "how far the fill under the mask is noised; 1: entirely", 1.0, type=float),
     Option("seed", "seed of block masks and of the noise", 0, type=int),
     Option("samples", "restorations of each slice; of several, mean, spread and intervals are written", 1, type=int),
@@ -133,10 +134,12 @@ def check_truth(quality: Quality | None, task: Any) -> None:
 
 def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:
     """Checks the request against machine, model and output. Raises UserError; writes nothing."""
-    check_counts(values, "steps", "batch", "ranks", "exact_slices", "samples", "tile", "frames")
-    check_strength(values["strength"], [values["steps"]])
     fresh = values["fresh_noise"]
     request = Request(values["model"], INPAINT, (values["prompt"],), values["guidance"], keeps=fresh is not None)
+    if values["steps"] == "auto":
+        values["steps"] = usual_steps(request)
+    check_counts(values, "steps", "batch", "ranks", "exact_slices", "samples", "tile", "frames")
+    check_strength(values["strength"], [values["steps"]])
     if fresh is not None and not 0 <= fresh <= 1:
         raise UserError(f"--fresh_noise {fresh:g}: give a share from 0 to 1")
     if fresh is not None and not request.keeps_known:
