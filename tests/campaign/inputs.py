@@ -179,12 +179,12 @@ def write_result(
     if hidden is not None and not given.damaged:
         expected = hidden[part].reshape(stack.shape)
     suffix = FORMATS[task.format].suffix
-    path, of_spread, of_mask = (out / task.files.result(end, suffix) for end in ("tapa", "tapa_std", "mask"))
+    path, of_spread, of_mask = (out / task.files.result(end, suffix) for end in ("tapa", "tapa_spread", "mask"))
     written = {path, of_spread} | ({of_mask} if mask in MADE and task.format != "zarr" else set())
     if not np.array_equal(masks, expected) or {*out.iterdir()} != written:
         return f"another mask, or other files than {[one.name for one in written]}"
     own = format == "same" or task.format == stack.metadata.kind.replace("hdf5", "h5")
-    result = Result(path, task.format, own, stack, masks, restored, task.scale)
+    result = Result(path, task.format, own, stack, masks, restored, task.scale, mask in MADE)
     if voxels_of(opened(result, of_spread)).tobytes() != spread.tobytes():
         return "another standard deviation"
     of_mask = path / "labels" / mask if task.format == "zarr" else of_mask

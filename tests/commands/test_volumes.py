@@ -55,7 +55,7 @@ def metrics_of(out: Path) -> Any:
 def image(out: Path, end: str, mask: str = "holes", name: str = "scan") -> np.ndarray:
     """Read a result, and check that known voxels have their bits in it."""
     found = np.asarray(tifffile.imread(out / "images" / f"{name}_{mask}_tapa{end}.tif"))
-    if end != "_std" and len(found) == len(SCANS[name]):
+    if end != "_spread" and len(found) == len(SCANS[name]):
         known = MASKS[mask] == 0
         assert found[known].tobytes() == SCANS[name][known].tobytes()
     return found
@@ -103,9 +103,11 @@ def test_the_mean_along_axes_is_that_of_the_samples(folder: Path, tmp_path: Path
     assert main(words(folder, out, *more)) == 0
     samples = [image(out, f"_sample_{number}").astype(float) for number in range(3)]
     assert np.abs(np.mean(samples, axis=0) - image(out, "")).max() <= 1
-    spread, hidden = image(out, "_std"), HOLES > 0
+    spread, hidden = image(out, "_spread"), HOLES > 0
     np.testing.assert_allclose(spread[hidden], np.std(samples, axis=0, ddof=1)[hidden], atol=2)
     assert not (out / "images" / "scan_holes_tapa_low_90.tif").exists()
+    assert "tapa: uncertainty" not in (out / "report.html").read_text()
+    assert all(row["uncertainty"] is None for row in metrics_of(out)["images"])
     (volume,) = metrics_of(out)["volumes"]
     assert volume["axes"] == pytest.approx(dict.fromkeys("zyx", 1 / 3), abs=1e-4) and volume["verdict"] is None
     assert main(words(folder, tmp_path / "one", "--axes", "z")) == 0

@@ -29,16 +29,7 @@ from cocodiff_eval.harness.judging import (
 from cocodiff_eval.harness.quality import MOST_DISTANCE_DB, Bound, Group, Quality, Slices
 from cocodiff_eval.harness.restoring import TOGETHER, Restorer
 from cocodiff_eval.harness.session import Session
-from cocodiff_eval.harness.tasks import (
-    BOUNDS,
-    Task,
-    WorkingFile,
-    export,
-    kept_samples,
-    result_files,
-    slice_name,
-    spread_of,
-)
+from cocodiff_eval.harness.tasks import BOUNDS, Task, WorkingFile, export, kept_samples, result_files, slice_name
 from cocodiff_eval.harness.volume import is_deep
 from cocodiff_eval.harness.volumes import Volumes
 from cocodiff_eval.quality.fusing import Moments
@@ -234,7 +225,7 @@ class SliceJob(Job):
 
     def _picture(self, task: int, index: int) -> Picture:
         """What the report shows of a slice whose results are in their files."""
-        files, names = self._files[task], [*self.presets, *map(spread_of, self.presets)]
+        files, names = self._files[task], [preset + end for preset in self.presets for end in ("", *BOUNDS)]
         native = {name: files[name].read(index) for name in names if name in files}
         stack, mask = self.tasks[task].stack, self.tasks[task].mask
         return SliceReview(self.tasks[task], index, stack.read(index), mask.read(index)).picture(self.presets, native)

@@ -44,7 +44,7 @@ class FileNames:
 
 @dataclass(frozen=True)
 class Task:
-    """One stack under one mask. scale: intensities outside the mask; truth: None where it is unknown; format: of the
+    """One stack under one mask. scale: known intensities; truth: None where it is unknown; format: of the
     results, a word of `cocodiff_eval.data.formats.FORMATS`; volume: how it is restored, unless it is slice by slice
     along z alone; steps: of denoising."""
 
@@ -64,7 +64,7 @@ class Task:
 
     def record(self) -> dict[str, Any]:
         """For metrics.json and the report. slices: the first and the one after the last; beyond: voxels outside the
-        range."""
+        range; remarks: on the mask."""
         numbers, scale = self.stack.numbers, self.scale
         return {
             "name": self.stack.name,
@@ -74,6 +74,7 @@ class Task:
             "extremes": [*(scale.extremes or (scale.low, scale.high))],
             "beyond": scale.beyond,
             "wholly_masked": self.left,
+            "remarks": [*self.mask.remarks],
         }
 
     def remarks(self) -> list[str]:
@@ -94,11 +95,11 @@ class Task:
             how = "slices along each axis are restored as they are stored, with unequal sides of voxels"
             found.append(f"voxels of {sides} {kept.unit}: {how}")
         if scale.low == scale.high:
-            found.append(f"all voxels outside the mask are {scale.low:.9g}: so is the result, without a PSNR")
+            found.append(f"all known voxels are {scale.low:.9g}: so is the result, without a PSNR")
         if scale.extremes is not None:
             low, high = scale.extremes
             found.append(
-                f"intensities from {scale.low:.9g} to {scale.high:.9g}; {scale.beyond:,} voxel(s) outside the mask lie "
+                f"intensities from {scale.low:.9g} to {scale.high:.9g}; {scale.beyond:,} known voxel(s) lie "
                 f"beyond: --range {low:.9g},{high:.9g} takes them in"
             )
         others = [*self.mask.remarks, *(self.truth.metadata.remarks if self.truth is not None else ())]
@@ -163,7 +164,8 @@ def result_files(
     task: Task, presets: Sequence[str], folder: Path, samples: int = 1, more: Sequence[str] = ()
 ) -> dict[str, WorkingFile]:
     """By preset, the files of restored slices: of several samples the mean, and as `spread_of(preset)` their standard
-    deviation in the input's units, float32, 0 outside the mask. more: what names of further files add, as of BOUNDS."""
+    deviation, which is no error, in the input's units, float32, 0 outside the mask. more: what names of further files
+    add, as of BOUNDS."""
     stack, single = task.stack, np.dtype(np.float32)
     kinds = {preset: (stack.dtype, preset) for preset in presets}
     kinds |= {spread_of(preset): (single, preset) for preset in presets if samples > 1}
@@ -217,7 +219,7 @@ def kept_samples(samples: int) -> list[str]:
 
 def spread_of(preset: str) -> str:
     """The name under which a preset's standard deviation is kept."""
-    return f"{preset}_std"
+    return f"{preset}_spread"
 
 
 def slice_name(stack: Stack, index: int) -> str:
