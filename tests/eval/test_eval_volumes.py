@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from cocodiff_eval.data.masks import depth
 from cocodiff_eval.data.reoriented import AXES, MaskStatistics, Reoriented, Restored, reoriented_shape, turn
-from cocodiff_eval.harness.volume import HiddenRegionReport
+from cocodiff_eval.harness.volume import HiddenRegionReport, mean_or_member
 from cocodiff_eval.quality.fusing import (
     Intervals,
     Lead,
@@ -18,7 +18,8 @@ from cocodiff_eval.quality.fusing import (
     weights_of,
 )
 from cocodiff_eval.quality.hidden import Hidden, Survey, hide
-from cocodiff_eval.restore.baseline import in_cells, laplace, linear, total_variation
+from cocodiff_eval.restore.baseline import in_cells, laplace, linear, smooth_continuation, total_variation
+from skimage.restoration import inpaint_biharmonic
 
 SHAPE = (20, 24, 28)
 SLICES = {"z": lambda volume, n: volume[n], "y": lambda volume, n: volume[:, n], "x": lambda volume, n: volume[:, :, n]}
@@ -210,9 +211,36 @@ def test_methods_in_three_dimensions_continue_what_is_smooth() -> None:
     hidden_ZYX = np.where(mask_ZYX, np.nan, ramp_ZYX)
     assert np.abs(laplace(hidden_ZYX, mask_ZYX) - ramp_ZYX).max() < 1e-3
     assert np.abs(total_variation(hidden_ZYX, mask_ZYX) - ramp_ZYX).max() < 0.1
+    assert np.abs(smooth_continuation(hidden_ZYX, mask_ZYX) - ramp_ZYX).max() < 1e-3
     points_P3 = np.argwhere(mask_ZYX)[::7]
     in_one = in_cells(laplace, lambda window: (hidden_ZYX[window], mask_ZYX[window]), SHAPE, points_P3)
     np.testing.assert_allclose(in_one, laplace(hidden_ZYX, mask_ZYX)[tuple(points_P3.T)], atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "box", [np.s_[6:9, 8:13, 9:12], np.s_[17:, 21:, :3], np.s_[4:6]], ids=["inside", "corner", "slab"]
+)
+def test_the_biharmonic_continuation_of_a_volume_is_that_of_scikit_image(box: tuple[slice, ...]) -> None:
+    volume, mask_ZYX = np.random.default_rng(0).random(SHAPE).cumsum(0).cumsum(1), mask_of(box, shape=SHAPE)
+    found = smooth_continuation(np.where(mask_ZYX, np.nan, volume), mask_ZYX)
+    wanted = inpaint_biharmonic(np.where(mask_ZYX, 0, volume), mask_ZYX)
+    np.testing.assert_array_equal(found[~mask_ZYX], volume[~mask_ZYX])
+    assert np.abs(found - wanted).max() < 0.02 * np.abs(volume - wanted).max()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_written_errs_no_more_than_its_best_member(seed: int) -> None:
+    """In regions that its weights were not learnt in, however few these are and however their errors differ."""
+    random, region_P = np.random.default_rng(seed), np.repeat(np.arange(5), 8)
+    both = random.normal(size=(5, 40)) * np.repeat(random.choice([0.1, 1, 3], (5, 5)), 8, axis=1)
+    both[3:] += random.choice([-2, 2]) * both[0] * np.repeat(random.choice([-1, 1], 5), 8)
+    axes, others = dict(zip("zy", both[:2], strict=True)), dict(zip(["a", "b", "c"], both[2:], strict=True))
+    mixture, error_P, weights_AP = mean_or_member(Mixture.learnt(axes | others, {}), axes, others, {}, region_P)
+    assert np.square(error_P).mean() <= min(np.square(one).mean() for one in others.values()) + 1e-12
+    np.testing.assert_allclose(weights_AP.sum(axis=0), 1)
+    np.testing.assert_allclose(mixture.weights({}, 40)[:, 0].sum(), 1)
+    if mixture.alone:
+        np.testing.assert_array_equal(error_P, others[mixture.alone])
 
 
 BIG = (40, 44, 48)

@@ -17,7 +17,7 @@ from cocodiff_eval.data.volume import Reader, Stack, format_shape
 from cocodiff_eval.quality.fusing import Intervals, Lead, Mixture, choose_axes, spread_about, weights_of
 from cocodiff_eval.quality.hidden import Hidden, Survey, hide
 from cocodiff_eval.quality.metrics import psnr_db
-from cocodiff_eval.restore.baseline import SOLVERS, VARIATION, biharmonic, linear
+from cocodiff_eval.restore.baseline import SMOOTH, SOLVERS, VARIATION, biharmonic, linear
 
 AUTO = "auto"
 OWN = "cocodiff"  # the mean, beside methods without a model
@@ -34,7 +34,7 @@ LINES: dict[str, tuple[str, int]] = {
 }
 BIHARMONIC = "biharmonic"
 APART = ", ends"  # added to a line's name: how far the known voxels at its ends are apart
-MEMBERS = (*LINES, BIHARMONIC, VARIATION)  # of the mean, beside the model's axes
+MEMBERS = (*LINES, BIHARMONIC, VARIATION, SMOOTH)  # of the mean, beside the model's axes
 METHODS = (*LINES, BIHARMONIC, *SOLVERS)
 SEEN = 0.5  # of the hidden voxels that a method has to restore at least, for its figure to be told
 ENOUGH = 3  # regions: with fewer, errors are those of weights that were learnt on the same voxels
@@ -113,6 +113,8 @@ class HiddenRegionReport:
         ahead, behind, low, high, wins = OWN, others[0], lead.low, lead.high, lead.wins
         if lead.db < 0:
             ahead, behind, low, high, wins = behind, ahead, -high, -low, lead.of - wins
+        if self.mixture is not None and self.mixture.alone:
+            return f"{where}: {found}; {self.mixture.alone} is written, as no mean with the model errs less{kind}"
         told = f"{found}; {ahead} is ahead of {behind} by {abs(lead.db):.1f} dB, in {wins} of {lead.of} regions"
         expected = "too few to tell what is so under the mask"
         if math.isfinite(low):
@@ -120,6 +122,8 @@ class HiddenRegionReport:
         return f"{where}: {told}; {expected}{'' if lead.is_clear else ': no clear winner'}{kind}"
 
     def weights_line(self, where: str) -> str:
+        if self.mixture is not None and self.mixture.alone:
+            return f"{where}: {self.mixture.alone} alone"
         slices = ", ".join(f"{axis} {weight:.2f}" for axis, weight in self.weights.items() if axis in AXES)
         others = [f"{name} {w:.2f}" for name, w in self.weights.items() if name not in AXES and w >= 0.005]
         return f"{where}: mean of slices along {', '.join([slices, *others])} (weights)"
@@ -296,8 +300,7 @@ def judge_test(rounds: Sequence[Tested], volume: Volume, samples: int) -> Hidden
     members = {name: found[name] for name in MEMBERS if name in found}
     most, allowed = (samples, volume.restores) if volume.chosen else (len(own), lambda axes: len(axes) == len(own))
     mixture = choose_axes(errors, most, allowed, members, ends)
-    taken = {name: (errors | members)[name] for name in mixture.names}
-    error_P, weights_AP = _fused(mixture, taken, ends, region_P)
+    mixture, error_P, weights_AP = mean_or_member(mixture, errors, members, ends, region_P)
     axes = [axis for axis in mixture.names if axis in AXES]
     # The deviation of the samples about what is written, each axis counted alike.
     values_SP = np.concatenate([own_SP[axis] for axis in axes])
@@ -322,6 +325,28 @@ def judge_test(rounds: Sequence[Tested], volume: Volume, samples: int) -> Hidden
     return HiddenRegionReport(weights, regions, truth_P.size, figures, intervals, mixture, lead, cut, kind)
 
 
+def mean_or_member(
+    mixture: Mixture,
+    axes: Mapping[str, np.ndarray],
+    others: Mapping[str, np.ndarray],
+    apart: Mapping[str, np.ndarray],
+    region_P: np.ndarray,
+) -> tuple[Mixture, np.ndarray, np.ndarray]:
+    """Return what errs least in regions that it was not learnt in: the mean, that of its axes with one other member or
+    none, or this member alone.
+
+    axes, others: errors of the model along each axis and of methods without a model, [P]. apart: as of
+    `Mixture.learnt`. Returns the mixture, its errors [P] and its members' weights [A, P].
+    """
+    errors, kept = {**axes, **others}, [name for name in mixture.names if name in axes]
+    tried = [mixture, Mixture.learnt({axis: axes[axis] for axis in kept}, apart)]
+    for name in others:  # the axes stay, for the voxels that this member does not restore
+        both = Mixture.learnt({one: errors[one] for one in (*kept, name)}, apart)
+        tried += [both, replace(both, alone=name)]
+    found = [(one, *_fused(one, {name: errors[name] for name in one.names}, apart, region_P)) for one in tried]
+    return min(found, key=lambda one: float(np.square(one[1]).mean()))
+
+
 def _fused(
     mixture: Mixture, errors: Mapping[str, np.ndarray], apart: Mapping[str, np.ndarray], region_P: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -329,7 +354,7 @@ def _fused(
     errors_AP = np.stack([*errors.values()])
     weights_AP = mixture.weights(apart, region_P.size)
     regions = np.unique(region_P)
-    for region in regions if len(regions) >= ENOUGH else ():
+    for region in regions if len(regions) >= ENOUGH and mixture.alone is None else ():
         inside, others = region_P == region, region_P != region
         outside = {name: one[others] for name, one in errors.items()}
         learnt = Mixture.learnt(outside, {name: one[others] for name, one in apart.items()})

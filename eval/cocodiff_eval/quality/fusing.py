@@ -92,6 +92,7 @@ class Mixture:
     alike_AA: np.ndarray
     squares_A2: np.ndarray
     apart_A: np.ndarray
+    alone: str | None = None  # the member that has all the weight, where no mean is better than it
 
     @classmethod
     def learnt(cls, errors: Mapping[str, np.ndarray], apart: Mapping[str, np.ndarray]) -> Mixture:
@@ -125,6 +126,8 @@ class Mixture:
 
     def weights(self, apart: Mapping[str, np.ndarray], voxels: int) -> np.ndarray:
         """Of each member at each voxel, none negative and 1 together, float64 [A, P]."""
+        if self.alone is not None:
+            return np.repeat(np.array([[float(name == self.alone)] for name in self.names]), voxels, axis=1)
         sizes_AP = self.sizes(apart, voxels)
         steps_AP = np.round(np.log(sizes_AP) * STEPS).astype(np.int64)
         keys_P = np.zeros(voxels, np.int64)  # one number for the steps of all members

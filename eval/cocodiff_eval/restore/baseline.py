@@ -7,6 +7,7 @@ All take normalised images and never read the voxels under the mask.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -69,28 +70,62 @@ def linear(image01: np.ndarray, mask: np.ndarray, axis: int) -> tuple[np.ndarray
 
 
 def laplace(image01: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """The harmonic continuation into the mask, by conjugate gradients: each masked voxel is the mean of its neighbours;
-    no gradient across the borders of the array. float64 of the same shape. At least one voxel must be known."""
-    from scipy.sparse import coo_matrix, diags
+    """Return the harmonic continuation into the mask, by conjugate gradients; float64 of the image's shape.
+
+    Each masked voxel becomes the mean of its neighbours, with no gradient across the borders of the array. At least one
+    voxel must be known. Any number of dimensions.
+    """
+    known = np.where(mask, 0.0, image01).astype(np.float64)
+    if mask.any():
+        rows_RN = laplacian(mask)
+        start_P = np.full(rows_RN.shape[0], known[~mask].mean())
+        known[mask] = _solved(rows_RN[:, mask.ravel()], -(rows_RN @ known.ravel()), start_P, 1e-4, 2000)
+    return known
+
+
+def smooth_continuation(image01: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """Return the biharmonic continuation into the mask, by conjugate gradients; float64 of the image's shape.
+
+    The sum of the squared Laplacians of all voxels in and beside the mask becomes smallest. Of whole volumes this is
+    what scikit-image's `inpaint_biharmonic` solves directly, in a small part of its time. Any number of dimensions.
+    """
+    from scipy.ndimage import binary_dilation
+
+    restored = laplace(image01, mask)
+    if mask.any():
+        rows_RN = laplacian(binary_dilation(mask))
+        of_hidden_RP = rows_RN[:, mask.ravel()]
+        right_P = -(of_hidden_RP.T @ (rows_RN @ np.where(mask, 0.0, restored).ravel()))
+        restored[mask] = _solved(of_hidden_RP.T @ of_hidden_RP, right_P, restored[mask], 1e-5, 2000)
+    return restored
+
+
+def laplacian(rows: np.ndarray) -> Any:
+    """Return the graph Laplacian's rows of the voxels where `rows` is True, a sparse matrix [R, N] of all N voxels."""
+    from scipy.sparse import csr_matrix
+
+    index, row_N = np.arange(rows.size).reshape(rows.shape), np.cumsum(rows) - 1
+    pairs = [(row_N[rows.ravel()], index[rows])]  # of each row: the voxel itself, then its neighbours
+    for axis in range(rows.ndim):
+        front, back = (np.moveaxis(index, axis, 0)[part].ravel() for part in (slice(None, -1), slice(1, None)))
+        pairs += [
+            (row_N[own[rows.ravel()[own]]], other[rows.ravel()[own]]) for own, other in ((front, back), (back, front))
+        ]
+    row, voxel = map(np.concatenate, zip(*pairs, strict=True))
+    count = int(rows.sum())
+    values = np.full(row.size, -1.0)
+    values[:count] = np.bincount(row, minlength=count) - 1.0
+    return csr_matrix((values, (row, voxel)), shape=(count, rows.size))
+
+
+def _solved(matrix_PP: Any, right_P: np.ndarray, start_P: np.ndarray, tolerance: float, most: int) -> np.ndarray:
+    """Solve a symmetric system by conjugate gradients with the diagonal as preconditioner."""
+    from scipy.sparse import diags
     from scipy.sparse.linalg import cg
 
-    known = np.where(mask, 0.0, image01).astype(np.float64)
-    if not mask.any():
-        return known
-    index, hidden_N = np.arange(mask.size).reshape(mask.shape), mask.ravel()
-    pairs = []  # of each masked voxel and a neighbour
-    for axis in range(mask.ndim):
-        front, back = (np.moveaxis(index, axis, 0)[part].ravel() for part in (slice(None, -1), slice(1, None)))
-        pairs += [(own[hidden_N[own]], other[hidden_N[own]]) for own, other in ((front, back), (back, front))]
-    own, other = map(np.concatenate, zip(*pairs, strict=True))
-    inner, number_N = hidden_N[other], np.cumsum(hidden_N) - 1
-    degree_P = np.bincount(own, minlength=mask.size)[hidden_N].astype(np.float64)
-    right_P = np.bincount(own[~inner], known.ravel()[other[~inner]], mask.size)[hidden_N]
-    places = number_N[own[inner]], number_N[other[inner]]
-    links = coo_matrix((np.ones(len(places[0])), places), shape=(len(right_P), len(right_P)))
-    start_P = np.full(len(right_P), known[~mask].mean())
-    known[mask], _ = cg(diags(degree_P) - links.tocsr(), right_P, x0=start_P, rtol=1e-4, maxiter=2000)
-    return known
+    scale = diags(1.0 / np.maximum(matrix_PP.diagonal(), 1e-12))
+    found_P, _ = cg(matrix_PP, right_P, x0=start_P, rtol=tolerance, maxiter=most, M=scale)
+    return np.asarray(found_P)
 
 
 def total_variation(image01: np.ndarray, mask: np.ndarray) -> np.ndarray:
@@ -104,8 +139,8 @@ def total_variation(image01: np.ndarray, mask: np.ndarray) -> np.ndarray:
     return restored
 
 
-VARIATION = "total variation in 3-D"
-SOLVERS: dict[str, Solver] = {"Laplace in 3-D": laplace, VARIATION: total_variation}
+VARIATION, SMOOTH = "total variation in 3-D", "biharmonic in 3-D"
+SOLVERS: dict[str, Solver] = {"Laplace in 3-D": laplace, VARIATION: total_variation, SMOOTH: smooth_continuation}
 
 
 def in_cells(
