@@ -14,6 +14,7 @@
 # RESUME=1  goes on where an earlier job into OUT stopped
 # SAFE=1    oneCCL waits for each call: for large jobs that hang; nothing overlaps. For pals. Else what the machine's
 #           modules set stays.
+# FAST=1    where doctor has found all-to-alls right without the modules' CCL_OP_SYNC=1, what comes after it is without
 # INPUT, MASK, PRESET, STEPS, OUT, MACHINE, DEVICE, TRANSPORT   of the slices that `restore` restores
 # DRY_RUN=1 prints every line that would be run, the one that starts the ranks last, and runs none.
 #
@@ -198,6 +199,9 @@ prepare() {
     check_venv
     stage_weights
     start_ranks doctor "${ON[@]}" --out "$1" --overwrite
+    if [ -n "${FAST:-}" ] && [ -z "${SAFE:-}" ] && grep -qs '"CCL_OP_SYNC=0": "right"' "$1/doctor.json"; then
+        export CCL_OP_SYNC=0 # oneCCL: calls do not wait for their end
+    fi
 }
 
 # Restores the slices.

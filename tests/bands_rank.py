@@ -24,8 +24,7 @@ from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.jobs.ranks import run_ranks
 from cocodiff.models.decoding import ShardedVAE
 from cocodiff.models.family import Video
-from cocodiff.planner.memory import MIB
-from cocodiff.planner.peaks import size_peaks
+from cocodiff.planner.memory import MIB, size_peaks
 
 
 def kib(name: str) -> int:

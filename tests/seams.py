@@ -18,7 +18,7 @@ from cocodiff_sycl import library
 from cocodiff_sycl.build import host_library, kernel_option, runtime_and_folder
 from cocodiff_sycl.find import Unavailable
 
-from cocodiff.attention import local, sums
+from cocodiff.attention import local
 from cocodiff.comm import connect
 from cocodiff.comm.loopback import LoopbackTransport
 from cocodiff.comm.torch_dist import TorchDistTransport
@@ -165,16 +165,6 @@ def kernels_of_parts() -> dict[str, Any]:
     """The kernels that attend to a part of the keys and tell the sums, by the type of device that is known to have
     one."""
     return local._KERNELS
-
-
-def attend_plainly(*tensors: Any) -> Any:
-    """Attends by the definition, as no device's kernel does, and tells the sums."""
-    return sums._plain(*tensors)
-
-
-def attend_in_chunks(*tensors: Any) -> Any:
-    """Attends with the scores of some queries at a time, and tells the sums."""
-    return sums._in_chunks(*tensors)
 
 
 # Kernels --------------------------------------------------------------------------------------------------------------

@@ -244,3 +244,44 @@ def test_what_commands_write_by_default_is_ignored_by_git():
 def test_no_memory_is_given_back_to_a_device():
     """Messages in memory that is given back and taken anew leak in oneCCL (torch-xpu-ops 3744)."""
     assert [path for path in SOURCES if "empty_cache(" in path.read_text()] == []
+
+
+def parameters(node: ast.FunctionDef) -> tuple[list[str], set[str]]:
+    """All in their order, and those that may be left away."""
+    named, by_word = [*node.args.posonlyargs, *node.args.args], node.args.kwonlyargs
+    names = [one.arg for one in named if one.arg not in ("self", "cls")]
+    may = {one.arg for one, default in zip(by_word, node.args.kw_defaults, strict=True) if default is not None}
+    return names + [one.arg for one in by_word], may | {*names[len(names) - len(node.args.defaults) :]}
+
+
+@cache
+def parameters_by_name() -> dict[str, list[tuple[list[str], set[str]]]]:
+    """Of all functions, methods and classes of ours that have a name."""
+    found: dict[str, list[tuple[list[str], set[str]]]] = {}
+    for node in (node for path in SOURCES for node in ast.walk(syntax(path))):
+        if isinstance(node, ast.FunctionDef):
+            found.setdefault(node.name, []).append(parameters(node))
+        elif isinstance(node, ast.ClassDef):
+            inits = [one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"]
+            found.setdefault(node.name, []).extend(map(parameters, inits))
+    return found
+
+
+def left_away(node: ast.AST, there: set[str], inside: str) -> Iterator[str]:
+    """What a call leaves to its default that the function around it has been given by the same name."""
+    if isinstance(node, ast.FunctionDef):
+        there, inside = there | {*parameters(node)[0]}, node.name
+    if isinstance(node, ast.Call) and not any(isinstance(one, ast.Starred) for one in node.args):
+        called = getattr(node.func, "id", getattr(node.func, "attr", ""))
+        given = {one.arg for one in node.keywords}
+        if len(of_name := parameters_by_name().get(called, [])) == 1 and None not in given:
+            names, may = of_name[0]
+            yield from (f"{inside} > {called}: {name}" for name in (may & there) - given - {*names[: len(node.args)]})
+    for child in ast.iter_child_nodes(node):
+        yield from left_away(child, there, inside)
+
+
+def test_functions_pass_on_what_they_are_told():
+    """But for a codec of one rank, the launcher of an emulation's ranks, and a mesh that has no ring."""
+    meant = {"__init__ > Codec: exchange", "_rank > detect: environment", "mesh_without_ring > meshes: kind"}
+    assert {one for path in SOURCES for one in left_away(syntax(path), set(), "")} == meant

@@ -13,9 +13,8 @@ import torch
 from diffusers.hooks import MagCacheConfig, PyramidAttentionBroadcastConfig, TaylorSeerCacheConfig
 from on_ranks import Call, check_alike, on_ranks, outputs_of, state_of
 from planned_models import PLANNED
-from test_engine_families import with_lora
 from test_step_cache import moving
-from tiny_models import FAMILIES, sd3_inpaint_pipeline, sd3_transformer
+from tiny_models import FAMILIES, sd3_inpaint_pipeline, sd3_transformer, with_lora
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from warm import forked

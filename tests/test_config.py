@@ -18,6 +18,7 @@ def test_presets_and_what_goes_on_top_of_them():
     assert config == Config(exchange="flat", machine="aurora", timeout_s=5)
     assert Config.preset("flat", exchange="tapa").exchange == "tapa"
     assert config.with_(exchange="tapa") == Config(exchange="tapa", machine="aurora", timeout_s=5)
+    assert Config(timeout_s=604800, ring=1).timeout_s == 604800  # numbers may be as large, or small, as they may be
     assert Config(ring="4") == Config(ring=4) and Config().ring == "auto"  # a word, as in the settings of a run
 
 
@@ -37,6 +38,18 @@ def test_presets_and_what_goes_on_top_of_them():
         ({"placement": "topologie"}, "placement 'topologie' topology? usp"),
         ({"exchnge": "flat"}, "exchnge exchange?"),
         ({"mashine": "x"}, "mashine machine? timeout_s"),
+        *(({"chunks": one}, "chunks whole number auto") for one in (0, -1, 2.0, True, "two", None)),
+        ({"selection": "v_major", "scoring": "card", "exchange": "flat"}, "scoring card exchange tapa, flat"),
+        ({"selection": "v_major", "ratio": 1.5}, "ratio 1.5 fraction"),
+        ({"selection": "v_major", "schedule": "list"}, "schedule list ratios"),
+        ({"selection": "v_major", "schedule": "liner"}, "liner linear?"),
+        ({"selection": "v_major", "warmup": -1}, "warmup -1"),
+        ({"selection": "v_major", "sync_interval": 0.5}, "sync_interval 0.5"),
+        ({"selection": "v_major", "codec": "int4"}, "codec int4 selection v_major none full"),
+        ({"selection": "v_major", "arrival": "adaptive"}, "arrival adaptive v_major now"),
+        ({"codec": "int4", "tau": 0}, "tau 0 above"),
+        ({"codec": "int3"}, "codec 'int3' none, lossless, int8, int4, int2"),
+        ({"codec": "int4", "predictor": "tailor"}, "predictor 'tailor' taylor?"),
     ],
 )
 def test_mistakes_are_named_with_a_remedy(settings: dict[str, Any], values: str) -> None:
@@ -47,13 +60,10 @@ def test_mistakes_are_named_with_a_remedy(settings: dict[str, Any], values: str)
 
 
 def test_parallelize_refuses_settings_before_it_starts():
-    for settings, said in (({"exchnage": "flat"}, "did you mean exchange"), ({"ring": 0}, "ring is 0")):
+    mistakes = (({"exchnage": "flat"}, "mean exchange"), ({"ring": 0}, "ring is 0"), ({"preset": "flatt"}, "mean flat"))
+    for settings, said in mistakes:
         with pytest.raises(UserError, match=said):
             cocodiff.parallelize(object(), **settings)
-
-
-def test_numbers_may_be_as_large_as_they_may_be() -> None:
-    assert Config(timeout_s=604800, ring=1).timeout_s == 604800
 
 
 @pytest.mark.parametrize(

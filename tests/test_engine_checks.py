@@ -32,8 +32,9 @@ from diffusers.models.transformers.transformer_flux2 import Flux2KVAttnProcessor
 from on_ranks import check_alike, on_ranks, outputs_of, refused
 from planned_models import PLANNED
 from seams import choose_backend, hooks_of
+from test_engine_pipelines import inpainting
 from tiny_models import FAMILIES, flux2_transformer, flux_transformer, sd3_inputs, sd3_transformer
-from tiny_pipelines import PIPELINES, TEXT_WIDTH
+from tiny_pipelines import PIPELINES
 from torch import nn
 
 from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld
@@ -61,13 +62,14 @@ def changed(make: Callable[[int], nn.Module], change: Callable[[Any], object]) -
     return model
 
 
-def with_processor(make: Callable[[int], nn.Module], processor: Any, number: int = 0) -> nn.Module:
-    """A model of which one layer has another attention processor."""
+def with_processor(make: Callable[[int], nn.Module], processor: Any, number: int = 0) -> Any:
+    """A model of which one layer has another attention processor, and how that is refused."""
 
     def change(model: Any) -> None:
         model.set_attn_processor({**model.attn_processors, [*model.attn_processors][number]: processor})
 
-    return changed(make, change)
+    words = rf"blocks\.{number}\.attn.* is a {type(processor).__name__}, which has no parallel form.*unfuse"
+    return lambda: changed(make, change), words
 
 
 def first_processor(model: Any) -> Any:
@@ -85,22 +87,10 @@ ADAPTED = SD3IPAdapterJointAttnProcessor2_0(hidden_size=32, ip_hidden_states_dim
 MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "unknown": (lambda: nn.Linear(2, 2), r"no adapter for Linear; known families: SD3 / SD3\.5, FLUX.*docs/models.md"),
     "a U-Net's pipeline": (UnetPipeline, "a UnetPipeline has no transformer: give a DiT pipeline or its transformer"),
-    "fused attention": (
-        lambda: with_processor(sd3_transformer, FusedJointAttnProcessor2_0(), 1),
-        r"transformer_blocks\.1\.attn.*FusedJointAttnProcessor2_0.*unload the adapter or unfuse",
-    ),
-    "IP-adapter": (
-        lambda: with_processor(sd3_transformer, ADAPTED),
-        "is a SD3IPAdapterJointAttnProcessor2_0, which has no parallel form",
-    ),
-    "PAG": (
-        lambda: with_processor(sd3_transformer, PAGJointAttnProcessor2_0()),
-        "is a PAGJointAttnProcessor2_0, which has no parallel form",
-    ),
-    "KV cache": (
-        lambda: with_processor(flux2_transformer, Flux2KVAttnProcessor()),
-        "is a Flux2KVAttnProcessor, which has no parallel form",
-    ),
+    "fused attention": with_processor(sd3_transformer, FusedJointAttnProcessor2_0(), 1),
+    "IP-adapter": with_processor(sd3_transformer, ADAPTED),
+    "PAG": with_processor(sd3_transformer, PAGJointAttnProcessor2_0()),
+    "KV cache": with_processor(flux2_transformer, Flux2KVAttnProcessor()),
     "fused projections": (
         lambda: changed(flux_transformer, lambda model: model.fuse_qkv_projections()),
         r"transformer_blocks\.0\.attn has fused projections: call transformer\.unfuse_qkv_projections",
@@ -131,18 +121,6 @@ def test_a_model_that_is_not_as_its_family_has_it_is_refused_and_left_as_it_was(
         raise AssertionError("entered")
     assert dict(getattr(model, "attn_processors", {})) == before
     assert not (isinstance(model, nn.Module) and hooks_of(model))
-
-
-def test_a_pipelines_transformer_is_taken(alone):
-    class Pipeline:
-        transformer = sd3_transformer(3)
-
-    assert parallelize(Pipeline(), transport=alone).model is Pipeline.transformer
-
-
-def test_an_unknown_preset_is_refused(alone):
-    with pytest.raises(UserError, match="did you mean flat"):
-        parallelize(sd3_transformer(3), preset="flatt", transport=alone)
 
 
 @pytest.mark.parametrize(
@@ -203,36 +181,24 @@ def test_the_engine_counts_a_models_calls(alone):
 # Caches ---------------------------------------------------------------------------------------------------------------
 
 
-def painted(family: str, pipe: Any) -> torch.Tensor:
-    """Latents after a few steps, with prompts as embeddings and, for Qwen-Image, guidance."""
-    prompt = torch.linspace(-1, 1, 5 * TEXT_WIDTH).view(1, 5, TEXT_WIDTH)
-    more: dict[str, Any] = {"pooled_prompt_embeds": torch.zeros(1, 16)}
-    if family == "qwen":
-        mask = torch.ones(1, 5).long()
-        more = {
-            "prompt_embeds_mask": mask,
-            "negative_prompt_embeds": -prompt,
-            "negative_prompt_embeds_mask": mask,
-            "true_cfg_scale": 3.0,
-        }
+def painting(family: str) -> tuple[Any, Callable[[Any], torch.Tensor]]:
+    """A pipeline, and what paints latents of it or of a copy; of Qwen-Image with guidance."""
+    pipe, arguments = PIPELINES[family](heads=12), inpainting(family)[1]
     pipe.set_progress_bar_config(disable=True)
-    with torch.no_grad():
-        return pipe(
-            prompt_embeds=prompt,
-            height=32,
-            width=32,
-            num_inference_steps=STEPS,
-            output_type="latent",
-            generator=torch.Generator().manual_seed(0),
-            **more,
-        ).images
+    settings = arguments | {"height": 32, "width": 32, "num_inference_steps": STEPS, "output_type": "latent"}
+
+    def painted(own: Any) -> torch.Tensor:
+        with torch.no_grad():
+            return own(**settings, generator=torch.Generator().manual_seed(0)).images
+
+    return pipe, painted
 
 
 @pytest.mark.parametrize("family", ["flux", "qwen"])
 def test_a_cache_by_which_ranks_would_disagree_is_refused(family):
     """On entering, and at a call if it was put on later, however that was done; without it the image is as ever."""
-    pipe = PIPELINES[family](heads=12)
-    plain = painted(family, pipe)
+    pipe, painted = painting(family)
+    plain = painted(pipe)
     message = (
         r"transformer_blocks\.0 has the cache hook FBCHeadBlockHook, .* disagree: .*transformer\.disable_cache.*"
         r"step_cache first_block with step_cache_threshold 0\.3"
@@ -243,9 +209,9 @@ def test_a_cache_by_which_ranks_would_disagree_is_refused(family):
     refused(message, cached, size=3)
 
     def run(own: Any, _: Any) -> None:
-        torch.testing.assert_close(painted(family, own), plain, rtol=0, atol=1e-4)
+        torch.testing.assert_close(painted(own), plain, rtol=0, atol=1e-4)
         apply_first_block_cache(own.transformer, FirstBlockCacheConfig(threshold=0.3))
-        painted(family, own)
+        painted(own)
 
     refused(message, pipe, size=3, run=run)
 
@@ -279,101 +245,92 @@ def test_caches_that_clash_are_refused_by_name(name, config, guidance, message):
 
 
 def test_one_rank_may_decide_for_itself(alone):
-    pipe, same = PIPELINES["qwen"](), PIPELINES["qwen"]()
+    (pipe, painted), (same, _) = painting("qwen"), painting("qwen")
     for one in (pipe, same):
         one.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.3))
     with parallelize(same, transport=alone):
-        assert torch.equal(painted("qwen", same), painted("qwen", pipe))
+        assert torch.equal(painted(same), painted(pipe))
 
 
 RATIOS = MagCacheConfig(threshold=0.5, max_skip_steps=2, num_inference_steps=STEPS, mag_ratios=[1.0] * STEPS)
 TAYLOR = TaylorSeerCacheConfig(2, disable_cache_before_step=2)
 
 
-@pytest.mark.parametrize(
-    ("family", "config"),
-    [
-        ("flux", BROADCAST),
-        ("flux", RATIOS),
-        ("qwen", TAYLOR),
-        pytest.param("qwen", RATIOS, marks=pytest.mark.exhaustive),
-        pytest.param("flux", TAYLOR, marks=pytest.mark.exhaustive),
-    ],
-    ids=["broadcast", "ratios", "taylor", "ratios of branches", "taylor, one branch"],
-)
-def test_caches_that_count_calls_give_one_processs_image(family, config):
-    pipe = PIPELINES[family](heads=12)
-    exact, cached = painted(family, pipe), copy.deepcopy(pipe)
-    cached.transformer.enable_cache(config)
-    plain = painted(family, cached)
-    assert (plain - exact).abs().max() > 1e-4
-
-    of_ranks = on_ranks(
-        4, pipe, run=lambda own, _: [painted(family, own)], begin=lambda own: own.transformer.enable_cache(config)
-    )
-    check_alike(of_ranks, [plain], 1e-5)
+APPLIED = {
+    PyramidAttentionBroadcastConfig: apply_pyramid_attention_broadcast,
+    MagCacheConfig: apply_mag_cache,
+    TaylorSeerCacheConfig: apply_taylorseer_cache,
+}
+OF_BLOCKS = replace(BROADCAST, spatial_attention_block_identifiers=("blocks",))
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "preset"),
+    ("name", "config", "preset"),
     [
-        ("wan", "broadcast", "tapa"),
-        ("wan", "ratios", "tapa"),
-        ("wan", "taylor", "lossless"),
-        ("sd3", "broadcast", "lossless"),
-        ("sd3", "ratios", "tapa"),
+        ("flux pipeline", BROADCAST, "tapa"),
+        ("flux pipeline", RATIOS, "tapa"),
+        ("qwen pipeline", TAYLOR, "tapa"),
+        pytest.param("qwen pipeline", RATIOS, "tapa", marks=pytest.mark.exhaustive),
+        pytest.param("flux pipeline", TAYLOR, "tapa", marks=pytest.mark.exhaustive),
+        ("wan", OF_BLOCKS, "tapa"),
+        ("wan", RATIOS, "tapa"),
+        ("wan", replace(TAYLOR, cache_identifiers=[r"blocks\.\d\.attn1"]), "lossless"),
+        ("sd3", OF_BLOCKS, "lossless"),
+        ("sd3", RATIOS, "tapa"),
     ],
+    ids=lambda of: of if isinstance(of, str) else type(of).__name__,
 )
-def test_caches_that_count_calls_of_bare_transformers(name, kind, preset):
-    """A class by a plan; and SD3's, whose last block returns no text, which has no cache contexts and so no TaylorSeer.
-    Whatever layers a cache leaves out, all ranks do, and what travels in tensors' place is none the worse for it."""
-    apply, config = {
-        "broadcast": (
-            apply_pyramid_attention_broadcast,
-            replace(BROADCAST, spatial_attention_block_identifiers=("blocks",)),
-        ),
-        "ratios": (apply_mag_cache, RATIOS),
-        "taylor": (apply_taylorseer_cache, replace(TAYLOR, cache_identifiers=[r"blocks\.\d\.attn1"])),
-    }[kind]
-    case = PLANNED["wan"]
-    model, call = (
-        (case.model(), case.call()) if name == "wan" else (sd3_transformer(4, layers=3), sd3_inputs(1, 6, 7, 5))
-    )
-    calls = [call | {"timestep": call["timestep"] - 20 * step} for step in range(STEPS)]
+def test_caches_that_count_calls_give_one_processs_values(name, config, preset):
+    """Of pipelines, and of bare transformers: of a class by a plan; and SD3's, whose last block returns no text, which
+    has no cache contexts and so no TaylorSeer. Whatever layers a cache leaves out, all ranks do, and what travels in
+    tensors' place is none the worse for it."""
+    family, _, of_pipeline = name.partition(" ")
+    if of_pipeline:
+        target, painted = painting(family)
+    else:
+        wan = PLANNED["wan"]
+        target = wan.model() if name == "wan" else sd3_transformer(4, layers=3)
+        call = wan.call() if name == "wan" else sd3_inputs(1, 6, 7, 5)
+        calls = [call | {"timestep": call["timestep"] - 20 * step} for step in range(STEPS)]
 
     def run(own: Any, _: Any = None) -> list[torch.Tensor]:
-        apply(own, config)
-        with torch.no_grad(), own.cache_context("cond") if name == "wan" else nullcontext():
+        if of_pipeline:
+            return [painted(own)]
+        with own.cache_context("cond") if name == "wan" else nullcontext():
             return outputs_of(own, *calls)
 
-    plain, exact = run(copy.deepcopy(model)), outputs_of(model, *calls)
-    assert not all(map(torch.equal, plain, exact))
-    check_alike(on_ranks(4, model, run=run, restored=False, preset=preset), plain, rtol=1e-4)
+    def begin(own: Any) -> None:
+        APPLIED[type(config)](own.transformer if of_pipeline else own, config)
+
+    exact, cached = run(copy.deepcopy(target)), copy.deepcopy(target)  # contexts reach hooks of before a first use
+    begin(cached)
+    plain = run(cached)
+    assert max(float((x - y).abs().max()) for x, y in zip(plain, exact, strict=True)) > 1e-4
+    of_ranks = on_ranks(4, target, run=run, begin=begin, restored=bool(of_pipeline), preset=preset)
+    check_alike(of_ranks, plain, 1e-5 if of_pipeline else 1e-4, 0.0 if of_pipeline else 1e-4)
 
 
 # Compilers ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("what", ["the transformer", "transformer_blocks.1", "from outside"])
-def test_a_model_compiled_inside_the_block_is_refused(what, alone):
+@pytest.mark.parametrize("what", ["", "transformer_blocks.1", "from outside", "before entering"])
+def test_a_model_compiled_after_parallelize_is_refused(what, alone):
     model, inputs = sd3_transformer(3), sd3_inputs(1, 2, 3, 2)
-    named = what if what.startswith("transformer_blocks") else "the transformer"
-    with torch.no_grad(), parallelize(model, transport=alone):
+    engine, called, part = parallelize(model, transport=alone), model, what if "blocks" in what else ""
+    refusal = pytest.raises(UserError, match=rf"^{part or 'the transformer'} is compiled by torch\.compile")
+    if what == "before entering":
+        model.compile()
+        with refusal, engine:
+            raise AssertionError("entered")
+        return
+    with torch.no_grad(), engine:
         model(**inputs)
-        called = torch.compile(model, backend="eager") if what == "from outside" else model
-        if what != "from outside":
-            model.get_submodule("" if what == "the transformer" else what).compile()
-        with pytest.raises(UserError, match=rf"^{named} is compiled by torch\.compile"):
+        if what == "from outside":
+            called = torch.compile(model, backend="eager")
+        else:
+            model.get_submodule(part).compile()
+        with refusal:
             called(**inputs)
-
-
-def test_a_model_compiled_after_parallelize_is_refused_on_entering(alone):
-    model = sd3_transformer(3)
-    engine = parallelize(model, transport=alone)
-    model.compile()
-    with pytest.raises(UserError, match=r"^the transformer is compiled by torch\.compile"), engine:
-        raise AssertionError("entered")
-    assert not hooks_of(model)
 
 
 # Gradients ------------------------------------------------------------------------------------------------------------

@@ -7,17 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from covering import all_but, covering, examples, thorough
+from covering import covering, examples, thorough
 from exactness import Case, Expected, check_ranks, check_world, denoise, parallel_outputs
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from seams import hooks_of
+from launching import TESTS, assert_succeeded
+from on_ranks import outputs_of, state_of
 from tiny_models import FAMILIES, HEADS
+from warm_ranks import warm_mpiexec
 from worlds import topology_of
 
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.comm.transport import Part
-from cocodiff.config.config import Config
 from cocodiff.config.errors import PeerLost, UserError
 from cocodiff.config.registry import RINGS
 from cocodiff.engine.engine import parallelize
@@ -25,41 +26,19 @@ from cocodiff.topology.axes import Axes
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 LARGE = pytest.mark.exhaustive
-WORLDS = (1, 2, 3, 4, 6, 12)
 CASES = {
     "38 heads, dual": Case(38, 3, 5, 5, batch=2, dual=(0,)),
     "38 heads, bf16": Case(38, 5, 5, 7, dtype=torch.bfloat16),
     "24 heads": Case(24, 3, 7, 13, batch=1),
-    "12 heads, dual, bf16": Case(12, 3, 5, 1, batch=2, dual=(0, 1), dtype=torch.bfloat16),
-    "FLUX.1": Case(24, 5, 7, 11, batch=2, family="flux"),
-    "FLUX.2": Case(48, 5, 7, 11, batch=2, family="flux2"),
-    "Qwen-Image": Case(24, 5, 7, 11, batch=2, family="qwen"),
 }
 IN_A_MESH = Case(24, 7, 8, 11, dtype=torch.bfloat16, family="qwen")
 
 
-@pytest.fixture(scope="module")
-def expected() -> dict[str, Expected]:
-    return {name: Expected.of(case) for name, case in CASES.items()}
-
-
-@pytest.mark.sample(10)
-@pytest.mark.parametrize(
-    ("name", "size"),
-    all_but(
-        [(name, size) for name in CASES for size in WORLDS if size < 12 or name in ("12 heads, dual, bf16", "FLUX.1")],
-        CASES,
-        WORLDS,
-    ),
-)
-def test_equals_one_process(name, size, expected):
-    check_world(CASES[name], size, expected=expected[name])
-
-
-def test_one_rank_has_one_process_bits(expected):
-    for name, case in CASES.items():
-        (outputs,) = run_ranks(1, lambda t, n=name, c=case: parallel_outputs(t, expected[n].model, c, "local"))
-        assert all(torch.equal(output, expected[name].plain) for output in outputs)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_rank_has_one_process_bits(family):
+    expected = Expected.of(case := Case(HEADS[family], 5, 7, 11, batch=2, family=family))
+    (outputs,) = run_ranks(1, lambda transport: parallel_outputs(transport, expected.model, case, "local"))
+    assert all(torch.equal(output, expected.plain) for output in outputs)
 
 
 @pytest.mark.sample(3)
@@ -67,10 +46,11 @@ def test_one_rank_has_one_process_bits(expected):
     ("machine", "size", "case", "settings", "degrees", "staged"),
     [
         ("aurora", 12, CASES["38 heads, dual"], {}, (12, 1), False),
+        ("local", 12, Case(12, 3, 5, 1, 2, (0, 1), torch.bfloat16), {}, (12, 1), False),
         ("local-6x2", 24, CASES["38 heads, bf16"], {}, (24, 1), False),
         ("local", 5, CASES["38 heads, dual"], {}, (5, 1), False),
         ("local", 7, CASES["38 heads, dual"], {}, (7, 1), False),
-        ("aurora", 12, IN_A_MESH, {"ring": 3, "placement": "usp", "ring_kind": "keys"}, (4, 3), False),
+        ("aurora", 12, IN_A_MESH, {"ring": 3, "placement": "topology", "ring_kind": "keys"}, (4, 3), False),
         ("aurora", 12, IN_A_MESH, {"ring": 6, "placement": "usp", "ring_kind": "token"}, (2, 6), False),
         ("aurora", 24, IN_A_MESH, {"ring": 12, "placement": "usp", "ring_kind": "streaming"}, (2, 12), False),
         pytest.param("aurora", 24, IN_A_MESH, {"ring": 2, "placement": "auto"}, (12, 2), False, marks=LARGE),
@@ -83,7 +63,7 @@ def test_one_rank_has_one_process_bits(expected):
         ("local", 5, Case(38, 7, 9, 11, 2), {"chunks": 3}, (5, 1), True),
         ("local", 7, Case(24, 7, 9, 11, 1, (), torch.bfloat16, "flux"), {"chunks": 2}, (7, 1), True),
         ("local", 6, Case(48, 7, 9, 11, 1, family="flux2"), {"chunks": 9}, (6, 1), True),
-        ("aurora", 12, Case(24, 7, 9, 11, 2, (), torch.bfloat16, "qwen"), {"chunks": 2}, (12, 1), True),
+        ("aurora", 12, Case(24, 7, 9, 11, 2, (), torch.bfloat16, "qwen"), {"chunks": 2, "ring": 1}, (12, 1), True),
     ],
     ids=str,
 )
@@ -97,9 +77,9 @@ def test_equals_one_process_on_machines_in_meshes_and_in_stages(machine, size, c
 
 @pytest.mark.parametrize("family", FAMILIES)
 @given(data=st.data())
-@examples(2, exhaustive=12)
+@examples(3, exhaustive=24)
 def test_any_sizes_and_any_mesh(family, data):
-    size = data.draw(st.sampled_from((2, 3, 4, 5, 6, 9, *((12, 24) if thorough() else ()))), "ranks")
+    size = data.draw(st.sampled_from((2, 3, 4, 5, 6, 7, 9, *((12, 24) if thorough() else ()))), "ranks")
     heads, batch = data.draw(st.sampled_from((5, HEADS[family])), "heads"), data.draw(st.integers(1, 2), "batch")
     rings = [n for n in (1, 2, 3, size) if size % n == 0 and size // n <= heads]
     height, width, text = (data.draw(st.integers(*ends)) for ends in ((1, 11), (4, 13), (1, 60)))
@@ -111,14 +91,14 @@ def test_any_sizes_and_any_mesh(family, data):
         "ring_kind": data.draw(st.sampled_from(sorted(RINGS)), "kind"),
     }
     machine = "aurora" if size in (12, 24) and data.draw(st.booleans()) else "local"
-    dual = (0,) if family == "sd3" and heads == 5 else ()
+    dual = data.draw(st.sampled_from(((), (0,), (0, 1))), "dual") if family == "sd3" else ()
     check_world(Case(heads, height, width, text, batch, dual, dtype, family), size, machine, **mesh)
 
 
-def test_sizes_may_change_from_call_to_call(expected):
+def test_sizes_may_change_from_call_to_call():
     """One engine serves images of several sizes; the last call repeats the first."""
-    model = expected["24 heads"].model
     calls = [CASES["24 heads"], Case(24, 4, 4, 2, batch=2), CASES["24 heads"]]
+    model = calls[0].model()
 
     def work(transport):
         own = copy.deepcopy(model)
@@ -151,32 +131,22 @@ def test_inference_mode_gives_the_same_bits(preset, chunks, ring):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("fails", [False, True])
-def test_leaving_restores_the_model(size, fails, expected):
-    """With an error inside as well: processors, hooks, weights, and so the bits of one process."""
-    case, models = CASES["24 heads"], [copy.deepcopy(expected["24 heads"].model) for _ in range(size)]
-    weights = expected["24 heads"].model.state_dict()
-    before = [(dict(own.attn_processors), len(hooks_of(own))) for own in models]
+def test_an_error_inside_leaves_the_model_as_it_was(size):
+    """Processors, hooks and weights, and so the bits of one process; what leaves without one is asked by `on_ranks`."""
+    model, inputs = (case := CASES["24 heads"]).model(), case.inputs()
+    plain = outputs_of(model, inputs)
 
     def work(transport):
-        own = models[transport.rank]
-        with torch.no_grad(), parallelize(own, transport=transport):
-            assert (dict(own.attn_processors), len(hooks_of(own))) != before[transport.rank]
-            own(**case.inputs())
-            if fails:
-                raise ZeroDivisionError("the user's own")
+        own = copy.deepcopy(model)
+        before = state_of(own)
+        with pytest.raises(ZeroDivisionError, match="the user's own"), parallelize(own, transport=transport):
+            assert state_of(own) != before
+            outputs_of(own, inputs)
+            raise ZeroDivisionError("the user's own")
+        assert state_of(own) == before and all(map(torch.equal, outputs_of(own, inputs), plain))
+        assert all(map(torch.equal, own.state_dict().values(), model.state_dict().values()))
 
-    if fails:
-        with pytest.raises(ZeroDivisionError, match="the user's own"):
-            run_ranks(size, work)
-    else:
-        run_ranks(size, work)
-    assert [(dict(own.attn_processors), len(hooks_of(own))) for own in models] == before
-    for own in models:
-        assert own.state_dict().keys() == weights.keys()
-        assert all(torch.equal(tensor, weights[name]) for name, tensor in own.state_dict().items())
-        with torch.no_grad():
-            assert torch.equal(own(**case.inputs()).sample, expected["24 heads"].plain)
+    run_ranks(size, work)
 
 
 # Stages ---------------------------------------------------------------------------------------------------------------
@@ -197,12 +167,6 @@ def test_auto_is_off_where_it_does_not_pay():
         assert found[0] == found[1] != found[2]
 
     run_ranks(24, work)
-
-
-@pytest.mark.parametrize("chunks", [0, -1, 2.0, True, "two", None])
-def test_mistaken_chunks(chunks):
-    with pytest.raises(UserError, match=r"chunks is .*: give a whole number of at least 1 \(1: off\) or auto"):
-        Config(chunks=chunks)
 
 
 def test_auto_needs_a_machine_that_was_measured():
@@ -238,7 +202,7 @@ def test_two_replicas_with_models_and_inputs_of_their_own_equal_one_process(mach
 
 def test_replicas_with_a_codec_have_the_bits_of_one_replica():
     """Each predicts by its own ranks' notes and keeps states of its own, over images of its own: the first makes one
-    while the second makes two, of other tokens, batch and family."""
+    while the second makes two, of other tokens, batch and family. A part is closed by itself."""
     axes = Axes.build(topology_of("local", 4), replica=2)
     models = [case.model() for case in IN_PARTS]
 
@@ -250,28 +214,18 @@ def test_replicas_with_a_codec_have_the_bits_of_one_replica():
         return outputs
 
     def work(transport: Any) -> list[torch.Tensor]:
-        return images(Part(transport, axes.replica(transport.rank)), axes.coordinates(transport.rank).replica)
+        part, number = Part(transport, axes.replica(transport.rank)), axes.coordinates(transport.rank).replica
+        outputs = images(part, number)
+        part.close()
+        with pytest.raises(UserError, match="the transport of this engine is closed"):
+            parallelize(copy.deepcopy(models[number]), transport=part).__enter__()
+        assert not transport.closed and transport.broadcast_object(transport.rank) == 0
+        return outputs
 
     of_ranks = run_ranks(4, work, 120.0)
     for number, (ranks,) in enumerate(axes.branches):
         for rank, alone in zip(ranks, run_ranks(2, lambda whole, number=number: images(whole, number)), strict=True):
             assert all(map(torch.equal, of_ranks[rank], alone))
-
-
-def test_a_part_may_make_more_images_than_the_other_and_is_closed_by_itself():
-    case, model = IN_PARTS[0], IN_PARTS[0].model()
-
-    def work(transport: Any) -> None:
-        part = Part(transport, (0, 1) if transport.rank < 2 else (2, 3))
-        for _ in range(1 if transport.rank < 2 else 3):
-            parallel_outputs(part, model, case, "local", selection="v_major", ratio=0.5, steps=3)
-        part.close()
-        with pytest.raises(UserError, match="the transport of this engine is closed"):
-            parallelize(copy.deepcopy(model), transport=part).__enter__()
-        assert not transport.closed
-        assert transport.broadcast_object(transport.rank) == 0
-
-    run_ranks(4, work, 120.0)
 
 
 def test_a_rank_lost_in_one_replica_ends_the_other_and_has_its_number_in_the_run():
@@ -288,3 +242,20 @@ def test_a_rank_lost_in_one_replica_ends_the_other_and_has_its_number_in_the_run
                 part.health.check()
 
     run_ranks(4, work, 60.0)
+
+
+@pytest.mark.processes
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (4, ["local", "auto auto", "2 usp"]),
+        (12, ["aurora", "auto auto"]),
+        *(pytest.param(n, ["local", "auto auto"], marks=pytest.mark.exhaustive) for n in (2, 5)),
+    ],
+    ids=["4, also in a mesh", "12", "2", "5"],
+)
+def test_mpi_and_gloo_equal_one_process(ranks, words):
+    done = warm_mpiexec(ranks, TESTS / "exactness_rank.py", *words, timeout_s=400.0)
+    assert_succeeded(done)
+    assert "all ranks agree" in done.stdout

@@ -109,14 +109,6 @@ def test_a_model_that_is_called_outside_of_the_block_says_so_once():
     assert len(lines := said(2)) == 2 and all(line.startswith(words) for line in lines)
 
 
-def test_an_engine_on_a_closed_transport_says_so():
-    transport = LoopbackTransport(LoopbackWorld(1), 0)
-    engine = parallelize(sd3_transformer(4), transport=transport)
-    transport.close()
-    with pytest.raises(UserError, match="the transport of this engine is closed"), engine:
-        pass
-
-
 def test_an_engine_that_opened_its_transport_opens_another_when_entered_again():
     engine = parallelize(sd3_transformer(4))
     for _ in range(2):

@@ -8,20 +8,28 @@ from typing import Any
 
 import pytest
 import torch
-from covering import all_but
 from exactness import STEPS, denoise
-from tiny_models import FAMILIES, sd3_inpaint_pipeline
+from on_ranks import on_ranks, refused
+from test_engine_pipelines import inpainting, restored
+from tiny_models import FAMILIES
 from torch.utils._pytree import tree_map_only
 
 from cocodiff.comm.loopback import run_ranks
-from cocodiff.config.config import Config
-from cocodiff.config.errors import UserError
 from cocodiff.engine.engine import parallelize
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 
 
-def check_nothing_stable(family: str, size: int, scorings: tuple[str, ...], ring: int | str = "auto") -> None:
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(
+    ("family", "size", "ring", "scorings"),
+    [
+        *(("qwen", *mesh) for mesh in ((4, 2, ("card",)), (6, 3, ("source",)), (3, 3, ("source",)))),
+        *((*world, "auto", ("source", "card")) for world in (("sd3", 2), ("sd3", 12), ("flux", 3), ("flux2", 6))),
+        *(("qwen", size, "auto", ("source", "card")) for size in (3, 6)),
+    ],
+)
+def test_nothing_stable_is_nothing_changed(family, size, ring, scorings):
     make, inputs_of = FAMILIES[family]
     model, inputs = make(13), inputs_of(2, 6, 7, 5)
 
@@ -43,86 +51,39 @@ def check_nothing_stable(family: str, size: int, scorings: tuple[str, ...], ring
     run_ranks(size, work)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("family", "size"),
-    all_but([("sd3", 2), ("sd3", 12), ("flux", 3), ("flux2", 6), ("qwen", 3), ("qwen", 6)], FAMILIES, (2, 3, 6, 12)),
-)
-def test_nothing_stable_is_nothing_changed(family, size):
-    check_nothing_stable(family, size, ("source", "card"))
-
-
-@pytest.mark.parametrize(("size", "ring", "scoring"), [(4, 2, "card"), (6, 3, "source"), (3, 3, "source")])
-def test_nothing_stable_is_nothing_changed_in_a_mesh(size, ring, scoring):
-    check_nothing_stable("qwen", size, (scoring,), ring)
-
-
-def pipeline_call(pipe: Any, seed: int, steps: int = 5, side: int = 64, prompt_tokens: int = 3) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    image = torch.rand(1, 3, side, side, generator=generator)
-    mask = torch.zeros(1, 1, side, side)
-    mask[..., 16:48, 16:48] = 1
-    pipe.set_progress_bar_config(disable=True)
-    return pipe(
-        image=image,
-        mask_image=mask,
-        height=side,
-        width=side,
-        num_inference_steps=steps,
-        strength=1.0,
-        prompt_embeds=torch.full((1, prompt_tokens, 16), 0.1),
-        pooled_prompt_embeds=torch.zeros(1, 16),
-        generator=generator,
-        guidance_scale=1,
-        output_type="pt",
-    ).images
-
-
 @pytest.mark.parametrize("preset", ["cocodiff", "cocodiff+", "coded", "coded-"])
 def test_no_image_leaves_a_ghost(preset):
     """An image of another size, prompt and number of steps in between changes nothing, and neither does one in whose
     middle all ranks stop; leaving frees all caches."""
-    pipes = [sd3_inpaint_pipeline(12) for _ in range(3)]
-    engines: list[Any] = []
+    pipe, arguments = inpainting("sd3")
+    pipes, engines = [copy.deepcopy(pipe) for _ in range(3)], list[Any]()
+    other = {name: torch.cat([x, x], 1) if name.endswith("prompt_embeds") else x for name, x in arguments.items()}
+    other |= {name: x for name, x in arguments.items() if "pooled" in name}
 
-    def work(transport: Any, stopped_at: int | None = None) -> torch.Tensor:
-        own, calls = pipes[transport.rank], list[int]()
-
-        def stop(*_: Any) -> None:
-            calls.append(1)
-            if len(calls) == stopped_at:
-                raise RuntimeError("stopped by hand")
-
-        hook = own.transformer.register_forward_pre_hook(stop)
-        try:
-            with torch.no_grad(), parallelize(own, preset, transport=transport) as engine:
-                engines.append(engine)
-                first = pipeline_call(own, 0)
-                held = engine.sequence.strategy.codec.bytes_held()
-                pipeline_call(own, 1, steps=3, side=96, prompt_tokens=7)
-                assert torch.equal(pipeline_call(own, 0), first)
-                assert engine.sequence.strategy.codec.bytes_held() == held > 0
-            return first
-        finally:
-            hook.remove()
+    def work(transport: Any, stopped: bool = False) -> torch.Tensor:
+        own = pipes[transport.rank]
+        with parallelize(own, preset, transport=transport) as engine:
+            engines.append(engine)
+            first = restored(own, arguments, steps=5)
+            held = engine.sequence.strategy.codec.bytes_held()
+            more = {"callback_on_step_end": lambda *_: 1 / 0} if stopped else {}
+            restored(own, other, side=48, steps=3, seed=1, **more)
+            assert torch.equal(restored(own, arguments, steps=5), first)
+            assert engine.sequence.strategy.codec.bytes_held() == held > 0
+        return first
 
     expected = run_ranks(3, work)
-    with pytest.raises(RuntimeError, match="stopped by hand"):
-        run_ranks(3, lambda transport: work(transport, 4))
+    with pytest.raises(ZeroDivisionError):
+        run_ranks(3, lambda transport: work(transport, stopped=True))
     assert all(map(torch.equal, run_ranks(3, work), expected))
     assert [engine.sequence.strategy.codec.bytes_held() for engine in engines] == [0] * 9
 
 
 def test_a_pipeline_tells_how_many_steps_run():
-    pipe = sd3_inpaint_pipeline(12)
-
-    def work(transport: Any) -> list:
-        own = copy.deepcopy(pipe)
-        with torch.no_grad(), parallelize(own, "cocodiff", transport=transport, sync_interval=0) as engine:
-            pipeline_call(own, 0, steps=6)
-        return engine.drift_profile()
-
-    profile = run_ranks(4, work)[0]
+    pipe, arguments = inpainting("sd3")
+    settings = {"preset": "cocodiff", "sync_interval": 0}
+    ran = on_ranks(4, pipe, run=lambda own, _: restored(own, arguments, steps=6), guidance_parallel=1, **settings)[0]
+    profile = ran.engine.drift_profile()
     assert [row["step"] for row in profile] == list(range(6))
     realised = [row["stable_fraction"] for row in profile]
     assert realised[0] == 0 and realised[-1] == 1 and realised == sorted(realised)
@@ -131,14 +92,8 @@ def test_a_pipeline_tells_how_many_steps_run():
 
 def test_a_bare_model_must_be_told_the_steps():
     make, inputs_of = FAMILIES["sd3"]
-    model, inputs = make(4), inputs_of(1, 4, 4, 3)
-
-    def work(transport: Any) -> None:
-        with torch.no_grad(), parallelize(copy.deepcopy(model), "cocodiff+", transport=transport) as engine:
-            engine.model(**inputs)
-
-    with pytest.raises(UserError, match=r"how many steps run: parallelize\(\.\.\., steps=N\)"):
-        run_ranks(2, work)
+    words = r"how many steps run: parallelize\(\.\.\., steps=N\)"
+    refused(words, make(4), inputs_of(1, 4, 4, 3), preset="cocodiff+")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -218,28 +173,3 @@ def test_some_layers_keep_state_and_the_others_tensors_travel_whole(family, pres
             assert shares[-1] == of_one / held and profile[-1]["coded_fraction"] == 1
         if preset == "lossless":
             assert all(map(torch.equal, some, every))
-
-
-@pytest.mark.parametrize(
-    ("preset", "settings", "message"),
-    [
-        ("cocodiff", {"exchange": "flat"}, "scoring card needs exchange tapa, not flat"),
-        ("cocodiff", {"ratio": 1.5}, "ratio is 1.5: give a fraction from 0 to 1"),
-        ("cocodiff", {"schedule": "list"}, "schedule list needs ratios"),
-        ("cocodiff", {"schedule": "liner"}, "did you mean linear"),
-        ("cocodiff", {"warmup": -1}, "warmup is -1"),
-        ("cocodiff", {"sync_interval": 0.5}, "sync_interval is 0.5"),
-        ("coded", {"selection": "v_major"}, "codec int4 .* selection v_major .*: choose codec none or selection full"),
-        (
-            "coded",
-            {"codec": "none", "arrival": "adaptive", "selection": "v_major"},
-            "arrival adaptive .* choose arrival now",
-        ),
-        ("coded", {"tau": 0}, "tau is 0: give a number above 0"),
-        ("coded", {"codec": "int3"}, "unknown codec 'int3'.*none, lossless, int8, int4, int2"),
-        ("coded", {"predictor": "tailor"}, "did you mean taylor"),
-    ],
-)
-def test_settings_that_make_no_sense(preset, settings, message):
-    with pytest.raises(UserError, match=message):
-        Config.preset(preset, **settings)

@@ -1,6 +1,5 @@
 """Whole inpainting pipelines of every family, with VAE and guidance, on several ranks: one process's image."""
 
-from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -89,28 +88,6 @@ def test_latents_are_decoded_on_one_rank_or_on_all():
     assert decoded == [0]
     check_alike(on_ranks(3, pipe, run=run, vae="all"), one.found, atol=0)
     assert sorted(decoded) == [0, 0, 1, 2]
-
-
-@pytest.mark.parametrize("vae", ["one", "tiled", "sharded"])
-def test_inside_the_block_a_pipeline_has_all_its_parts(vae, tmp_path):
-    """Whatever walks over them finds the VAE as well."""
-    pipe, arguments = inpainting("flux")
-    pipe.save_pretrained(tmp_path / "plain")
-    wide = {name: x.double() if "embeds" in name else x for name, x in arguments.items()}
-
-    def files(folder: Path) -> dict[str, bytes]:
-        paths = (path for path in folder.rglob("*") if path.is_file())
-        return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
-
-    def run(own: Any, engine: Any) -> list[torch.Tensor]:
-        folder = tmp_path / str(engine.rank)
-        own.save_pretrained(folder)
-        assert files(folder) == files(tmp_path / "plain")
-        own.to(torch.float64)
-        assert own.vae.dtype == torch.float64
-        return [restored(own, wide)]
-
-    check_alike(on_ranks(2, pipe, run=run, vae=vae), [restored(pipe.to(torch.float64), wide)])
 
 
 def test_every_family_is_here():

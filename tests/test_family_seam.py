@@ -10,7 +10,7 @@ from on_ranks import check_exact
 from cocodiff import models
 from cocodiff.cli.main import main
 from cocodiff.jobs.model_shapes import load_shape
-from cocodiff.planner.memory import ModelShape
+from cocodiff.planner.case import ModelShape
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 

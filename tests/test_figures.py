@@ -17,7 +17,7 @@ from cocodiff.cli.main import COMMANDS, main
 from cocodiff.config.config import load_machine, shipped_names
 from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.planner.calibrate import Fit
-from cocodiff.planner.memory import ModelShape
+from cocodiff.planner.case import ModelShape
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "papers.md"
 NAMES = sorted(shipped_names("papers"))

@@ -10,14 +10,13 @@ import diffusers
 import pytest
 import torch
 from covering import all_but
-from exactness import Case, Expected, guided_outputs
+from exactness import Case
 from on_ranks import Call, Ran, check_alike, on_ranks, outputs_of
 from planned_models import cast
 from seams import bytes_held_of_parts, end_guidance_of, step_caches_of
 from test_engine_checks import BROADCAST
-from test_engine_families import with_lora
 from test_engine_pipelines import SIDE, inpainting, restored
-from tiny_models import FAMILIES, HEADS
+from tiny_models import FAMILIES, HEADS, with_lora
 from worlds import topology_of
 
 from cocodiff.comm.loopback import run_ranks
@@ -28,7 +27,6 @@ from cocodiff.planner import automatic
 from cocodiff.topology.axes import Axes
 
 GUIDED = ("sd3", "flux", "klein", "qwen")
-SEQUENTIAL = ("flux", "flux2", "qwen")
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 
@@ -84,10 +82,11 @@ def test_equals_one_process(name, size):
 
 @pytest.mark.parametrize("name", GUIDED)
 def test_auto_splits_where_the_pipeline_guides(name):
+    """Qwen-Image's does not say that it does not: in the first step one part sends what both have computed."""
     pipe, arguments = guiding(name)
     off = arguments | {key: 1.0 for key in ("guidance_scale", "true_cfg_scale") if key in arguments}
     (before, _), (after, _) = check_images(2, pipe, [off, arguments])
-    assert before == 0 < after
+    assert (before > 0) == (name == "qwen") and 4 * before <= after - before > 0
 
 
 @pytest.mark.parametrize(("ranks", "ring", "splits"), [(2, 2, False), (4, 2, True)])
@@ -128,24 +127,13 @@ def test_parts_stay_parts_where_offloading_takes_its_hooks_off_and_puts_them_on(
     assert second - first == first - zeroth > 0 == together
 
 
-@pytest.mark.parametrize(
-    ("family", "size"), all_but([("sd3", 4), ("flux2", 4), ("qwen", 6)], ("sd3", *SEQUENTIAL), (4, 6))
-)
-def test_real_heads_and_odd_sizes(family, size):
-    case = Case(HEADS[family], 7, 9, 11, family=family, batch=2 if family == "sd3" else 1)
-    expected = Expected.of(case)
-    for outputs in run_ranks(size, lambda transport: guided_outputs(transport, expected.model, case, "local")):
-        for output in outputs:
-            expected.check(output)
-
-
 def calls_of(family: str, *branches: int) -> list[list[Call]]:
     """A denoising loop's calls: of each step, so many branches of one sample, with texts of different length."""
     inputs_of, steps = FAMILIES[family][1], []
     for step, count in enumerate(branches):
-        sample = inputs_of(1, 6, 7, 1)["hidden_states"] * (1 + 0.1 * step)
+        sample = inputs_of(1, 7, 9, 1)["hidden_states"] * (1 + 0.1 * step)
         moment = {"timestep": torch.full((1,), 0.9 - 0.1 * step), "hidden_states": sample}
-        steps.append([inputs_of(1, 6, 7, (5, 3, 4)[branch]) | moment for branch in range(count)])
+        steps.append([inputs_of(1, 7, 9, (5, 3, 4)[branch]) | moment for branch in range(count)])
     return steps
 
 
@@ -157,16 +145,14 @@ def looped(model: Any, steps: list[list[Call]]) -> list[torch.Tensor]:
     return outputs
 
 
-def check_loop(size: int, model: Any, loop: list[list[Call]], run: Any = looped, **more: Any) -> Ran:
-    """Compare what a loop makes of the model's calls in two parts of the ranks with one process's."""
-
-    def of_rank(own: Any, engine: Any) -> list[torch.Tensor]:
-        return run(own, loop) if run is looped else run(own, engine)
-
+def check_loop(size: int, model: Any, loop: list[list[Call]], run: Any = None, plain: Any = None, **more: Any) -> Ran:
+    """Compare what a loop makes of the model's calls, or `run` of a model and its engine, in two parts of the ranks
+    with what the loop, or `plain`, makes in one process."""
     with torch.no_grad():
-        plain = looped(model, loop)
-    of_ranks = on_ranks(size, model, run=of_rank, guidance_parallel=2, **{"steps": len(loop)} | more)
-    return check_alike(of_ranks, plain, 1e-5, 1e-4)
+        expected = plain(copy.deepcopy(model), None) if plain else looped(model, loop)
+    run = run or plain or (lambda own, _: looped(own, loop))
+    of_ranks = on_ranks(size, model, run=run, guidance_parallel=2, **{"steps": len(loop)} | more)
+    return check_alike(of_ranks, expected, 1e-5, 1e-4)
 
 
 @pytest.mark.filterwarnings("ignore:guidance_parallel 2. step")
@@ -180,7 +166,7 @@ def check_loop(size: int, model: Any, loop: list[list[Call]], run: Any = looped,
     ],
 )
 def test_calls_that_come_or_do_not_come(family, branches):
-    ran = check_loop(4, FAMILIES[family][0](6), calls_of(family, *branches), steps=9)
+    ran = check_loop(4, FAMILIES[family][0](HEADS[family]), calls_of(family, *branches), steps=9)
     assert (ran.sent("unsplit") > 0) == (1 in branches[:-1])
 
 
@@ -292,7 +278,7 @@ def test_no_attention_byte_passes_between_the_parts(ranks, absent):
         assert own == alone and sum(own.values()) > 0
         assert sum(sent["unsplit"].values()) == 0 < sum(sent["guidance"].values())
         output_bytes = case.height * case.width * 4 * 4 + 1  # and one that says whether there is an output
-        assert sum(sent["guidance"].values()) == (steps - 1) * ranks * output_bytes
+        assert sum(sent["guidance"].values()) == steps * ranks * output_bytes
 
 
 def test_each_image_of_an_engine_has_results_of_its_own_kind_and_dtype():
@@ -310,18 +296,16 @@ def test_each_image_of_an_engine_has_results_of_its_own_kind_and_dtype():
 
 def test_a_result_that_nobody_asks_for():
     """The second branch's result is thrown away in some steps; its message is, too."""
-    model, steps = FAMILIES["qwen"][0](6), calls_of("qwen", 2, 2, 2, 2)
+    steps = calls_of("qwen", 2, 2, 2, 2)
 
-    def run(own: Any, _: Any = None) -> list[torch.Tensor]:
+    def run(own: Any, _: Any) -> list[torch.Tensor]:
         outputs = []
         for number, calls in enumerate(steps):
             results = [own(**call)[0] for call in calls]
             outputs += [result * 2 for result in results[: 1 + (number == 2)]]
         return outputs
 
-    with torch.no_grad():
-        plain = run(model)
-    check_alike(on_ranks(2, model, run=run, guidance_parallel=2, steps=4), plain, 1e-5, 1e-4)
+    check_loop(2, FAMILIES["qwen"][0](6), steps, plain=run)
 
 
 def test_an_engine_that_was_left_keeps_nothing_of_a_part_nor_of_all_ranks(recwarn):

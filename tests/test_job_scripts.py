@@ -12,10 +12,12 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
+from aurora.queues import Job, accepts, job_of
 from launching import fake, find_mpiexec
+
+from cocodiff.jobs.record import write_document
 
 ROOT = Path(__file__).parents[1]
 LAUNCH = ROOT / "launch"
@@ -26,24 +28,6 @@ SHELL = [
     ROOT / "tests/kernels/ocloc",
 ]
 GUIDE = (ROOT / "docs/aurora.md").read_text()
-
-
-class Queue(NamedTuple):
-    """What a queue accepts."""
-
-    least: int  # nodes of a job
-    most: int
-    hours: float
-    queued: int | None = None  # jobs of a user; None: as the guide does not say
-
-
-# ALCF user guides, "Running jobs on Aurora", August 2026.
-QUEUES = {
-    "debug": Queue(1, 2, 1),
-    "debug-scaling": Queue(1, 31, 1),
-    "capacity": Queue(1, 16, 168, 5),
-    "prod": Queue(256, 10624, 24),
-}
 
 
 def clean_environment(**more: str) -> dict[str, str]:
@@ -183,6 +167,26 @@ def test_a_job_sets_its_environment_and_cleans_up(tmp_path, given, found):
     assert re.search(rf"rm -rf -- {tmp_path}/scratch/cocodiff-\d+-[0-9a-f]{{16}}$", calls[-1])
 
 
+@pytest.mark.parametrize(
+    ("given", "verdict", "restored_with"),
+    [
+        ({"FAST": "1"}, "right", "0"),
+        ({"FAST": "1"}, "rank 3 got other numbers than were sent from [5]", "1"),
+        ({"FAST": "1", "SAFE": "1"}, "right", "1"),
+        ({}, "right", "1"),
+    ],
+)
+def test_a_job_takes_doctors_word_on_calls_that_wait_where_it_is_asked_to(tmp_path, given, verdict, restored_with):
+    """FAST=1 and the modules' CCL_OP_SYNC=1: only what comes after doctor is without."""
+    facts = {"op_sync": [[{"CCL_OP_SYNC=0": verdict, "seconds": 0.1, "hidden": 0.5}], []]}
+    (tmp_path / "restored/aurora-doctor").mkdir(parents=True)
+    write_document(tmp_path / "restored/aurora-doctor", "doctor.json", {"facts": facts}, {})
+    done = job(tmp_path, CCL_OP_SYNC="1", **given)
+    assert done.returncode == 0, done.stderr
+    calls = [call.split() for call in (tmp_path / "record").read_text().splitlines() if "--ppn 12" in call]
+    assert [call[2] for call in calls] == ["1", restored_with]
+
+
 @pytest.mark.parametrize(("nodes", "measured"), [(1, 41), (2, 5), (8, 5)])
 def test_a_campaign_prints_what_it_would_measure(nodes, measured):
     """Of each node count the all-to-all; on one node four models of three sizes and batches and as many images as fit,
@@ -196,53 +200,25 @@ def test_a_campaign_prints_what_it_would_measure(nodes, measured):
     assert all(f" -n {12 * nodes} " in line for line in lines[1:-1])
 
 
-def submitted(lines: Sequence[str]) -> list[tuple[int, str, list[str]]]:
-    """Of each qsub its nodes, the queue and the words that are passed on."""
-    queue = directives(LAUNCH / "campaign.pbs")["q"]
-    found = [re.fullmatch(r"qsub -l select=(\d+)(?: -v (\S+))? launch/campaign.pbs", line) for line in lines]
-    return [(int(one[1]), queue, sorted((one[2] or "").split(","))) for one in found]
-
-
-def directives(script: Path) -> dict[str, str]:
-    """What the lines with #PBS say, by option; of -l by resource."""
-    words = re.findall(r"(?m)^#PBS -(\w) ?(\S*)", script.read_text())
-    resources = [value.partition("=")[::2] for option, value in words if option == "l"]
-    return dict(word for word in words if word[0] != "l") | dict(resources)
-
-
-def too_much(queue: str, nodes: int, hours: float, jobs: int = 1) -> list[str]:
-    """What of a job, or of so many, the queue does not accept."""
-    limits = QUEUES[queue]
-    wrong = {"nodes": not limits.least <= nodes <= limits.most, "hours": hours > limits.hours}
-    return [name for name, is_wrong in (wrong | {"jobs": jobs > (limits.queued or jobs)}).items() if is_wrong]
+def submitted(lines: Sequence[str]) -> list[Job]:
+    return [job_of([str(ROOT / word) if "/" in word else word for word in line.split()[1:]]) for line in lines]
 
 
 def test_queues_accept_what_the_scripts_ask_for():
     """And all that the campaign submits; those of any cluster name no queue."""
     for script in LAUNCH.glob("*.pbs"):
-        asked = directives(script)
-        if "q" in asked:
-            hours, minutes, seconds = map(int, asked["walltime"].split(":"))
-            assert too_much(asked["q"], int(asked["select"]), hours + minutes / 60 + seconds / 3600) == [], script.name
-        else:
-            assert script.name == "generic.pbs"
+        job = job_of([str(script)])
+        assert job.queue is None if script.name == "generic.pbs" else accepts(job), script.name
     jobs = submitted(dry_run(LAUNCH / "campaign.pbs"))
-    assert [nodes for nodes, *_ in jobs] == [1, 2, 4, 8]
-    assert [too_much(queue, nodes, 6, len(jobs)) for nodes, queue, _ in jobs] == [[]] * 4
+    assert [job.nodes for job in jobs] == [1, 2, 4, 8]
+    assert all(accepts(job, len(jobs)) for job in jobs)
 
 
-@pytest.mark.parametrize(
-    ("job", "wrong"),
-    [
-        (("prod", 8, 6.0), ["nodes"]),
-        (("debug", 3, 1.0), ["nodes"]),
-        (("debug", 2, 1.1), ["hours"]),
-        (("capacity", 17, 169.0, 6), ["nodes", "hours", "jobs"]),
-        (("capacity", 16, 168.0, 5), []),
-    ],
-)
-def test_what_a_queue_does_not_accept_is_found(job, wrong):
-    assert too_much(*job) == wrong
+def test_what_a_queue_does_not_accept_is_found():
+    most = Job(None, "capacity", 16, 168.0, [])
+    assert accepts(most, 5) and not accepts(most, 6)
+    for wrong in ({"nodes": 17}, {"hours": 168.1}, {"queue": "debug"}, {"queue": "prod", "hours": 6.0}):
+        assert not accepts(most._replace(**wrong))
 
 
 def test_no_job_is_handed_a_whole_environment():
@@ -261,7 +237,7 @@ def test_the_campaign_submits_itself_with_what_the_user_has_chosen(tmp_path):
     lines = record.read_text().splitlines()
     assert all(line.startswith(f"{tmp_path} qsub ") for line in lines)
     jobs = submitted([line.removeprefix(f"{tmp_path} ") for line in lines])
-    assert [(nodes, names) for nodes, _, names in jobs] == [(n, ["MODELS", "OUT", "STEPS"]) for n in (1, 2, 4, 8)]
+    assert [(job.nodes, job.names) for job in jobs] == [(n, ["MODELS", "OUT", "STEPS"]) for n in (1, 2, 4, 8)]
     assert set(Path(f"{record}.models").read_text().splitlines()) == {"sd3.5 a,b.yaml"}
     fake(tmp_path / "bin/qsub", "exit 3")
     assert started(tmp_path / "launch/campaign.pbs").returncode == 3, "a job that is not accepted"
@@ -272,7 +248,7 @@ def test_all_variables_of_the_campaign_reach_its_jobs():
     names = set(re.findall(r"(?m)^(\w+)=\$\{\1", text))
     assert {"MODELS", "WEIGHTS", "PROXY"} <= names
     told = dry_run(LAUNCH / "campaign.pbs", **dict.fromkeys(names | {"SAFE", "VENV", "MACHINE"}, "x"))
-    assert [set(chosen) for *_, chosen in submitted(told)] == [names | {"SAFE", "VENV", "MACHINE"}] * 4
+    assert [set(job.names) for job in submitted(told)] == [names | {"SAFE", "VENV", "MACHINE"}] * 4
 
 
 def test_a_campaign_goes_on_where_it_was_cut_short(tmp_path):
@@ -472,18 +448,3 @@ def launcher_flags(line: str) -> list[str]:
     """The launcher's own flags in a printed line: those before the program that it starts."""
     words = itertools.takewhile(lambda word: "/bin/" not in word, line.split())
     return [word.partition("=")[0] for word in words if word.startswith("-")]
-
-
-def test_ranks_of_each_start_are_told_how_many_they_are(tmp_path):
-    """Whatever an earlier job has left in the environment."""
-    shutil.copytree(LAUNCH, tmp_path / "launch")
-    fake(tmp_path / "bin/module")
-    fake(tmp_path / "bin/mpiexec", 'echo "told $COCODIFF_RANKS: $*"')
-    fake(tmp_path / "venv/bin/cocodiff")
-    fake(tmp_path / "venv/bin/pip", "exit 1")
-    words = {"MODELS": "sd3.5", "SIZES": "768", "BATCHES": "1", "VENV": "venv", "NODES": "2", "OUT": "out"}
-    for script, sizes in (("campaign.pbs", {24}), ("aurora.pbs", {12})):
-        done = started(tmp_path / "launch" / script, COCODIFF_RANKS="7", **words | {"NODES": str(max(sizes) // 12)})
-        assert done.returncode == 0, done.stderr
-        starts = re.findall(r"(?m)^told (\d+): .* -n (\d+) --ppn 12 .*/bin/cocodiff ", done.stdout)
-        assert {(int(told), int(ranks)) for told, ranks in starts} == {(size, size) for size in sizes}

@@ -14,21 +14,26 @@ from cocodiff.config.machine import Topology
 from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.models.adapter import image_and_text
 from cocodiff.models.family import Video
-from cocodiff.planner.choice import OUTPUT_CHANNELS, Pricer, Workload, choose, parts_of, with_weights_chosen
-from cocodiff.planner.costs import state_sizes
-from cocodiff.planner.layers import Case, plan_step
-from cocodiff.planner.memory import Load, ModelShape, block_parameters, coded_layers, size_run
+from cocodiff.planner.case import Case, ModelShape, coded_layers
+from cocodiff.planner.choice import OUTPUT_CHANNELS, Division, choose, parts_of, with_weights_chosen
+from cocodiff.planner.layers import StepPlan, plan_step
+from cocodiff.planner.memory import block_parameters, fullest, size_run
 from cocodiff.planner.partitions import Partition, partitions_of
-from cocodiff.planner.traffic import Latencies
 from cocodiff.topology.axes import Axes
 
 AURORA = topology_of("aurora", 12)
 TOY = ModelShape("toy", heads=24, head_dim=64, joint_layers=2, parameters=10**6, text_tokens=24, branches=2)
 
 
-def work_of(shape: ModelShape = TOY, image: int = 1008, preset: str = "flat", steps: int = 10) -> Workload:
-    load = Load(image_and_text(image, shape.text_tokens), shape.rows_per_image, 2, shape.branches)
-    return Workload(shape, load, Config.preset(preset), steps)
+def case_of(
+    shape: ModelShape = TOY, image: int = 1008, preset: str = "flat", steps: int = 10, topology: Topology = AURORA
+) -> Case:
+    call = image_and_text(image, shape.text_tokens), shape.rows_per_image, 2, shape.branches
+    return Case(shape, topology, Config.preset(preset), *call, steps)
+
+
+def step_of(case: Case, *partition: int) -> StepPlan:
+    return Division(Partition(*partition), [case]).steps[0]
 
 
 def with_memory(topology: Topology, count: float) -> Topology:
@@ -61,40 +66,37 @@ def test_every_deal_that_divides_the_ranks(ranks, given, expected):
 def test_two_branches_take_as_long_as_one_on_its_plane_and_the_exchange_of_outputs():
     """On one Aurora node a branch has a plane: 6 ranks with a link between any two. Flat sends each of the other five a
     sixth of a rank's rows; outputs go to the sibling, 64 channels of every image token."""
-    work, latency_s = work_of(), 10e-6
-    step = Pricer(AURORA).step(work, Partition(1, 2))
+    case, latency_s = case_of(), 10e-6
+    step = step_of(case, 1, 2)
     plane = AURORA.part(Axes.build(AURORA, guidance=2).branch(0))
-    alone = plan_step(Case(TOY, plane, work.config, replace(work.load, branches=1), 10), Latencies.of(AURORA.machine))
+    alone = plan_step(replace(case, topology=plane, branches=1))
     output = 1008 * OUTPUT_CHANNELS * 2
     assert step.step_s == pytest.approx(alone.step_s + output / 134e9 + latency_s)
     attention = 2 * 2 * 4 * (1008 + 24) * 24 * 64 * 2 * 5 // 6  # layers, branches, q k v o, rows, heads, D, bf16
     assert step.bytes == {"sibling": 0, "plane": attention, "cross_plane": 0, "node": 0}
     assert step.outputs == {"sibling": 12 * output, "plane": 0, "cross_plane": 0, "node": 0}
-    assert sum(Pricer(AURORA).step(work, Partition(2, 2)).outputs.values()) == 6 * output  # of one of two replicas
-    two, split = Pricer(topology_of("aurora", 24)), work_of(preset="split")  # a branch has a node
-    nodes = [two.step(split, Partition(1, guidance)) for guidance in (1, 2)]
+    assert sum(step_of(case, 2, 2).outputs.values()) == 6 * output  # of one of two replicas
+    split = case_of(preset="split", topology=topology_of("aurora", 24))  # a branch has a node
+    nodes = [step_of(split, 1, guidance) for guidance in (1, 2)]
     assert nodes[0].bytes["node"] > 0 == nodes[1].bytes["node"] < nodes[1].outputs["node"]
 
 
 def test_halves_of_a_batch_and_calls_are_guidance_alike():
     """A model that calls once with two rows, and one that calls twice: a branch is the same work."""
-    batched = work_of(replace(TOY, branches=1, rows_per_image=2))
-    pricer, partition = Pricer(AURORA), Partition(2, 2)
-    in_turn, at_once = (choose(pricer, [work], 4, 4, 2, 2).taken for work in (work_of(), batched))
-    assert at_once.job_s == 2 * at_once.batch_s == 2 * in_turn.batch_s
-    assert in_turn.job_s == pytest.approx(at_once.job_s + in_turn.batch_s / 10)  # the first of ten steps, once more
-    assert choose(pricer, [work_of()], 4, 4, 2, 1).taken.first_s == 0, "all ranks compute both branches in each step"
-    assert pricer.step(batched, partition) == pricer.step(work_of(), partition)
-    assert pricer.need(batched, partition) == pricer.need(work_of(), partition)
+    batched = case_of(replace(TOY, branches=1, rows_per_image=2))
+    in_turn, at_once = (choose([case], 4, 4, 2, 2).taken for case in (case_of(), batched))
+    assert at_once.job_s == 2 * at_once.image_s == 2 * in_turn.image_s
+    assert in_turn.job_s == pytest.approx(at_once.job_s + in_turn.image_s / 10)  # the first of ten steps, once more
+    assert choose([case_of()], 4, 4, 2, 1).taken.first_s == 0, "all ranks compute both branches in each step"
+    assert at_once.steps == in_turn.steps and at_once.need == in_turn.need
 
 
 def test_of_unequal_texts_the_longer_branch_decides():
-    pricer = Pricer(AURORA)
-    long, short = (work_of(replace(TOY, text_tokens=tokens)) for tokens in (480, 24))
-    works = long, short, replace(long, negative=short.load.segments)
-    longer, shorter, unequal = (pricer.step(work, Partition(1, 2)).step_s for work in works)
+    long, short = (case_of(replace(TOY, text_tokens=tokens)) for tokens in (480, 24))
+    cases = long, short, replace(long, negative=short.segments)
+    longer, shorter, unequal = (step_of(case, 1, 2).step_s for case in cases)
     assert shorter < longer == unequal
-    longer, shorter, unequal = (pricer.step(work, Partition(1, 1)).step_s for work in works)
+    longer, shorter, unequal = (step_of(case, 1, 1).step_s for case in cases)
     assert unequal == pytest.approx((longer + shorter) / 2)
 
 
@@ -102,9 +104,9 @@ def test_of_unequal_texts_the_longer_branch_decides():
 @pytest.mark.parametrize("ranks", [12, pytest.param(96, marks=pytest.mark.full)])
 def test_auto_is_the_best_of_all_deals(ranks, model):
     shape = load_shape(model)
-    work, pricer = work_of(shape, shape.image_tokens(1024), "tapa", 50), Pricer(topology_of("aurora", ranks))
+    case = case_of(shape, shape.image_tokens(1024), "tapa", 50, topology_of("aurora", ranks))
     for images in (1, 12, 2000):
-        found = choose(pricer, [work], images, images)
+        found = choose([case], images, images)
         taken, jobs = found.taken, {one.partition: one.job_s for one in found.listed}
         assert set(jobs) | set(found.refused) == set(partitions_of(ranks, guides=True)) and len(jobs) >= 10
         assert all("sit differently" in str(why) for why in found.refused.values())
@@ -119,15 +121,15 @@ def test_auto_is_the_best_of_all_deals(ranks, model):
 
 def test_memory_comes_first():
     """A tile that holds a third of the activations that one rank alone would have."""
-    work = work_of(image=4096)
-    alone, together = (Pricer(AURORA).need(work, partition) for partition in (Partition(12, 1), Partition(1, 1)))
-    assert choose(Pricer(AURORA), [work], 120, 120).taken.partition.replicas == 12
+    case = case_of(image=4096)
+    alone, together = (Division(partition, [case]).need for partition in (Partition(12, 1), Partition(1, 1)))
+    assert choose([case], 120, 120).taken.partition.replicas == 12
     third = together.library + alone.weights + alone.activations / 3
-    choice = choose(Pricer(with_memory(AURORA, third)), [work], 120, 120)
-    assert choice.taken.fits and choice.taken.ulysses * choice.taken.ring > 1
+    choice = choose([replace(case, topology=with_memory(AURORA, third))], 120, 120)
+    assert choice.taken.fits and choice.taken.mesh.topology.size > 1
     assert "do not fit the memory" in choice.line()
     choice.check_fits()
-    none = choose(Pricer(with_memory(AURORA, together.weights)), [work], 120, 120)
+    none = choose([replace(case, topology=with_memory(AURORA, together.weights))], 120, 120)
     assert none.taken.need.total == min(one.need.total for one in none.listed) and not none.taken.fits
     with pytest.raises(UserError, match=r"the partition that needs least, .*replica.* activations .* MiB are there"):
         none.check_fits()
@@ -135,10 +137,11 @@ def test_memory_comes_first():
 
 def test_memory_is_that_of_the_preset_that_needs_most():
     """Wherever it stands among the presets: one of them has caches."""
-    works = [work_of(image=4096, preset=preset) for preset in ("flat", "coded")]
-    needs = [Pricer(AURORA).need(work, Partition(1, 1)).total for work in works]
-    for order in (works, works[::-1]):
-        choice = choose(Pricer(with_memory(AURORA, sum(needs) / 2)), order, 1, 1, 1, 1)
+    cases = [case_of(image=4096, preset=preset) for preset in ("flat", "coded")]
+    needs = [Division(Partition(), [case]).need.total for case in cases]
+    for order in (cases, cases[::-1]):
+        small = with_memory(AURORA, sum(needs) / 2)
+        choice = choose([replace(case, topology=small) for case in order], 1, 1, 1, 1)
         assert choice.taken.need.total == max(needs) > min(needs) and choice.taken.fits is False
 
 
@@ -155,24 +158,24 @@ def test_memory_is_that_of_the_preset_that_needs_most():
     ],
 )
 def test_without_rates_replicas_come_first_then_guidance(images, pins, taken):
-    choice = choose(Pricer(topology_of("local", 12)), [work_of()], images, images, **pins)
+    choice = choose([case_of(topology=topology_of("local", 12))], images, images, **pins)
     assert choice.taken.partition == taken and choice.taken.fits is None
     assert len(choice.listed) == 1 or "machine local does not say what others would take" in choice.line()
 
 
 def test_what_cannot_be_says_why():
     """A table of chunks knows one and two nodes; chunks on ranks that sit differently; more ranks than tokens."""
-    work = replace(work_of(replace(TOY, heads=36)), config=Config.preset("flat", chunks="auto", ring=1))
-    choice = choose(Pricer(topology_of("aurora", 36)), [work], 1, 1, guidance=1)
+    case = case_of(replace(TOY, heads=36), topology=topology_of("aurora", 36)).with_settings(chunks="auto", ring=1)
+    choice = choose([case], 1, 1, guidance=1)
     assert choice.taken.partition.replicas > 1 and "chunks auto" in str(choice.refused[Partition(1, 1)])
-    apart = replace(work_of(preset="flat"), config=Config.preset("flat", chunks=2))
-    choice = choose(Pricer(topology_of("aurora", 24)), [apart], 3, 3)
+    choice = choose([case_of(topology=topology_of("aurora", 24)).with_settings(chunks=2)], 3, 3)
     assert set(choice.refused) == {(3, 1), (3, 2), (6, 1)}  # cards of a node have their planes in two orders
     assert "sit differently" in str(choice.refused[Partition(3, 1)])
-    few = choose(Pricer(topology_of("local", 12)), [work_of(image=4)], 3, 3)
-    assert set(few.refused) == {(1, 1), (1, 2), (2, 1)} and few.taken.partition == (3, 2)
+    few = case_of(image=4, topology=topology_of("local", 12))
+    choice = choose([few], 3, 3)
+    assert set(choice.refused) == {(1, 1), (1, 2), (2, 1)} and choice.taken.partition == (3, 2)
     with pytest.raises(UserError, match="12 ranks"):
-        choose(Pricer(topology_of("local", 12)), [work_of(image=4)], 1, 1)
+        choose([few], 1, 1)
 
 
 # What does not fit a tile ---------------------------------------------------------------------------------------------
@@ -183,29 +186,28 @@ def test_what_cannot_be_says_why():
 def test_weights_that_tiles_share_leave_a_part_and_two_buffers(among, ranks, layers):
     """Each branch of guidance has a node, whose ranks share among themselves."""
     shape = load_shape("qwen-image")
-    work = Workload(shape, Load(shape.segments(512), 1, 2, 2), Config(weights=among, split_layers=layers), 50)
-    (parts,) = parts_of(topology_of("aurora", 24), work, Partition(1, 2))
+    config = Config(weights=among, split_layers=layers)
+    case = Case(shape, topology_of("aurora", 24), config, shape.segments(512), branches=2)
+    (parts,) = parts_of(case, Partition(1, 2))
     block, split = block_parameters(shape)[0] * 2, layers or 60
     held = shape.parameters * 2 - split * block * (1 - 1 / ranks) + 2 * block
-    assert [part.need.weights for part in parts] == pytest.approx([held, held], rel=1e-6)
+    assert [fullest(part).weights for part in parts] == pytest.approx([held, held], rel=1e-6)
 
 
 MODELS_THAT_DO_NOT_FIT = [("flux.2", 1536), ("flux.2", 2304), ("qwen-image", 3072), ("wan2.2", 480), ("wan2.2", 720)]
 
 
-def work_on_tiles(name: str, size: int, preset: str, **settings: Any) -> Workload:
-    """One image of a side, or a video of as many rows, on tiles of Aurora."""
-    shape, config = load_shape(name), Config.preset(preset, machine="aurora", **settings)
+def case_on_tiles(name: str, size: int, preset: str, nodes: int) -> Case:
+    """One image of a side, or a video of as many rows, on nodes of Aurora."""
+    shape, config = load_shape(name), Config.preset(preset, machine="aurora")
     video = Video(81, size, {480: 832, 720: 1280}[size]) if shape.video else Video(1, size, size)
     tokens = shape.video_tokens(video) if shape.video else shape.image_tokens(size)
-    segments = image_and_text(tokens, shape.text_tokens)
-    return Workload(shape, Load(segments, shape.rows_per_image, 2, shape.branches, state_sizes(config)), config, 50)
+    call = image_and_text(tokens, shape.text_tokens), shape.rows_per_image, 2, shape.branches
+    return Case(shape, topology_of("aurora", 12 * nodes), config, *call)
 
 
-def needed(topology: Topology, work: Workload, **settings: Any) -> int:
-    config = work.config.with_(**settings)
-    work = replace(work, config=config, load=replace(work.load, state=state_sizes(config)))
-    return Pricer(topology).need(work, Partition()).total
+def needed(case: Case, **settings: Any) -> int:
+    return Division(Partition(), [case.with_settings(**settings)]).need.total
 
 
 @pytest.mark.sample(3)
@@ -214,12 +216,11 @@ def needed(topology: Topology, work: Workload, **settings: Any) -> int:
 @pytest.mark.parametrize(("name", "size"), MODELS_THAT_DO_NOT_FIT)
 def test_what_does_not_fit_a_tile_is_made_to_fit(name, size, preset, nodes):
     """4 GiB of a tile stay free, and with one shared block less, or one more layer's state, they would not."""
-    topology, room = topology_of("aurora", 12 * nodes), 60 * 2**30
-    work = work_on_tiles(name, size, preset)
-    chosen = with_weights_chosen(topology, work, Partition()).config
-    assert needed(topology, work) == needed(topology, work, **settings_of(chosen)) <= room
-    assert (chosen.weights == "whole") == (needed(topology, work, weights="whole") <= room)
-    assert chosen.predictor in (work.config.predictor, "last")
+    case, room = case_on_tiles(name, size, preset, nodes), 60 * 2**30
+    chosen = with_weights_chosen(case, Partition()).config
+    assert needed(case) == needed(case, **settings_of(chosen)) <= room
+    assert (chosen.weights == "whole") == (needed(case, weights="whole") <= room)
+    assert chosen.predictor in (case.config.predictor, "last")
     less = settings_of(chosen)
     if chosen.state_layers is not None:
         less["state_layers"] += 1
@@ -227,7 +228,7 @@ def test_what_does_not_fit_a_tile_is_made_to_fit(name, size, preset, nodes):
         less["split_layers"] -= 1
     else:
         return
-    assert needed(topology, work, **less) > room
+    assert needed(case, **less) > room
 
 
 def settings_of(config: Config) -> dict[str, Any]:
@@ -236,13 +237,9 @@ def settings_of(config: Config) -> dict[str, Any]:
 
 
 def test_the_state_of_some_layers_is_that_of_so_many():
-    topology, work = topology_of("aurora", 12), work_on_tiles("flux.2", 1024, "lossless")
-    whole, some = (
-        size_run(work.shape, topology, replace(work.load, state=state_sizes(config)))[0]
-        for config in (work.config, work.config.with_(state_layers=14))
-    )
-    assert (
-        some.reconstructions * 4 == whole.reconstructions and work.shape.joint_layers + work.shape.parallel_layers == 56
-    )
-    assert coded_layers(work.shape, 14) == (8, 6, 0)
-    assert coded_layers(replace(work.shape, image_layers=4), 7) == (4, 0, 3)
+    case = case_on_tiles("flux.2", 1024, "lossless", 1)
+    whole, some = (size_run(one)[0] for one in (case, case.with_settings(state_layers=14)))
+    shape = case.shape
+    assert some.reconstructions * 4 == whole.reconstructions and shape.joint_layers + shape.parallel_layers == 56
+    assert coded_layers(shape, 14) == (8, 6, 0)
+    assert coded_layers(replace(shape, image_layers=4), 7) == (4, 0, 3)

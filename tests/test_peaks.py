@@ -24,8 +24,8 @@ from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.models import load_family
 from cocodiff.models.decoding import Bands
 from cocodiff.models.family import Video
-from cocodiff.planner.memory import ModelShape, RankMemory
-from cocodiff.planner.peaks import VaePeak, size_peaks, tile_sides
+from cocodiff.planner.case import ModelShape
+from cocodiff.planner.memory import RankMemory, VaePeak, size_peaks, tile_sides
 
 
 def on_meta(name: str) -> Any:

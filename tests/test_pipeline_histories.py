@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 import torch
 from seams import interrupt
-from test_engine_families import with_lora
 from test_engine_pipelines import restored
 from test_guidance import GUIDED, guiding
+from tiny_models import with_lora
 
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.config.errors import UserError
@@ -207,20 +207,33 @@ def lived(history: History, deeds: list[str], enter: Callable[[Any], Any] | None
 )
 def test_each_image_is_one_processs_or_refused_in_a_line(number, tmp_path, monkeypatch):
     monkeypatch.setattr(compiling, "BACKEND", "eager")
-    chance, name = random.Random(number), GUIDED[number % len(GUIDED)]
+    chance = random.Random(number)
     deeds, settings = history_of(chance), settings_of(chance)
     if "compiled_around" in deeds:
         torch.compiler.reset()  # which traces a function anew eight times, and then no more
+    check(GUIDED[number % len(GUIDED)], deeds, settings, tmp_path)
+
+
+@pytest.mark.parametrize("vae", ["one", "tiled", "sharded"])
+def test_inside_the_block_a_pipeline_has_all_its_parts(vae, tmp_path):
+    """Whatever walks over them finds the VAE as well: what is saved is the same, and all is cast. None is refused."""
+    found = check("flux", [ENTER, "saved", "cast", "image", LEAVE], {"vae": vae}, tmp_path)
+    assert not any(isinstance(one, UserError) for one in found)
+
+
+def check(name: str, deeds: list[str], settings: dict[str, Any], folder: Path) -> list[Any]:
+    """Compare a history on two ranks with one process's. Returns what came of the deeds on the first rank."""
     pipe, arguments = guiding(name)
-    expected = lived(History(pipe, arguments, tmp_path / "plain"), deeds, None)
+    expected = lived(History(pipe, arguments, folder / "plain"), deeds, None)
 
     def work(transport: Any) -> list[Any]:
         def enter(pipe: Any) -> Any:
             return parallelize(pipe, transport=transport, **settings)
 
-        return lived(History(pipe, arguments, tmp_path / str(transport.rank)), deeds, enter)
+        return lived(History(pipe, arguments, folder / str(transport.rank)), deeds, enter)
 
-    for of_rank in run_ranks(2, work, timeout_s=600.0):  # the longest time that one compiles
+    of_ranks = run_ranks(2, work, timeout_s=600.0)  # the longest time that one compiles
+    for of_rank in of_ranks:
         for at, (came, plain) in enumerate(zip(of_rank, expected, strict=True)):
             told = f"{name} {settings}: {' '.join(deeds[: at + 1])}: {came}"
             if isinstance(came, UserError):
@@ -230,3 +243,4 @@ def test_each_image_is_one_processs_or_refused_in_a_line(number, tmp_path, monke
                 torch.testing.assert_close(came, plain, rtol=0, atol=1e-4, msg=lambda text, told=told: f"{told} {text}")
             else:
                 assert came == plain, told
+    return of_ranks[0]

@@ -25,31 +25,43 @@ from cocodiff.kernels import Kernels
 from cocodiff.kernels.residual import Prediction, Reconstructions
 from cocodiff.models.adapter import image_and_text
 from cocodiff.planner.calibrate import AllToAll, Constants
-from cocodiff.planner.choice import Workload
-from cocodiff.planner.costs import WHOLE, CallKind, state_sizes
+from cocodiff.planner.case import Case, ModelShape
+from cocodiff.planner.costs import WHOLE, CallKind
 from cocodiff.planner.decisions import Decisions, without_seldom
-from cocodiff.planner.layers import Case, plan_layers, plan_step
-from cocodiff.planner.memory import Load, ModelShape, Split, block_parameters
+from cocodiff.planner.layers import plan_layers, plan_step
+from cocodiff.planner.memory import block_parameters
 from cocodiff.planner.roofline import cost_of, roofline, seconds, started
-from cocodiff.planner.traffic import Latencies, stages_of
+from cocodiff.planner.traffic import stages_of
 from cocodiff.topology.axes import Mesh
 
-AURORA = topology_of("aurora", 12)
+WAITS = ("latency_us", "message_us", "blocked_us", "launch_us", "wait_us")
+
+
+def with_waits(topology: Topology, **of: float) -> Topology:
+    """The same ranks on a machine whose messages, launches and waits take so many microseconds, others none."""
+    machine, waits = topology.machine, dict.fromkeys(WAITS, 0.0) | of
+    parts = {
+        name: replace(part, **{wait: us for wait, us in waits.items() if hasattr(part, wait)})
+        for name, part in (("links", machine.links), ("device", machine.device))
+    }
+    return replace(topology, machine=replace(machine, **parts))
+
+
+AURORA = with_waits(topology_of("aurora", 12))
 TOY = ModelShape("toy", heads=48, head_dim=64, joint_layers=3, parallel_layers=2, parameters=10**6, text_tokens=24)
 SMALL = ModelShape("small", heads=24, head_dim=32, joint_layers=1, parameters=1, text_tokens=24)
-NO_WAITS = Latencies()
 
 
 def case(config: Config | str = "tapa", shape: ModelShape = TOY, topology: Topology = AURORA, **more: Any) -> Case:
     """A run of an image of 1008 tokens, as a preset has it."""
     config = Config.preset(config) if isinstance(config, str) else config
-    load = Load(image_and_text(1008, shape.text_tokens), 1, 2, shape.branches, state_sizes(config))
-    return Case(shape, topology, config, load, **{"steps": 20, **more})
+    call = image_and_text(1008, shape.text_tokens), 1, 2, shape.branches
+    return Case(shape, topology, config, *call, **{"steps": 20, **more})
 
 
 def layers(of: Case) -> dict[CallKind, Any]:
     """Plan the first kind of layers, by kinds of calls."""
-    return plan_layers(of, NO_WAITS)[0][1]
+    return plan_layers(of)[0][1]
 
 
 # All-to-alls ----------------------------------------------------------------------------------------------------------
@@ -87,8 +99,9 @@ def test_messages_block_the_host():
     output goes back."""
     blocking = replace(AURORA.machine, links=replace(AURORA.machine.links, blocked_us=1e4, latency_us=0.0))
     assert AllToAll(AURORA, "flat", 0.5).seconds(blocking) == pytest.approx(22 * 1e-2, rel=0.01)
-    flat = case("flat")
-    (blocked,), (free,) = (plan_layers(flat, Latencies(blocked_s=s))[0][1].values() for s in (1e-2, 0.0))
+    waits = (with_waits(AURORA, blocked_us=us) for us in (1e4, 0.0))
+    flat = Config.preset("flat", ring=1)  # a ring would have fewer messages
+    (blocked,), (free,) = (layers(case(flat, topology=topology)).values() for topology in waits)
     assert blocked.seconds - free.seconds == pytest.approx(2 * 22 * 1e-2, rel=0.05)
 
 
@@ -101,11 +114,10 @@ def test_a_stage_waits_for_the_rank_with_the_most_messages():
 
 def test_the_second_branch_has_the_text_of_the_prompt_that_guidance_leads_away_from():
     shape, segments, negative = replace(TOY, branches=2), image_and_text(96, 24), image_and_text(96, 5)
-    work = Workload(shape, Load(segments, 1, 2, branches=2), Config(), negative=negative)
-    assert [(one.segments, one.branches) for one in work.calls] == [(segments, 1), (negative, 1)]
+    of = Case(shape, AURORA, Config(), segments, branches=2, negative=negative)
+    assert [(one.segments, one.branches) for one in of.calls] == [(segments, 1), (negative, 1)]
     for branch, own in enumerate((segments, negative)):
-        assert work.of_branch(1, branch) == work
-        assert [(one.segments, one.branches) for one in work.of_branch(2, branch).calls] == [(own, 1)]
+        assert [(one.segments, one.branches) for one in of.of_branch(branch).calls] == [(own, 1)]
 
 
 # Strategies -----------------------------------------------------------------------------------------------------------
@@ -115,7 +127,7 @@ def test_an_exchange_that_the_planner_has_never_seen_is_planned_by_its_routes(mo
     monkeypatch.setitem(EXCHANGES, "next", EXCHANGES["split"])
     split = case("split")
     unknown = replace(split, config=split.config.with_(exchange="next"))
-    assert plan_step(unknown, NO_WAITS) == plan_step(split, NO_WAITS) != plan_step(case("flat"), NO_WAITS)
+    assert plan_step(unknown) == plan_step(split) != plan_step(case("flat"))
 
 
 def run_of(of: Case, sent: ReallySent) -> tuple[dict[str, int], dict[str, int]]:
@@ -125,13 +137,13 @@ def run_of(of: Case, sent: ReallySent) -> tuple[dict[str, int], dict[str, int]]:
         group, slot = of.mesh.group_and_slot(transport.rank)
         trace, generator = Trace(transport.rank), torch.Generator().manual_seed(transport.rank)
         strategy = build_strategy(of.config, of.mesh, transport, trace, Kernels("torch"))
-        rows = of.mesh.layouts(of.load.segments, of.shape.heads)[group].rows[slot]
+        rows = of.mesh.layouts(of.segments, of.shape.heads)[group].rows[slot]
         for step in range(of.steps):
-            x_BLHD = torch.rand(of.load.batch, rows, of.shape.heads, of.shape.head_dim, generator=generator).bfloat16()
+            x_BLHD = torch.rand(of.batch, rows, of.shape.heads, of.shape.head_dim, generator=generator).bfloat16()
             if of.config.codec == "lossless":  # whose codes of other numbers are as long as these need
                 x_BLHD.fill_(1.0)
             strategy.codec.begin_step(StepInfo(0, step, of.steps))
-            qkv = LazyQKV(*[lambda x=x_BLHD: x] * 3, of.load.segments, of.shape.heads)
+            qkv = LazyQKV(*[lambda x=x_BLHD: x] * 3, of.segments, of.shape.heads)
             strategy.attend(qkv, LayerKey("layer"))
         return trace.bytes()
 
@@ -164,9 +176,8 @@ def test_planned_bytes_are_those_that_ranks_send_in_a_run(nodes, preset, setting
     a sibling's bytes; of the lossless codec the first step is known."""
     config, topology = Config.preset(preset, **settings), topology_of("aurora", 12 * nodes)
     image = 12 * nodes * 4 + 5 * (preset != "cocodiff")
-    load = Load(image_and_text(image, 24), 2, 2, 1, state_sizes(config))
-    of = Case(SMALL, topology, config, load, steps=1 if preset == "lossless" else 5)
-    planned = {link: of.steps * count for link, count in plan_step(of, NO_WAITS).bytes.items()}
+    of = Case(SMALL, topology, config, image_and_text(image, 24), 2, steps=1 if preset == "lossless" else 5)
+    planned = {link: of.steps * count for link, count in plan_step(of).bytes.items()}
     traced, sent = run_of(of, ReallySent(monkeypatch))
     if preset == "cocodiff":
         assert planned.pop("sibling") == pytest.approx(traced.pop("sibling"), rel=0.2)
@@ -189,13 +200,12 @@ def test_plans_of_real_models(snapshot):
             topology_of("aurora", 12),
             topology_of("aurora", 48),
             topology_of("p4de", 8),
-            AURORA.part((0,)),
+            topology_of("aurora", 12).part((0,)),
         ):
             for preset in PRESETS:
                 config = Config.preset(preset)
                 config = config.with_(codec="int2") if config.codec == "auto" else config
-                load = Load(segments, shape.rows_per_image, 2, shape.branches, state_sizes(config))
-                plan = plan_step(Case(shape, topology, config, load), Latencies.of(topology.machine))
+                plan = plan_step(Case(shape, topology, config, segments, shape.rows_per_image, 2, shape.branches))
                 assert plan.image_s == plan.step_s * 50 and -1e-9 < plan.communication_share < 1
                 times = f"{plan.step_s * 1e3:.2f} ms, computing {plan.compute_s * 1e3:.2f}, waits {plan.waits:.1f}"
                 sent = ", ".join(f"{link} {count / 1e6:.2f}" for link, count in plan.bytes.items() if count)
@@ -209,20 +219,20 @@ def test_plans_of_real_models(snapshot):
     nodes=st.sampled_from((1, 2)),
     slower=st.sampled_from(("sibling_gb_s", "plane_gb_s", "nic_gb_s", "bf16_tflop_s", "memory_gb_s")),
     factor=st.floats(1.0, 30.0),
-    latencies=st.builds(Latencies, *[st.floats(0, 1e-4)] * 5),
+    waits=st.fixed_dictionaries(dict.fromkeys(WAITS, st.floats(0, 100))),
 )
 @settings(max_examples=40, deadline=None)
-def test_a_slower_machine_takes_no_less(preset, nodes, slower, factor, latencies):
+def test_a_slower_machine_takes_no_less(preset, nodes, slower, factor, waits):
     """A slower link or device, and messages, launches or waits that take longer."""
-    aurora = topology_of("aurora", 12 * nodes)
+    aurora = with_waits(topology_of("aurora", 12 * nodes))
     machine = aurora.machine
     part = {"links": machine.links} if hasattr(machine.links, slower) else {"device": machine.device}
     slow = {name: replace(of, **{slower: getattr(of, slower) / factor}) for name, of in part.items()}
     config = Config.preset(preset)
     config = config.with_(codec="int4") if config.codec == "auto" else config
-    quick = plan_step(case(config, topology=aurora, known_mesh=Mesh.build(aurora)), NO_WAITS)
-    for topology, waits in ((replace(aurora, machine=replace(machine, **slow)), NO_WAITS), (aurora, latencies)):
-        found = plan_step(case(config, topology=topology, known_mesh=Mesh.build(topology)), waits)
+    quick = plan_step(case(config, topology=aurora, known_mesh=Mesh.build(aurora)))
+    for topology in (replace(aurora, machine=replace(machine, **slow)), with_waits(aurora, **waits)):
+        found = plan_step(case(config, topology=topology, known_mesh=Mesh.build(topology)))
         assert found.step_s >= quick.step_s * (1 - 1e-9) and found.bytes == quick.bytes
 
 
@@ -244,7 +254,7 @@ def test_what_a_call_does_not_wait_for_takes_no_time_or_that_of_the_links(effici
     shape = ModelShape("a layer", heads=24, head_dim=64, joint_layers=1, parameters=10**6, text_tokens=24)
     topology = Topology.build(at_rates(CARDS, efficiency), 4)
     of = case(config, shape, topology, steps=2, decisions=(decisions,))
-    of = replace(of, load=replace(of.load, segments=image_and_text(2000, 24)))
+    of = replace(of, segments=image_and_text(2000, 24))
     found = layers(of)
     whole, awaited, late = (found[kind] for kind in (WHOLE, CallKind(), CallKind(displaced="qkvo")))
     assert whole.bytes == awaited.bytes == late.bytes
@@ -252,7 +262,7 @@ def test_what_a_call_does_not_wait_for_takes_no_time_or_that_of_the_links(effici
     assert (under_way < late.compute_s) is hidden
     assert late.seconds == pytest.approx(max(late.compute_s, under_way), rel=0.01)
     mean_s = (whole.seconds + (awaited.seconds + late.seconds) / 2) / 2
-    assert plan_step(of, NO_WAITS).step_s == pytest.approx(mean_s, rel=1e-3)
+    assert plan_step(of).step_s == pytest.approx(mean_s, rel=1e-3)
 
 
 def test_recorded_decisions_are_stretched_over_other_runs_and_seldom_ones_wait_for_more():
@@ -273,7 +283,7 @@ def test_recorded_decisions_are_stretched_over_other_runs_and_seldom_ones_wait_f
     ],
 )
 def test_the_codec_follows_the_links(nodes, efficiency, arrival, codec):
-    topology = Topology.build(at_rates(AURORA.machine, efficiency), 12 * nodes)
+    topology = Topology.build(at_rates(topology_of("aurora", 12).machine, efficiency), 12 * nodes)
     found, told = with_codec_chosen(Config.preset("ahead", arrival=arrival), topology, AttentionWork(24, 128))
     assert found == Config.preset("ahead", arrival=arrival, codec=codec)
     assert told.startswith(f"codec auto: {codec}; predicted ms a layer: none ")
@@ -294,7 +304,7 @@ def test_a_layer_takes_its_arithmetic_where_memory_is_fast():
     machine = replace(AURORA.machine, device=Device(bf16_tflop_s=1e-12))  # a FLOP a second
     of = case("flat", topology=replace(AURORA, machine=machine))
     W, S = 48 * 64, 1008 + 24
-    layer = roofline(TOY, of.topology, S, 1, 0, of.mesh.layouts(of.load.segments, 48)[0])
+    layer = roofline(TOY, of.topology, S, 1, 0, of.mesh.layouts(of.segments, 48)[0])
     product = 2 * S / 12 * W * W
     parts = (layer.project_v, layer.project_qk, layer.attention, layer.rest)
     assert parts == pytest.approx((product, 2 * product, 4 * S**2 * 4 * 64, 9 * product))
@@ -334,10 +344,10 @@ def test_a_kernel_takes_its_traffic_or_its_instructions():
 def test_split_weights_arrive_while_the_block_before_computes(mlp_ratio):
     """Half of a block comes over the sibling link, of which ranks wait for what is longer than the block before."""
     of = case(shape=replace(TOY, mlp_ratio=mlp_ratio, branches=2))
-    split = replace(of, load=replace(of.load, split=Split.of(("card", None), of.topology)))
-    joint_s, parallel_s = (calls[WHOLE].seconds for _, calls in plan_layers(of, NO_WAITS))
+    split = of.with_settings(weights="card")
+    joint_s, parallel_s = (calls[WHOLE].seconds for _, calls in plan_layers(of))
     before_s = [parallel_s, *[joint_s] * 3, parallel_s]
     halves_s = [numbers / 134e9 for numbers in block_parameters(of.shape)]  # of two bytes each
     waited = 2 * sum(max(0.0, half - before) for half, before in zip(halves_s, before_s, strict=True))
     assert waited > 0
-    assert plan_step(split, NO_WAITS).step_s == pytest.approx(plan_step(of, NO_WAITS).step_s + waited)
+    assert plan_step(split).step_s == pytest.approx(plan_step(of).step_s + waited)

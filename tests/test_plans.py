@@ -22,7 +22,7 @@ from toys.planned import Planned as Toy
 from cocodiff import verify
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.engine.engine import parallelize
-from cocodiff.engine.verification import Trial, Verification, exact_settings
+from cocodiff.engine.verification import Trial, Verification
 from cocodiff.models import families
 from cocodiff.models.by_plan import PlanAdapter
 from cocodiff.models.plan import Cut, Gather
@@ -278,15 +278,6 @@ def test_a_model_that_its_plan_does_not_fit_and_v_major_are_refused():
 
 
 # verify ---------------------------------------------------------------------------------------------------------------
-
-
-def test_verify_tries_every_exact_setting():
-    case = PLANNED["wan"]
-    found = verify(case.model(), case.call(), ranks=[2])
-    assert [trial.setting for trial in found.trials] == [*exact_settings(), "tapa, cached", "tapa, compiled"]
-    assert {trial.outcome for trial in found.trials} == {"exact"} and found.ok and found.exit_code == 0
-    assert {"flat", "tapa", "v_first", "split", "lossless"} < set(exact_settings())
-    assert "2  tapa, ring 2     exact" in str(found) and str(found).endswith("WanTransformer3DModel: exact")
 
 
 @pytest.mark.full

@@ -10,7 +10,6 @@ import pytest
 import torch
 from diffusers import FlowMatchHeunDiscreteScheduler, UniPCMultistepScheduler
 from seams import steps_of
-from test_engine_lossy import pipeline_call
 from tiny_models import FAMILIES, sd3_inpaint_pipeline
 from tiny_pipelines import PIPELINES, TEXT_WIDTH
 
@@ -92,7 +91,7 @@ def test_skipped_layers_are_a_branch(alone):
 def test_schedulers_of_second_order(scheduler, evaluations):
     """V-Major's schedule goes over all calls of the transformer and ends where every token stays; its caches are of
     one branch. Each call is told its noise level."""
-    pipe = quiet(sd3_inpaint_pipeline(12))
+    pipe = quiet(PIPELINES["sd3"](heads=12))
     pipe.scheduler = scheduler
 
     def work(transport: Any) -> Any:
@@ -101,7 +100,7 @@ def test_schedulers_of_second_order(scheduler, evaluations):
             seen, codec = watched(engine), engine.sequence.strategy.codec
             engine.model.register_forward_hook(lambda *_: held.append(codec.bytes_held()))
             engine.model.register_forward_hook(lambda *_: sigmas.append(codec.moment.sigma))
-            pipeline_call(own, 0, steps=6)
+            generating("sd3", own, num_inference_steps=6, generator=torch.Generator().manual_seed(0))
         assert sigmas == own.scheduler.sigmas[:evaluations].tolist()
         return seen, held, engine.drift_profile()
 

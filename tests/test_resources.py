@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,10 @@ import yaml
 from seams import lanes_of
 from worlds import topology_of
 
-from cocodiff.comm.loopback import LoopbackTransport, run_ranks
+from cocodiff.comm import loopback
+from cocodiff.comm.loopback import LoopbackGroup, LoopbackTransport, run_ranks
 from cocodiff.comm.trace import Trace
-from cocodiff.comm.transport import Transport
+from cocodiff.comm.transport import Group, Transport
 from cocodiff.config.config import Config
 from cocodiff.config.machine import Topology
 from cocodiff.engine.assemble import AttentionWork, build_strategy, mesh_of
@@ -21,28 +23,35 @@ from cocodiff.engine.sequence import SequenceRanks
 from cocodiff.kernels import Kernels
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "design.md"
-ROWS = [line.split("|")[1:4] for line in PAGE.read_text().splitlines() if line.startswith("| `exchange: ")]
+ROWS = [line.split("|")[1:5] for line in PAGE.read_text().splitlines() if line.startswith("| `exchange: ")]
 
 
 def test_the_table_has_the_largest_setting() -> None:
-    settings, lanes, groups = ROWS[-1]
+    settings, lanes, groups, _ = ROWS[-1]
     assert all(name in settings for name in ("chunks", "ring", "v_major"))
     assert len(lanes.split(",")) <= 6 and len(groups.split(",")) <= 6
 
 
-@pytest.mark.parametrize(("settings", "lanes", "groups"), ROWS, ids=[row[0].strip(" `") for row in ROWS])
+@pytest.mark.parametrize(("settings", "lanes", "groups", "over_oneccl"), ROWS, ids=[row[0].strip(" `") for row in ROWS])
 def test_a_rank_has_as_many_as_the_table_says(
-    settings: str, lanes: str, groups: str, monkeypatch: pytest.MonkeyPatch
+    settings: str, lanes: str, groups: str, over_oneccl: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = Config(steps=4, **yaml.safe_load("{" + settings.strip(" `") + "}"))
-    topology, made = topology_of("local", 8, 4), Counter[int]()
-    mesh, plain = mesh_of(config, topology, AttentionWork(8)), LoopbackTransport.group
+    topology, made, communicators = topology_of("local", 8, 4), Counter[int](), Counter[int]()
+    mesh = mesh_of(config, topology, AttentionWork(8))
 
-    def group(transport: LoopbackTransport, ranks: tuple[int, ...], together: bool = False) -> object:
-        made[transport.rank] += 1
-        return plain(transport, ranks)
+    class OnNodes(LoopbackTransport):
+        node_of = tuple(place.node for place in topology.places)
 
-    monkeypatch.setattr(LoopbackTransport, "group", group)
+        def group(self, ranks: Sequence[int], together: bool | None = None) -> Group:
+            made[self.rank] += 1
+            return super().group(ranks)
+
+        def _new_group(self, ranks: tuple[int, ...]) -> LoopbackGroup:
+            communicators[self.rank] += len(ranks) > 1
+            return super()._new_group(ranks)
+
+    monkeypatch.setattr(loopback, "LoopbackTransport", OnNodes)
 
     def sequence_of(part: Topology, transport: Transport, trace: Trace) -> SequenceRanks:
         return SequenceRanks(config, part, transport, AttentionWork(4), trace, Kernels("torch"))
@@ -57,4 +66,4 @@ def test_a_rank_has_as_many_as_the_table_says(
 
     for rank, found in enumerate(run_ranks(8, work)):
         assert found == {name.strip() for name in lanes.split(",")}
-        assert made[rank] == len(groups.split(","))
+        assert made[rank] == len(groups.split(",")) and communicators[rank] == int(over_oneccl)

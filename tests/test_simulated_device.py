@@ -11,14 +11,18 @@ import numpy as np
 import pytest
 import tifffile
 import torch
+from cocodiff_bench.alltoall import check_results, exchange_variant, random_blocks
 from warm import COCODIFF, forked
+from worlds import topology_of
 
 from cocodiff.cli.doctor.trials import READ_EARLY, SENT_EARLY
 from cocodiff.cli.main import main
 from cocodiff.comm.connect import place_rank
 from cocodiff.comm.health import Health
 from cocodiff.comm.launch import Launch
+from cocodiff.comm.trace import Trace
 from cocodiff.comm.transport import Lane
+from cocodiff.config.config import Config
 from cocodiff.config.errors import OwnRankError
 from cocodiff.kernels.device import HandedOver, free_memory, rank_device, used_on_current_stream
 from cocodiff.kernels.dispatch import OPS
@@ -213,6 +217,42 @@ def test_messages_one_way_alone_have_a_byte_the_other_way(sim):
     with sim.devices(3) as found:
         assert run_ranks(3, work) == [[[0.0, 0.0], [0.0, 0.0], [2.0, 2.0]]] * 3
     assert found.reports == []
+
+
+@pytest.mark.parametrize(("machine", "ranks", "of_node"), [("aurora", 12, 12), ("local", 8, 4)])
+def test_tapa_is_an_all_to_all_of_each_card_and_one_of_each_plane(sim, machine, ranks, of_node):
+    """On several nodes a plane's is one on each node, and one of all nodes with a byte in the place of what has come on
+    the node."""
+    from simulated_device.ranks import SimulatedTransport, run_ranks
+
+    topology = topology_of(machine, ranks, of_node)
+    node_of = [place.node for place in topology.places]
+    config = Config(exchange="tapa", messages="alltoall", machine=machine, kernels="torch")
+
+    class OnNodes(SimulatedTransport):
+        pass
+
+    def work(transport: Any) -> list[tuple[tuple[int, ...], list[int]]]:
+        tapa = exchange_variant(config, topology, transport, Trace(transport.rank))
+        blocks = random_blocks(ranks * 1024 / 1e6, transport)
+        check_results(blocks, {"tapa": lambda: tapa(blocks)}, transport.rank)
+        assert tapa(blocks).device == transport.device
+        return transport.process.together[: len(transport.process.together) // 2]
+
+    OnNodes.node_of = node_of
+    with sim.devices(ranks) as found:
+        of_ranks = run_ranks(ranks, work, OnNodes)
+    assert found.reports == []
+    for place, calls in zip(topology.places, of_ranks, strict=True):
+        card, plane = topology.cards[place.card], topology.planes[place.plane]
+        on_node = tuple(rank for rank in plane if node_of[rank] == place.node)
+        swapped, across = 1024 * ranks // 2, 2 * 1024  # half of all heads, two tiles' tokens
+        expected = [
+            (card, [1 if rank == place.rank else swapped for rank in card]),
+            (on_node, [1 if rank == place.rank else across for rank in on_node]),
+            (plane, [1 if rank in on_node else across for rank in plane]),
+        ]
+        assert calls == expected[: 1 + topology.nodes]
 
 
 # The command line -----------------------------------------------------------------------------------------------------

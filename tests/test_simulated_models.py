@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -138,6 +138,11 @@ def in_one_launch(codes: Callable[..., None], written: int, *arguments: Any) -> 
     launch(stream, codes.__name__, tensors, outputs, lambda: codes(*here))
 
 
+def code_in_one_launch(patch: pytest.MonkeyPatch) -> None:
+    for codes, written in ((lossless.encode_lossless, 4), (lossless.decode_lossless, 1)):
+        patch.setattr(lossless, codes.__name__, partial(in_one_launch, codes, written))
+
+
 @contextlib.contextmanager
 def at_case(case: tuple[Any, ...]) -> Iterator[tuple[int, dict[str, Any], str, int]]:
     """The ranks, settings, family and calls of a step, for so long as the world is the case's."""
@@ -149,8 +154,7 @@ def at_case(case: tuple[Any, ...]) -> Iterator[tuple[int, dict[str, Any], str, i
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "detect", lambda: Launch(local_size=node))
         patch.setitem(kernels_of_parts(), "sim", kernels_of_parts()["cpu"])
-        for codes, written in ((lossless.encode_lossless, 4), (lossless.decode_lossless, 1)):
-            patch.setattr(lossless, codes.__name__, partial(in_one_launch, codes, written))
+        code_in_one_launch(patch)
         yield size, settings | {"guidance_parallel": parts, **SELECTIONS[codec]}, family, calls
 
 
@@ -161,17 +165,18 @@ def on_devices(
     late: float = 0.004,
     each_alone: bool = False,
     known: bool = False,
+    node_of: Sequence[int] = (),
     **devices: Any,
 ) -> list[Any]:
     """What ranks with a device each return, whose every access to memory was ordered. late: seconds by which a rank may
     come late to any batch. each_alone: whether the library makes a group of each message; known: whether
-    the transport expects that."""
+    the transport expects that. node_of: the node of each rank, as the transport finds it."""
     from simulated_device.ranks import SimulatedTransport, run_ranks
 
     class Late(SimulatedTransport):
         late_s = late
 
-    Late.each_alone, Late.one_by_one = each_alone, known
+    Late.each_alone, Late.one_by_one, Late.node_of = each_alone, known, node_of
 
     with simulated.devices(size, strict=True, **devices) as found:
         of_ranks = run_ranks(size, work, Late)
@@ -181,20 +186,32 @@ def on_devices(
 
 def check(simulated: Any, case: tuple[Any, ...], late: float = 0.0, messages: str = "auto", **library: Any) -> None:
     """messages: see `Config.messages`. library: see `on_devices`."""
-    posted: list[int] = []
+    processes: list[Any] = []
 
     def work(transport: Any) -> torch.Tensor:
         outputs = outputs_of(transport, settings | {"messages": messages}, family, calls)
-        posted.append(transport.process.together)
+        processes.append(transport.process)
         return outputs
 
+    node_of = [] if case[-1] is None else [rank // case[-1] for rank in range(case[0])]
     with at_case(case) as (size, settings, family, calls):
         expected = loopback.run_ranks(size, lambda transport: outputs_of(transport, settings, family, calls))
-        of_ranks = on_devices(simulated, size, work, late, **library)
+        of_ranks = on_devices(simulated, size, work, late, **{"node_of": node_of} | library)
     # In stages, and where each rank has all of a sequence, nothing is posted together by the setting.
     together = settings["chunks"] == 1 and size // settings["guidance_parallel"] > settings["ring"]
-    assert (sum(posted) > 0) == (library.get("known", False) or (messages == "alltoall" and together))
+    posted = any(process.together for process in processes)
+    assert posted == (library.get("known", False) or (messages == "alltoall" and together))
     assert all(torch.equal(outputs, expected[0]) for outputs in of_ranks)
+    staged = messages_that_nodes_keep(processes, node_of)
+    assert bool(staged) == (bool(node_of) and library.get("node_of") == [])
+
+
+def messages_that_nodes_keep(processes: Sequence[Any], node_of: Sequence[int]) -> list[Any]:
+    """Those between ranks of a node in a group that has others too, which oneCCL passes through the host's memory: but
+    for the byte in the place of nothing, in a call of all."""
+    sent = [message for process in processes for message in process.sent if node_of and message.size > 1]
+    spanning = [message for message in sent if len({node_of[rank] for rank in message.members}) > 1]
+    return [message for message in spanning if node_of[message.sender] == node_of[message.receiver]]
 
 
 @pytest.mark.sample(4)
@@ -229,6 +246,13 @@ def test_a_library_that_is_known_to_make_a_group_of_each_message_has_calls_of_al
 def test_messages_by_the_librarys_own_all_to_all(simulated, case):
     """A call that not all ranks of its group make would never end."""
     check(simulated, case, late=0.004, messages="alltoall")
+
+
+@pytest.mark.parametrize("library", [{}, {"each_alone": True, "known": True}], ids=["batches", "all-to-alls"])
+def test_where_nodes_are_not_told_apart_bits_are_the_same(simulated, library):
+    """And messages of a node go with all others, which is noticed where they should not."""
+    case = (4, "split", "v_first", "whole", "now", 1, (4, "streaming"), "unguided", 2)
+    check(simulated, case, node_of=[], **library)
 
 
 @pytest.mark.parametrize("library", HABITS, ids=lambda habit: "-".join(habit) or "batches")

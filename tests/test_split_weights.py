@@ -72,6 +72,7 @@ def of_steps(transport: Any, model: nn.Module, calls: list[dict[str, Any]], mode
         inside, sent = held(own), sum(engine.bytes("weights").values())
     assert own.state_dict().keys() == model.state_dict().keys()
     assert all(map(torch.equal, own.state_dict().values(), model.state_dict().values()))
+    assert not any("fetch" in vars(parameter) for parameter in own.parameters())
     if mode is torch.inference_mode:  # the same weights without it
         with torch.no_grad(), parallelize(own, transport=transport, kernels="torch", **settings):
             assert torch.equal(own(**moved, return_dict=False)[0], outputs[-1])
@@ -382,8 +383,8 @@ def test_what_cannot_be_split_is_refused():
 def test_a_job_shares_weights_before_they_are_on_the_device(tmp_path, monkeypatch, capfd):
     """`weights: auto` is decided once for all presets and the exact run, and the image stays what it was."""
 
-    def shared(_topology: Any, work: Any, _partition: Any) -> Any:
-        return replace(work, config=work.config.with_(weights="card", split_layers=2))
+    def shared(case: Any, _partition: Any) -> Any:
+        return replace(case, config=case.config.with_(weights="card", split_layers=2))
 
     monkeypatch.setattr("cocodiff.planner.choice.with_weights_chosen", shared)
     tifffile.imwrite(tmp_path / "scan.tif", np.random.default_rng(0).random((64, 64), np.float32))

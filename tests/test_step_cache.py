@@ -13,7 +13,7 @@ from cocodiff_eval.harness.session import same_bits
 from diffusers.hooks import FirstBlockCacheConfig, MagCacheConfig, _helpers
 from on_ranks import Call, Ran, on_ranks, outputs_of, refused
 from planned_models import PLANNED, cast
-from test_engine_checks import painted
+from test_engine_checks import painting
 from tiny_models import FAMILIES
 from tiny_pipelines import PIPELINES
 
@@ -110,13 +110,13 @@ def by_call(found: list[torch.Tensor]) -> list[list[torch.Tensor]]:
 @pytest.mark.parametrize("name", ["flux", "qwen"])
 def test_pipelines_paint_what_one_process_paints_with_diffusers_own_hook(name):
     """Two images, of which the second begins anew."""
-    pipe = PIPELINES[name](heads=12)
+    pipe, painted = painting(name)
     theirs = copy.deepcopy(pipe)
     theirs.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.5))
-    plain = painted(name, theirs)
+    plain = painted(theirs)
 
     def run(own: Any, _: Any) -> list[torch.Tensor]:
-        found = [painted(name, own) + 0 for _ in range(2)]
+        found = [painted(own) + 0 for _ in range(2)]
         assert torch.equal(*found)
         return found
 

@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 from cocodiff_studies import network
 from hypothesis import given, settings
-from worlds import TRIPLE, topologies, topology_of
+from hypothesis import strategies as st
+from worlds import TRIPLE, is_full, topologies, topology_of
 
+from cocodiff.comm.groups import group_ranks
 from cocodiff.config.config import load_machine
 from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Device, Links, Machine, Place, Topology
 from cocodiff.topology.links import alltoall_bound, next_hops, wires
+from cocodiff.topology.routes.plans import plan_of
 
 AURORA = (0, 3, 4, 6, 8, 11), (1, 2, 5, 7, 9, 10)  # the public colouring of a node's planes
 
@@ -67,6 +70,22 @@ def test_every_card_serves_every_plane_by_one_of_its_ranks(topology):
         assert [topology.siblings(rank) for rank in ranks] == [tuple(sorted({*ranks} - {rank})) for rank in ranks]
     assert [set(planes) for planes in topology.served_planes] == served
     assert sorted(topology.shard_order) == list(range(topology.size))
+
+
+@given(topologies(), st.sampled_from([["flat"], ["tapa"], ["split"], ["flat", "tapa", "split"]]), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_a_group_has_those_whom_messages_join(topology, names, nic_balance):
+    """All its ranks find the same one. With TAPA on whole cards, and split on one node, they are a plane's and a
+    card's."""
+    for lane, near in (("sibling", topology.cards), ("plane", topology.planes)):
+        of_rank = [group_ranks(topology, rank, lane, names, nic_balance) for rank in range(topology.size)]
+        for rank, group in enumerate(of_rank):
+            assert rank in group and all(of_rank[member] == group for member in group)
+            plans = [plan_of(topology, rank, name, nic_balance) for name in names]
+            phases = [phase for plan in plans for phase in plan if phase.lane == lane]
+            assert set(group) >= {peer for phase in phases for peer in (*phase.sends, *phase.receives)}
+        if is_full(topology) and (names == ["tapa"] or (names == ["split"] and topology.nodes == 1)):
+            assert {*of_rank} == {*near.values()}
 
 
 @pytest.mark.parametrize(("size", "remedy"), [(5, "start 12 ranks"), (13, "start 12 or 24 ranks"), (0, "0 rank")])

@@ -156,3 +156,13 @@ def sd3_inpaint_pipeline(heads: int = 12, seed: int = 0) -> Any:
     torch.manual_seed(seed)
     vae = image_vae(16, (4, 4, 4, 4), mid_block_add_attention=True, sample_size=64, scaling_factor=0.18215)
     return assembled(StableDiffusion3InpaintPipeline, transformer, vae, 3)
+
+
+def with_lora(model: torch.nn.Module) -> torch.nn.Module:
+    """The model with a random LoRA on every q, k, v and fused projection."""
+    from peft import LoraConfig
+
+    targets = ["to_q", "to_k", "to_v", "to_qkv_mlp_proj"]
+    torch.manual_seed(1)
+    model.add_adapter(LoraConfig(r=2, lora_alpha=4, target_modules=targets, init_lora_weights=False))
+    return model.eval()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from functools import partial, reduce
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from cocodiff.attention.strategy import LazyQKV
 from cocodiff.kernels import Kernels
 from cocodiff.topology.layout import Layout
+
+if TYPE_CHECKING:
+    from cocodiff.attention.sums import Found
 
 
 class Partial(NamedTuple):
@@ -66,19 +69,25 @@ class AttentionCall(NamedTuple):
 
 
 class LocalAttention:
-    """Attention with the heads that are here. Predictions and benchmarks put something else in its place."""
+    """Attention with the heads that are here. Predictions and benchmarks put something else in its place.
+
+    in_chunks: True where the device's kernels were found wrong (`attention.trial`): matrix products stand in."""
+
+    in_chunks = False
 
     def whole(self, q_BSHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, mask_B11S: Tensor | None = None) -> Tensor:
         """Attention to all keys: [B, S, H, D]. mask_B11S: bool, the keys that are attended to."""
-        q_BHSD, k_BHSD, v_BHSD, mask_B11S = _by_heads(q_BSHD, k_BSHD, v_BSHD, mask_B11S)
+        if self.in_chunks:
+            return self.part(q_BSHD, k_BSHD, v_BSHD, mask_B11S).out_BLHD
+        q_BHSD, k_BHSD, v_BHSD, mask_B11S = by_heads(q_BSHD, k_BSHD, v_BSHD, mask_B11S)
         return scaled_dot_product_attention(q_BHSD, k_BHSD, v_BHSD, attn_mask=mask_B11S).transpose(1, 2)
 
     def part(self, q_BLHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, mask_B11S: Tensor | None = None) -> Partial:
         """Attention to these keys alone; its result is taken over."""
-        return partial_attention(q_BLHD, k_BSHD, v_BSHD, mask_B11S)
+        return partial_attention(q_BLHD, k_BSHD, v_BSHD, mask_B11S, self.in_chunks)
 
 
-def _by_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def by_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """As torch's kernels take them, [B, H, S, D]. A batch of queries may hold groups of heads one after the other, that
     share keys, values and mask."""
     groups = len(q) // len(k)
@@ -88,21 +97,29 @@ def _by_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Ten
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask
 
 
-def partial_attention(q_BLHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, mask_B11S: Tensor | None = None) -> Partial:
-    """Attention to these keys alone, by the device's best kernel that tells the sums; a batch row may have no keys."""
+def parts_kernel(device: str, dtype: torch.dtype, masked: bool, in_chunks: bool) -> Found:
+    """Return a device's best kernel that tells the sums, or matrix products instead."""
+    from cocodiff.attention.sums import Found, attend_in_chunks, kernel_of
+
+    known = attend_in_chunks if in_chunks else _KERNELS.get(device)
+    return (
+        kernel_of(device, dtype, masked) if known is None else Found(known, "in chunks" if in_chunks else "for parts")
+    )
+
+
+def partial_attention(
+    q_BLHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, mask_B11S: Tensor | None = None, in_chunks: bool = False
+) -> Partial:
+    """Attention to these keys alone, by the device's best kernel that tells the sums; a batch row may have no keys.
+    in_chunks: by matrix products instead."""
     if not k_BSHD.shape[1]:
         return no_keys(q_BLHD)
-    q_BHLD, k_BHSD, v_BHSD, mask_B11S = _by_heads(q_BLHD, k_BSHD, v_BSHD, mask_B11S)
+    q_BHLD, k_BHSD, v_BHSD, mask_B11S = by_heads(q_BLHD, k_BSHD, v_BSHD, mask_B11S)
     bias = None
     if mask_B11S is not None:
         bias = torch.zeros_like(mask_B11S, dtype=q_BLHD.dtype).masked_fill_(~mask_B11S, -math.inf)
-    if q_BLHD.device.type in _KERNELS:
-        out_BHLD, lse_BHL = _KERNELS[q_BLHD.device.type](q_BHLD, k_BHSD, v_BHSD, bias)
-    else:
-        from cocodiff.attention.sums import kernel_of
-
-        found = kernel_of(q_BLHD.device.type, q_BLHD.dtype, bias is not None)
-        out_BHLD, lse_BHL = found.kernel(q_BHLD, k_BHSD, v_BHSD, bias)
+    found = parts_kernel(q_BLHD.device.type, q_BLHD.dtype, bias is not None, in_chunks)
+    out_BHLD, lse_BHL = found.kernel(q_BHLD, k_BHSD, v_BHSD, bias)
     out_BLHD, lse_BLH = out_BHLD.transpose(1, 2), lse_BHL.transpose(1, 2)
     if mask_B11S is not None:
         empty_B = ~mask_B11S.flatten(1).any(1)  # kernels differ in what they say of a row without keys

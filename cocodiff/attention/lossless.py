@@ -20,13 +20,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from cocodiff_sycl.streams import Cut, room_of, stream_places
+from cocodiff_sycl.parts import Cut, room_of, stream_places
 from torch import Tensor
 
 from cocodiff.attention.stateful import NEEDED, TENSORS, CodedStep, End, LayerEnds, StatefulCall, StatefulCodec
 from cocodiff.attention.strategy import LayerKey
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.outgoing import OUTPUT, Encoded, EncodedCall
+from cocodiff.kernels.device import used_on_current_stream
 from cocodiff.kernels.lossless import CODED, PARTS, Known, least_room
 from cocodiff.topology.layout import Layout
 
@@ -205,6 +206,7 @@ class LosslessCall(StatefulCall):
         if staged is not None and ranks in staged.chunks:  # a chunk goes to other ranks than it comes from
             hearing = staged.hearing[staged.chunks.index(ranks)]
         ours = [(one.name, rank, self._sent[one.name][rank]) for one in arrived for rank in hearing]
+        used_on_current_stream(ours)  # a lane's stream wrote them, this one reads the lengths and the own block's rest
         own_lengths = {id(sent.lengths_N): sent.lengths_N for _, _, sent in ours}
         numbers = _numbers([*(one.lengths_N for one in arrived), *own_lengths.values()])
         if numbers is None:  # predictions have none

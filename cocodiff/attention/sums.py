@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 log = logging.getLogger("cocodiff.attention.sums")
+SumsKernel = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -33,7 +34,7 @@ def _overrideable(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple
     return out, lse[..., : q.shape[2]].reshape(q.shape[:3])
 
 
-def _in_chunks(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def attend_in_chunks(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """By matrix products in the tensors' dtype with softmax and sums in float32, for devices without a kernel that
     tells the sums. No more than CHUNK scores are in memory at a time, so that they stay in a large GPU's cache."""
     side = max(1, math.isqrt(CHUNK // (q.shape[0] * q.shape[1])))
@@ -64,7 +65,7 @@ def _rows_in_chunks(q: Tensor, k: Tensor, v: Tensor, bias_BHTS: Tensor, side: in
     return out, lse
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def attend_plainly(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """What the others compute, in float32 with all scores in memory."""
     scores = q.float() @ k.float().transpose(-1, -2) / math.sqrt(q.shape[-1])
     if bias is not None:
@@ -75,13 +76,13 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor
 SCORE_BYTES, CHUNK_LAUNCHES = 24, 10  # of 16-bit tensors: that pass through memory for each score; of a chunk
 CHUNK = 2**23  # scores: 32 MiB of weights in float32, and twice 16 MiB in a dtype of 16 bits
 TRIED = {"xpu": {"flash": _flash, "overrideable": _overrideable}}  # of a device whose kernels may give no sums
-_CLOSE = {torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}  # of a kernel that is right, at most
+CLOSE = {torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}  # of a kernel that is right, at most
 
 
 class Found(NamedTuple):
     """The kernel of a device. told: its name, and what others lack."""
 
-    kernel: Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+    kernel: SumsKernel
     told: str
 
 
@@ -97,7 +98,7 @@ def kernel_of(device: str, dtype: torch.dtype, masked: bool) -> Found:
         lacking.append(f"{name}: {fault}")
     told = f"in chunks of {CHUNK >> 20} Mi scores ({'; '.join(lacking) or 'torch has no kernel'})"
     log.info("parts of attention on %s in %s%s are computed %s", device, dtype, " with masks" * masked, told)
-    return Found(_in_chunks, told)
+    return Found(attend_in_chunks, told)
 
 
 def _fault(kernel: Any, device: str, dtype: torch.dtype, masked: bool) -> str:
@@ -113,10 +114,10 @@ def _fault(kernel: Any, device: str, dtype: torch.dtype, masked: bool) -> str:
         found = kernel(q, k, v, bias)
     except (RuntimeError, TypeError, AttributeError) as error:  # also of None in a tensor's place
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    for name, x, expected in zip(("output", "sums"), found, _plain(q, k, v, bias), strict=True):
+    for name, x, expected in zip(("output", "sums"), found, attend_plainly(q, k, v, bias), strict=True):
         if x is None or x.shape != expected.shape:
             return f"{name} of shape {None if x is None else list(x.shape)}"
         difference = float((x.float() - expected.float()).abs().max())
-        if not difference <= _CLOSE[dtype]:
+        if not difference <= CLOSE[dtype]:
             return f"{name} that are off by {difference:.2g}"
     return ""

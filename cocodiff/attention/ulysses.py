@@ -73,7 +73,7 @@ class Ulysses:
         brings other Ulysses groups' keys and values; topology and exchange are this group's."""
         self.codec, self._topology, self.exchange = codec or Codec(), topology, exchange
         self._trace, self._order, self._ring = trace, order, ring
-        self._local = local or LocalAttention()
+        self.local = local or LocalAttention()
         self._group = 0 if ring is None else ring.group
         self._layouts: dict[tuple[Segments, int], list[Layout]] = {}
 
@@ -88,7 +88,7 @@ class Ulysses:
         if transfer.in_stages:
             from cocodiff.attention.torus import Torus
 
-            return Torus(transfer, sent, self._local, self._ring, call).attend()
+            return Torus(transfer, sent, self.local, self._ring, call).attend()
         here = transfer.wait(sent)
         return transfer.back(self._attend_here(here["q"], here["k"], here["v"], call))
 
@@ -97,7 +97,7 @@ class Ulysses:
         with self._trace.span("attention", layer=call.layer):
             if self._ring is not None:
                 return self._ring.attend(q_BSGD, k_BSGD, v_BSGD, call)
-            return self._local.whole(q_BSGD, k_BSGD, v_BSGD, call.mask(0))
+            return self.local.whole(q_BSGD, k_BSGD, v_BSGD, call.mask(0))
 
     def layouts(self, qkv: LazyQKV) -> list[Layout]:
         """Who holds which tokens and heads of every Ulysses group in this call."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn
@@ -17,6 +18,7 @@ from cocodiff.comm.presence import Presence
 from cocodiff.config.errors import OwnRankError, UserError, check_choice
 from cocodiff.config.packages import one_line_of_imports
 from cocodiff.jobs.children import ignore_stops, keep_interrupts
+from cocodiff.jobs.ranks import GRACE_S
 from cocodiff.jobs.terminal import open_streams, stop_writing
 
 MODULES = {  # of subcommands that are no module of this package by their own name
@@ -89,6 +91,8 @@ def run_command(words: Sequence[str], launch: Launch | None = None) -> int:
         if launch is None or launch.speaks:
             # One line, though a name that the user gave may have several.
             print(f"cocodiff: {' '.join(str(error).splitlines())}", file=sys.stderr)
+        else:  # launchers kill a job at its first bad exit, and rank 0, which says it, may be later
+            time.sleep(GRACE_S)
         return 1 if isinstance(error, OwnRankError) else 2
     except KeyboardInterrupt:
         if launch is None or launch.speaks:

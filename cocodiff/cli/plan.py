@@ -12,7 +12,7 @@ from typing import Any
 
 from cocodiff.cli import plan_report as report
 from cocodiff.comm.launch import Launch
-from cocodiff.config.config import Config, load_machine
+from cocodiff.config.config import load_machine
 from cocodiff.config.errors import UserError
 from cocodiff.config.files import irregular
 from cocodiff.config.machine import Topology
@@ -23,9 +23,9 @@ from cocodiff.jobs.record import write_document
 from cocodiff.jobs.terminal import quiet_libraries, say
 from cocodiff.models.adapter import image_and_text
 from cocodiff.models.family import Video
-from cocodiff.planner.choice import Pricer, Workload, choose, shared_weights, untimed, with_weights_chosen
+from cocodiff.planner.case import Case, ModelShape
+from cocodiff.planner.choice import Division, choose, shared_weights, untimed, with_weights_chosen
 from cocodiff.planner.decisions import read_decisions
-from cocodiff.planner.memory import Load, ModelShape
 
 SIDE = 1024
 DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -117,35 +117,36 @@ def check(values: dict[str, Any]) -> None:
 
 
 def run_plan(values: dict[str, Any], plan: dict[str, Any], folder: Path | None) -> None:
-    shape, topology = load_shape(values["model"]), topology_of(values)
-    config = engine_record().preset(values["preset"], **engine_settings(values))
+    shape = load_shape(values["model"])
     video = video_of(values, shape)
-    work = workload_of(values, shape, config, video)
-    choice, pricer = None, Pricer(topology)
+    case, choice = case_of(values, shape, video), None
     if values["images"] is not None:
         batches = -(-values["images"] // values["batch"])
-        choice = choose(pricer, [work], values["images"], batches, None, report.pinned_guidance(config))
-    partition = report.one_replica(topology, work) if choice is None else choice.taken.partition
-    if config.weights == "auto":
-        work = with_weights_chosen(topology, work, partition)
-        for line in shared_weights(work.config):
+        choice = choose([case], values["images"], batches, None, report.pinned_guidance(case.config))
+    partition = report.one_replica(case) if choice is None else choice.taken.partition
+    if case.config.weights == "auto":
+        case = with_weights_chosen(case, partition)
+        for line in shared_weights(case.config):
             say(line)
-    memory, why = report.memory_of(topology, work, partition, video)
-    plan |= {"case": report.case_of(values, topology, work, partition, video)} | memory
-    say("\n".join(report.memory_table(plan, topology, why)))
+    division = Division(partition, [case])
+    memory, why = report.memory_of(division, video)
+    plan |= {"case": report.record_of(division, values, video)} | memory
+    say("\n".join(report.memory_table(plan, case.topology, why)))
     if choice is not None:
         plan |= report.partitions_of_job(choice)
         table = report.partitions_table(plan["deals"]) if values["compare"] else []
         say("\n".join([*table, choice.line()]))
-    elif config.guidance_parallel == 2 and not work.guides:
+    elif case.config.guidance_parallel == 2 and not case.guides:
         say(f"guidance_parallel 2: {shape.name} computes one branch, on all ranks")
     elif partition.guidance > 1:
-        say(f"guidance_parallel {partition.guidance}: each branch on {topology.size // partition.guidance} rank(s)")
-    unknown = None if values["memory"] else untimed(topology.machine)
+        say(
+            f"guidance_parallel {partition.guidance}: each branch on {case.topology.size // partition.guidance} rank(s)"
+        )
+    unknown = None if values["memory"] else untimed(case.topology.machine)
     if unknown is not None:
         say(unknown)
     elif not values["memory"]:
-        report.add_times(values, pricer, work, partition, plan, folder)
+        report.add_times(values, division, plan, folder)
 
 
 def run_calibration(values: dict[str, Any], plan: dict[str, Any], folder: Path | None) -> None:
@@ -211,22 +212,21 @@ def video_of(values: dict[str, Any], shape: ModelShape) -> Video:
     return Video(1, values["size"], values["size"])
 
 
-def workload_of(values: dict[str, Any], shape: ModelShape, config: Config, video: Video) -> Workload:
+def case_of(values: dict[str, Any], shape: ModelShape, video: Video) -> Case:
+    """Return what is planned, on all ranks. video: what is made, or an image."""
     text = shape.text_tokens if values["text_tokens"] is None else values["text_tokens"]
     image = shape.image_tokens(video.height) if shape.video is None else shape.video_tokens(video)
-    negative = values["negative_tokens"]
-    load = Load(
-        segments=image_and_text(image, text),
-        batch=values["batch"] * shape.rows_per_image,
-        itemsize=DTYPES[values["dtype"]],
-        branches=values["branches"] or shape.branches,
-    )
-    if negative is not None and load.branches != 2:
+    negative, branches = values["negative_tokens"], values["branches"] or shape.branches
+    if negative is not None and branches != 2:
         raise UserError(
             f"--negative_tokens {negative}: {shape.name} does not call its transformer for that prompt by itself; "
             f"leave it away"
         )
-    apart = None if negative is None else image_and_text(image, negative)
-    given = read_decisions(values["decisions"])
-    work = Workload(shape, load, config, values["steps"], values["stable"], apart, given)
-    return work.with_config(config.with_(image_tokens=image))
+    config = engine_record().preset(values["preset"], **engine_settings(values)).with_(image_tokens=image)
+    batch, itemsize = values["batch"] * shape.rows_per_image, DTYPES[values["dtype"]]
+    call = image_and_text(image, text), batch, itemsize, branches
+    apart, decisions = (
+        None if negative is None else image_and_text(image, negative),
+        read_decisions(values["decisions"]),
+    )
+    return Case(shape, topology_of(values), config, *call, values["steps"], apart, values["stable"], decisions)

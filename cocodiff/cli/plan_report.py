@@ -12,6 +12,7 @@ from typing import Any
 from cocodiff.comm.trace import LINK_CLASSES
 from cocodiff.config.config import Config, preset_names
 from cocodiff.config.errors import UserError
+from cocodiff.config.grouping import by_key
 from cocodiff.config.machine import Topology
 from cocodiff.config.registry import EXCHANGES
 from cocodiff.config.text_table import aligned
@@ -20,16 +21,15 @@ from cocodiff.jobs.options import engine_record
 from cocodiff.jobs.terminal import say
 from cocodiff.models.adapter import IMAGE, TEXT
 from cocodiff.models.family import Video
-from cocodiff.planner.choice import Choice, Part, Pricer, Workload, parts_of
+from cocodiff.planner.automatic import price_meshes
+from cocodiff.planner.case import Case
+from cocodiff.planner.choice import Choice, Division
 from cocodiff.planner.costs import CallKind, costs_of
 from cocodiff.planner.decisions import as_file, decisions_of
-from cocodiff.planner.layers import SITES, Case, StepPlan, plan_layers
-from cocodiff.planner.memory import KEPT, MIB, RankMemory, add, largest_batch, mib, misfit, size_run
+from cocodiff.planner.layers import SITES, StepPlan, plan_layers
+from cocodiff.planner.memory import KEPT, MIB, Peaks, RankMemory, add, largest_batch, mib, misfit, size_peaks, size_run
 from cocodiff.planner.partitions import Partition
-from cocodiff.planner.peaks import Peaks, size_peaks
-from cocodiff.planner.placement import table as meshes_table
-from cocodiff.planner.placement import worth_listing
-from cocodiff.planner.traffic import Latencies
+from cocodiff.topology.axes import Axes
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.routes.plans import Phase, plan_of
 
@@ -52,17 +52,18 @@ ROWS = {  # of the table of memory: fields of `RankMemory`
 }
 
 
-def case_of(values: dict[str, Any], topology: Topology, work: Workload, partition: Partition, video: Video) -> Document:
-    """What is planned. video: what is made, or an image."""
-    shape, load = work.shape, work.load
+def record_of(division: Division, values: dict[str, Any], video: Video) -> Document:
+    """Return what is planned, for plan.json. video: what is made, or an image."""
+    (case,), partition = division.cases, division.partition
+    shape, topology = case.shape, case.topology
     return {
         "model": shape.name,
         "size": values["size"],
         **({} if shape.video is None else {name: getattr(video, name) for name in ("frames", "height", "width")}),
         "batch": values["batch"],
-        "image_tokens": load.tokens(IMAGE),
-        "text_tokens": load.tokens(TEXT),
-        "branches": load.branches,
+        "image_tokens": case.tokens(IMAGE),
+        "text_tokens": case.tokens(TEXT),
+        "branches": case.branches,
         "dtype": values["dtype"],
         "preset": values["preset"],
         "machine": topology.machine.name,
@@ -73,36 +74,33 @@ def case_of(values: dict[str, Any], topology: Topology, work: Workload, partitio
     }
 
 
-def memory_of(
-    topology: Topology, work: Workload, partition: Partition, video: Video
-) -> tuple[dict[str, Any], str | None]:
-    """Memory in MiB of the fullest rank, of one joint attention of one branch there ("site"), and of the fullest node;
-    what text encoders and VAE take. And why the rank does not fit a tile; None where it does, or where the machine does
-    not say. video: as of `case_of`."""
-    of_ranks, of_sites, largest = dict[int, RankMemory](), dict[int, RankMemory](), list[int]()
-    tile = topology.machine.device.memory
-    for part in chain(*parts_of(topology, work, partition)):
-        shape, load, mesh = part.work.shape, part.work.load, part.mesh
-        one_site = replace(shape, joint_layers=1, parallel_layers=0, image_layers=0)
-        of_ranks |= zip(part.ranks, size_run(shape, part.topology, load, mesh), strict=True)
-        of_sites |= zip(part.ranks, size_run(one_site, part.topology, replace(load, branches=1), mesh), strict=True)
-        if tile is not None:
-            largest.append(largest_batch(shape, part.topology, load, tile, mesh))
-    fullest = max(range(topology.size), key=lambda rank: of_ranks[rank].total)
-    on_nodes = [[of_ranks[rank] for rank in ranks] for ranks in topology.on_node.values()]
-    rank, node = of_ranks[fullest], max(map(add, on_nodes), key=lambda node: node.total)
-    why = None if tile is None else misfit(rank, tile)
-    batch = max(1, work.load.batch // work.shape.rows_per_image)
-    peaks = size_peaks(work.shape, topology, video, batch, work.load.itemsize, partition.replicas)
+def memory_of(division: Division, video: Video) -> tuple[dict[str, Any], str | None]:
+    """Return the memory in MiB of the fullest rank, of one joint attention of one branch there ("site"), and of the
+    fullest node, what text encoders and VAE take; and why the rank does not fit a tile, None where it does, or where
+    the machine does not say. video: as of `record_of`."""
+    (case,), (replicas, guidance), parts = division.cases, division.partition, [*chain(*division.parts[0])]
+    topology, shape = case.topology, case.shape
+    branches = chain(*Axes.build(topology, replicas, guidance).branches)
+    of_ranks: dict[int, tuple[RankMemory, RankMemory]] = {}
+    for ranks, part in zip(branches, parts, strict=True):
+        one_site = replace(part.shape, joint_layers=1, parallel_layers=0, image_layers=0)
+        site = replace(part, shape=one_site, branches=1, known_mesh=part.mesh)
+        of_ranks |= zip(ranks, zip(size_run(part), size_run(site), strict=True), strict=True)
+    rank, site_there = max(of_ranks.values(), key=lambda sizes: sizes[0].total)
+    on_nodes = [[of_ranks[rank][0] for rank in ranks] for ranks in topology.on_node.values()]
+    node, tile = max(map(add, on_nodes), key=lambda node: node.total), case.tile
+    why = misfit(rank, tile)
+    batch = max(1, case.batch // shape.rows_per_image)
+    peaks = size_peaks(shape, topology, video, batch, case.itemsize, replicas)
     told = {
         "memory_mib": {
-            "site": in_mib(of_sites[fullest], (*KEPT, "cache")),
+            "site": in_mib(site_there, (*KEPT, "cache")),
             "rank": in_mib(rank, ROWS.values()),
             "node": in_mib(node, ROWS.values()),
             "tile": None if tile is None else tile / MIB,
         },
         "fits": None if tile is None else why is None,
-        "largest_batch": min(largest, default=None),
+        "largest_batch": None if tile is None else min(largest_batch(part, tile) for part in parts),
         "peaks_mib": None if peaks is None else peaks_in_mib(peaks, rank, tile, ranks_of_node(topology)),
     }
     return told, why
@@ -178,32 +176,22 @@ def pinned_guidance(config: Config) -> int | None:
     return None if config.guidance_parallel == "auto" else int(config.guidance_parallel)
 
 
-def one_replica(topology: Topology, work: Workload) -> Partition:
+def one_replica(case: Case) -> Partition:
     """As the engine divides the ranks of one replica: by the setting `guidance_parallel`; auto is 2 where the model has
     two branches and the ranks are even."""
-    wanted = pinned_guidance(work.config) or (2 if topology.size % 2 == 0 else 1)
-    return Partition(1, wanted if work.guides else 1)
+    wanted = pinned_guidance(case.config) or (2 if case.topology.size % 2 == 0 else 1)
+    return Partition(1, wanted if case.guides else 1)
 
 
 def partitions_of_job(choice: Choice) -> Document:
     """`deals`: all partitions; bytes of one image, or of one batch of images."""
-    times = ("images_per_hour", "job_s", "first_s")
-    rows = [
-        {
-            **one.partition._asdict(),
-            "ranks": one.ulysses * one.ring,
-            "ulysses": one.ulysses,
-            "ring": one.ring,
-            "rank_mib": one.need.total / MIB,
-            "fits": one.fits,
-            "image_s": one.batch_s,
-            **{name: None if one.batch_s is None else getattr(one, name) for name in times},
-            "bytes_per_image": one.sent,
-            "output_bytes_per_image": one.outputs,
-            "taken": one is choice.taken,
-        }
-        for one in choice.listed
-    ]
+    rows: list[Document] = []
+    for one in choice.listed:
+        names = ("image_s", "images_per_hour", "job_s", "first_s", "bytes_per_image", "output_bytes_per_image")
+        mesh = {"ranks": one.mesh.topology.size, "ulysses": one.mesh.ulysses, "ring": one.mesh.ring}
+        memory = {"rank_mib": one.need.total / MIB, "fits": one.fits}
+        times = {name: None if choice.reason else getattr(one, name) for name in names}
+        rows.append({**one.partition._asdict(), **mesh, **memory, **times, "taken": one is choice.taken})
     rows += [{**partition._asdict(), "error": str(why), "taken": False} for partition, why in choice.refused.items()]
     return {"images": choice.taken.images, "deals": rows}
 
@@ -233,47 +221,45 @@ def gigabytes(sent: Mapping[str, float]) -> list[str]:
 # Times ----------------------------------------------------------------------------------------------------------------
 
 
-def add_times(
-    values: dict[str, Any], pricer: Pricer, work: Workload, partition: Partition, plan: Document, folder: Path | None
-) -> None:
+def add_times(values: dict[str, Any], division: Division, plan: Document, folder: Path | None) -> None:
     """Says the times of one replica and adds them to the plan; with --compare those of all presets, with plan.png in
     the folder that there is."""
-    topology, latencies = pricer.topology, Latencies.of(pricer.topology.machine)
-    first = parts_of(topology, work, partition)[0][0]
-    config, step = first.work.config, step_json(pricer.step(work, partition))
+    (case,), first = division.cases, division.parts[0][0][0]
+    topology, config, step = case.topology, first.config, step_json(division.steps[0])
     plan["time"] = step
-    codec = with_codec_chosen(work.config, first.topology, AttentionWork(work.shape.heads, work.shape.head_dim))[1]
+    work = AttentionWork(case.shape.heads, case.shape.head_dim)
+    codec = with_codec_chosen(case.config, first.topology, work)[1]
     if codec is not None:
         say(codec)
     say("\n".join(summary(step)))
     if config.selection == "full" and not config.exact_attention:
-        exact = work.with_config(work.config.with_(codec="none", arrival="now"))
-        plan["without_codec"] = step_json(pricer.step(exact, partition))
+        exact = replace(division, cases=[case.with_settings(codec="none", arrival="now")])
+        plan["without_codec"] = step_json(exact.steps[0])
         what = [name for name, plain in ((config.codec, "none"), (config.arrival, "now")) if name != plain]
         say(beside(step, plan["without_codec"], " and ".join(what)))
-    replayed = decisions_of(config, work.steps, work.decisions) if topology.size > 1 else None
+    replayed = decisions_of(config, case.steps, case.decisions) if topology.size > 1 else None
     if replayed is not None:
         say(f"displaced as in a recorded run, {replayed.title()}")
         if folder is not None:
-            (folder / "decisions.yaml").write_text(as_file(*(work.decisions or [replayed])))
+            (folder / "decisions.yaml").write_text(as_file(*(case.decisions or [replayed])))
     plan["assumed"] = {
-        **latencies._asdict(),
-        "stable": values["stable"] if config.schedule == "threshold" else None,
+        **case.latencies._asdict(),
+        "stable": case.stable if config.schedule == "threshold" else None,
         "decisions": None if replayed is None else replayed.title(),
     }
     if values["explain"]:
-        told = explain(first, latencies)
+        told = explain(first)
         say("\n".join(told))
         if folder is not None:
             (folder / "explain.txt").write_text("\n".join(told) + "\n")
     if values["compare"] and values["images"] is None:
-        rows = compare(values, pricer, work, partition, {values["preset"]: step})
+        rows = compare(division, values["machine"], {values["preset"]: step})
         plan["compare"] = rows
         say("\n".join(compared(rows)))
         if folder is not None:
             sides = "" if values["size"] is None else f" {values['size']}x{values['size']}"
             ranks = f"{topology.size} ranks on {topology.nodes} node(s) of {topology.machine.name}"
-            where = f"{work.shape.name}{sides} batch {values['batch']}, {ranks}"
+            where = f"{case.shape.name}{sides} batch {values['batch']}, {ranks}"
             plot_presets(rows, where, folder / "plan.png")
 
 
@@ -283,7 +269,7 @@ def step_json(step: StepPlan) -> Document:
         **{name: getattr(step, name) for name in times},
         "host_waits": step.waits,
         "bytes_per_step": step.bytes,
-        "bytes_per_image": {link: count * step.steps for link, count in step.bytes.items()},
+        "bytes_per_image": step.of_image(step.bytes),
         "output_bytes_per_step": step.outputs,
     }
 
@@ -318,24 +304,21 @@ def beside(coded: Document, uncoded: Document, codec: str) -> str:
 # All presets ----------------------------------------------------------------------------------------------------------
 
 
-def compare(
-    values: dict[str, Any], pricer: Pricer, work: Workload, partition: Partition, known: Mapping[str, Document]
-) -> list[Document]:
+def compare(division: Division, machine: str, known: Mapping[str, Document]) -> list[Document]:
     """One row for each preset, flat first. A preset that this machine cannot run says why instead of times."""
     rows: list[Document] = []
+    (case,) = division.cases
     for name in sorted(preset_names(), key=lambda name: name != "flat"):
-        config = engine_record().preset(name, machine=values["machine"])
-        of_preset = work.with_config(config)
+        config = engine_record().preset(name, machine=machine, image_tokens=case.config.image_tokens)
+        of_preset = replace(division, cases=[replace(case, config=config)])
         row: Document = {"preset": name, "exact": config.exact}
         rows.append(row)
         try:
-            step = known.get(name) or step_json(pricer.step(of_preset, partition))
-            need = pricer.need(of_preset, partition)
+            step, need = known.get(name) or step_json(of_preset.steps[0]), of_preset.need
         except UserError as error:
             row["error"] = str(error)
             continue
-        tile = pricer.topology.machine.device.memory
-        row |= step | {"rank_mib": need.total / MIB, "fits": None if tile is None else misfit(need, tile) is None}
+        row |= step | {"rank_mib": need.total / MIB, "fits": of_preset.fits}
         row["over_flat"] = rows[0].get("step_s", step["step_s"]) / step["step_s"]
     return rows
 
@@ -357,14 +340,13 @@ def compared(rows: Sequence[Document]) -> list[str]:
 # One layer ------------------------------------------------------------------------------------------------------------
 
 
-def explain(part: Part, latencies: Latencies) -> list[str]:
+def explain(case: Case) -> list[str]:
     """The spans of the rank that computes longest, of its main thread and lanes, in one layer of each kind, and whom
-    rank 0 sends what. part: its own."""
-    work, lines = part.work, []
-    case = part.case(work.load)
-    for kind, plans in plan_layers(case, latencies):
+    rank 0 sends what. case: of its own part."""
+    lines = []
+    for kind, plans in plan_layers(case):
         for call, plan in plans.items():
-            about = named(call, work.config)
+            about = named(call, case.config)
             lines.append(f"layer {kind.name}, {about}: {plan.seconds * 1e3:.3f} ms; ms from its start:")
             for span in sorted(plan.spans, key=lambda span: (span.start_s, span.end_s)):
                 when = f"{span.start_s * 1e3:9.3f} to {span.end_s * 1e3:9.3f}"
@@ -389,23 +371,41 @@ def messages(case: Case) -> list[str]:
     q, k or v with all tokens, coded where the settings have a codec."""
     if case.topology.size == 1:
         return ["one rank: nothing is sent"]
-    head_bytes = costs_of(case.config).sent_bytes(case.shape.head_dim, case.load.itemsize)
-    work = AttentionWork(case.shape.heads, case.shape.head_dim, case.load.segments, case.load.batch, case.load.itemsize)
-    work = replace(work, head_bytes=head_bytes)
-    lines = ["meshes of Ulysses and Ring for one attention call, all ranks' MB (docs/exchange.md):"]
-    lines += meshes_table(worth_listing(case.topology, work, case.mesh), case.mesh)
+    lines = ["meshes of Ulysses and Ring, all ranks' MB of an attention call and ms of a layer (docs/exchange.md):"]
+    lines += meshes_table(case)
     group, slot = case.mesh.group_and_slot(0)
     topology = case.mesh.parts[group]
     if topology.size == 1:
         return lines
-    layout = case.mesh.layouts(case.load.segments, case.shape.heads)[group]
-    cell = case.load.batch * head_bytes
+    layout = case.mesh.layouts(case.segments, case.shape.heads)[group]
+    cell = case.batch * costs_of(case.config).sent_bytes(case.shape.head_dim, case.itemsize)
     names = list(EXCHANGES) if case.config.exchange == "auto" else [case.config.exchange]
     for name in names:
         for number, phase in enumerate(plan_of(topology, slot, name, case.config.nic_balance), 1):
             lines.append(f"rank 0, {name}, phase {number} of q, k or v, lane {phase.lane}:")
             lines += sends(phase, topology, slot, layout, cell)
     return lines
+
+
+def meshes_table(case: Case) -> list[str]:
+    """Lines of all meshes with rings of keys, and of those with other rings that are faster than these; the one that is
+    taken is marked."""
+    found = price_meshes(case.config.with_(ring="auto", ring_kind="auto", placement="auto"), case.topology, case.work)
+    of_keys = by_key((one.mesh.ring, one.seconds) for one in found if one.mesh.kind == "keys")
+    sent = ("sibling MB", "plane MB", "cross MB", "node MB", "busiest MB")
+    lines = [["ulysses", "ring", "placement", "heads a slot", "idle", *sent, "ms", ""]]
+    for mesh, messages, seconds in sorted(found, key=lambda one: (one.mesh.ring, one.seconds)):
+        if mesh.kind != "keys" and mesh != case.mesh and seconds >= min(of_keys[mesh.ring]):
+            continue
+        name = "-" if 1 in (mesh.ring, mesh.ulysses) else f"{mesh.placement}, by {mesh.axis}"
+        name += "" if mesh.kind == "keys" else f", {mesh.kind}"
+        heads = mesh.heads(case.shape.heads)
+        idle = max(heads) * len(heads) / sum(heads)  # the cost of uneven heads: those of the fullest slot over the mean
+        megabytes = [f"{count / 1e6:.2f}" for count in (*messages.bytes.values(), messages.busiest_node)]
+        held = "-".join(map(str, sorted({*heads})))
+        cells = [str(mesh.ulysses), str(mesh.ring), name, held, f"{idle:.3f}", *megabytes, f"{seconds * 1e3:.3f}"]
+        lines.append([*cells, "<- taken" if mesh == case.mesh else ""])
+    return aligned(lines, ">><" + ">" * 8 + "<")
 
 
 def sends(phase: Phase, topology: Topology, slot: int, layout: Layout, cell: int) -> list[str]:

@@ -31,7 +31,6 @@ import torch.distributed as dist
 from cocodiff.comm.health import Health, Limits, OnLoss, Watch
 from cocodiff.comm.launch import Launch
 from cocodiff.comm.peers import BLAME_S
-from cocodiff.comm.torch_dist import NEVER, TorchDistTransport, check_backend, device_backend, initialise
 from cocodiff.comm.transport import LaneOwner, Transport
 from cocodiff.config.errors import PeerLost, UserError
 from cocodiff.kernels.device import rank_device, ranks_on_device
@@ -124,6 +123,8 @@ def connect(
     name = _library(launch, name, carried)
     owns = name not in OVER_MPI and not dist.is_initialized()
     if owns:
+        from cocodiff.comm.torch_dist import check_backend  # like every library: a run without messages needs none
+
         check_backend(name, carried)
     with ExitStack() as other_runs:  # in which a rank that starts one alone is missed
         for other in [one for one in _watches if one.ongoing]:
@@ -173,11 +174,15 @@ def _transport(
     if carried.type != "cpu":  # values go over host memory
         over_mpi = "mpi" if launch.kind == "mpi" else "gloo"
         carrier = _transport(launch, over_mpi, torch.device("cpu"), health, owns=False, gloo=True)
+    from cocodiff.comm.torch_dist import TorchDistTransport
+
     return TorchDistTransport(carried, health, owns, "gloo" if gloo else None, carrier)
 
 
 def _library(launch: Launch, name: str, carried: torch.device) -> str:
     """The carrier of messages, by the setting `transport`. Raises UserError where it does not fit the launch."""
+    from cocodiff.comm.torch_dist import device_backend
+
     if name in ("auto", "host"):
         return "mpi" if launch.kind == "mpi" and carried.type == "cpu" else device_backend(carried)
     started = {"alone": "alone", "forked": "by --ranks", "torchrun": "by torchrun", "mpi": "by MPI"}[launch.kind]
@@ -379,6 +384,8 @@ def environment_store(
 
 def _initialise(meeting: _Meeting, backend: str, device: torch.device, limits: Limits) -> None:
     """Starts torch.distributed's default process group. Its store is the launcher's; under MPI rank 0 makes one."""
+    from cocodiff.comm.torch_dist import NEVER, initialise
+
     store = _store_over_mpi(meeting, limits) if meeting.store is None else meeting.store
     store.set_timeout(NEVER)
     initialise(backend, store, meeting.rank, meeting.size, device)

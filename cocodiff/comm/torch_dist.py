@@ -77,6 +77,8 @@ class TorchDistGroup(Group):
     flat baseline of CoCoDiff, and a way around backends that deliver batches of sends and receives wrong (torch-xpu-ops
     3022) or each message alone (`ONE_BY_ONE`)."""
 
+    in_one_order = True  # of a batch's messages; without, sends come first, which never ends where `ONE_BY_ONE` is so
+
     def __init__(
         self, process_group: Any, ranks: tuple[int, ...], rank: int, device: torch.device, health: Health | None = None
     ) -> None:
@@ -106,7 +108,8 @@ class TorchDistGroup(Group):
             *((self.index ^ peer, self.index > peer, dist.isend, x, peer) for x, peer in sends),
             *((self.index ^ peer, peer > self.index, dist.irecv, x, peer) for x, peer in recvs),
         ]
-        listed.sort(key=itemgetter(0, 1))
+        if self.in_one_order:
+            listed.sort(key=itemgetter(0, 1))
         operations = [dist.P2POp(way, x, group=group, group_peer=peer) for *_, way, x, peer in listed]
         tensors = [tensor for tensor, _ in sends + recvs]
         return _Works(dist.batch_isend_irecv(operations) if operations else [], tensors)
@@ -193,10 +196,13 @@ class TorchDistTransport(LaneOwner):
         counted = owns_group or bool(_users)
         if counted:
             _users.append(self)
-        if counted and self.library == dist.get_backend():
-            self.world = self._group_over(dist.group.WORLD, tuple(range(self.size)))
-        else:  # the process group of somebody else has limits of time of its own
-            self.world = self._new_group(tuple(range(self.size)))
+        if carrier is not None:
+            from cocodiff.comm.groups import nodes_to_tell_apart
+
+            self.node_of = nodes_to_tell_apart(self)
+        everyone, ours = tuple(range(self.size)), counted and self.library == dist.get_backend()
+        # The process group of somebody else has limits of time of its own.
+        self.world = self._by_node(everyone, self._group_over(dist.group.WORLD, everyone) if ours else None)
         if self.one_by_one:
             self.world = self.world.together()
 
@@ -208,7 +214,7 @@ class TorchDistTransport(LaneOwner):
         return self._group_over(process_group, members)
 
     def _group_over(self, process_group: Any, members: tuple[int, ...]) -> TorchDistGroup:
-        if self.device.type != "cpu":
+        if self.device.type != "cpu" and len(members) > 1:
             self._meet(process_group, members)
         return TorchDistGroup(process_group, members, self.rank, self.device, self.health)
 

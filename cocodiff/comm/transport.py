@@ -24,6 +24,7 @@ from torch import Tensor
 from cocodiff.comm.health import Health
 from cocodiff.comm.objects import as_bytes, as_value
 from cocodiff.config.errors import UserError
+from cocodiff.config.registry import imported
 from cocodiff.kernels.device import HandedOver, OwnStream
 
 T = TypeVar("T")
@@ -179,6 +180,7 @@ class LaneOwner(Transport):
     one_thread = False
     # Whether the library begins a message of a batch only when the one before it has ended on both ranks.
     one_by_one = False
+    node_of: Sequence[Any] = ()  # the node of each rank, where a node's own messages need groups of their own
     carrier: LaneOwner | None = None  # of a device's transport: what carries values, and with `host` all messages
 
     def __init__(self, device: torch.device, health: Health) -> None:
@@ -197,10 +199,17 @@ class LaneOwner(Transport):
         return self._lanes[name]
 
     def group(self, ranks: Sequence[int], together: bool | None = None) -> Group:
-        group = self._new_group(tuple(ranks))
+        group = self._by_node(tuple(ranks))
         if self.one_by_one if together is None else together:
             group = group.together()
         return group if self.around is None else self.around(group)
+
+    def _by_node(self, ranks: tuple[int, ...], whole: Group | None = None) -> Group:
+        """See `group_by_node`. whole: one of all these ranks that is there already."""
+        if len(set(self.node_of)) < 2:
+            return whole or self._new_group(ranks)
+        make: Callable[..., Group] = imported("cocodiff.comm.groups:group_by_node")  # which few runs need
+        return make(self._new_group, ranks, self.rank, self.node_of, whole)
 
     def close(self) -> None:
         if self.closed:

@@ -233,6 +233,9 @@ class Config:
     compile: bool = setting(
         False, "torch.compile the transformer's blocks (between the messages); see docs/models.md", given="machine"
     )
+    deterministic: bool = setting(
+        True, "accelerators' products add up in one order, to give the same bits again (see doctor)", given="machine"
+    )
     timeout_s: float = setting(300.0, "seconds without a sign of life after which a rank is lost", **TIMEOUT)
     start_timeout_s: float = setting(
         600.0, "seconds after which a rank that has not started is lost, once another one has", **TIMEOUT

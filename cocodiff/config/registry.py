@@ -50,8 +50,8 @@ COSTS = {
 }
 # What a run leaves open and the planner answers: runs that ask nothing never import it.
 PLANNER = {
-    "codec": "cocodiff.planner.automatic:codec_of",
-    "mesh": "cocodiff.planner.automatic:mesh_of",
+    "codec": "cocodiff.planner.automatic:choose_codec",
+    "mesh": "cocodiff.planner.automatic:choose_mesh",
     "room": "cocodiff.planner.automatic:check_room",
     "room for layers": "cocodiff.planner.automatic:check_room_for_layers",
 }

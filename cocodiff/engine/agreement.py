@@ -35,14 +35,16 @@ class Compared(NamedTuple):
     words: str
 
 
-def check_agreement(values: dict[str, Any], transport: Transport, at: str) -> None:
+def check_agreement(values: dict[str, Any], transport: Transport, at: str, wandering: Sequence[str] = ()) -> None:
     """Compare what ranks call with. All ranks call it and wait for each other. values: tensors, and numbers, texts and
-    containers of them, by the same names on every rank. at: the name of this comparison. Raises UserError on every
-    rank, which names what differs and the ranks that have something else than most."""
+    containers of them, by the same names on every rank. at: the name of this comparison. wandering: operations that
+    give other bits when repeated, on some rank. Raises UserError on every rank, which names what differs and the ranks
+    that have something else than most."""
     own = [Compared((name, form(value), _bits(value)), described(value)) for name, value in values.items()]
     message = transport.over_all(own, disagreement, at)
     if message is not None:
-        raise UserError(message)
+        repeated = f"; {', '.join(wandering)} differ when repeated here: send one rank's to all" * bool(wandering)
+        raise UserError(message + repeated)
 
 
 def disagreement(of_ranks: Sequence[Sequence[Compared]]) -> str | None:

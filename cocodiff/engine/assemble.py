@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from cocodiff.attention.local import LocalAttention
@@ -10,7 +9,7 @@ from cocodiff.attention.ulysses import Ulysses
 from cocodiff.comm.trace import Trace
 from cocodiff.comm.transport import TOGETHER, Part, Transport
 from cocodiff.config.config import Config, load_chunk_table, load_exchange_table
-from cocodiff.config.machine import Machine, Topology
+from cocodiff.config.machine import Topology
 from cocodiff.config.registry import ARRIVALS, CODECS, ORDERS, PLANNER, RINGS, SELECTIONS, imported, load
 from cocodiff.exchange.codec import AllRanks, Codec
 from cocodiff.exchange.exchange import Exchange
@@ -20,39 +19,24 @@ from cocodiff.topology.axes import Mesh, mesh_without_ring
 from cocodiff.topology.layout import Segments
 from cocodiff.topology.routes.chunks import Chunking, ExchangeTable, sequence_of
 
-
-def never(_part: Topology) -> Chunking:
-    return Chunking()
-
-
 USUAL = image_and_text(4096, 512)
 
 
 @dataclass(frozen=True)
 class AttentionWork:
     """One attention call. The default is what meshes and codecs are chosen by where a job does not tell its tokens: an
-    image of 1024 x 1024 pixels with a prompt of 512 tokens.
-
-    chunking: in how many chunks tensors travel among a group's ranks (Torus).
-    head_bytes: what one token of one head takes on the wire among a group's ranks; None: as it is."""
+    image of 1024 x 1024 pixels with a prompt of 512 tokens."""
 
     heads: int
     head_dim: int = 128
     segments: Segments = USUAL
     batch: int = 1
     itemsize: int = 2
-    chunking: Callable[[Topology], Chunking] = never
-    head_bytes: int | None = None
 
     @property
     def cell(self) -> int:
         """Bytes of one token for one head, as they are and as rings send them."""
         return self.batch * self.head_dim * self.itemsize
-
-    @property
-    def wire_cell(self) -> int:
-        """Bytes of one token for one head, as the exchange sends them."""
-        return self.cell if self.head_bytes is None else self.batch * self.head_bytes
 
 
 def build_strategy(
@@ -65,7 +49,7 @@ def build_strategy(
 ) -> Ulysses:
     """The attention of one rank by the settings, on any transport, virtual ones too: Ulysses among the ranks of its
     group, with a ring where there are several groups. local: what computes, see `Ulysses`."""
-    exchange = ring = None
+    exchange, ring, local = None, None, local or LocalAttention()
     group, slot = mesh.group_and_slot(transport.rank)
     topology, ranks = mesh.parts[group], mesh.groups[group]
     members = transport if ranks == tuple(range(transport.size)) else Part(transport, ranks)
@@ -131,10 +115,6 @@ def exchange_table(config: Config, topology: Topology) -> ExchangeTable | None:
 def chunking(config: Config, topology: Topology) -> Chunking:
     """In how many chunks tensors travel among the ranks of a Ulysses group. Raises UserError for `chunks: auto` on so
     many nodes of a machine as were not measured."""
-    return chunking_on(config, topology.machine, topology.nodes)
-
-
-def chunking_on(config: Config, machine: Machine, nodes: int) -> Chunking:
     if config.chunks == "auto":
-        return Chunking(*load_chunk_table(machine.name, nodes))
+        return Chunking(*load_chunk_table(topology.machine.name, topology.nodes))
     return Chunking(int(config.chunks))

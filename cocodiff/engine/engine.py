@@ -36,6 +36,7 @@ from cocodiff.engine.progress import StepCounter
 from cocodiff.engine.sequence import SequenceRanks
 from cocodiff.exchange.codec import StepInfo, merge_notes
 from cocodiff.kernels import Kernels
+from cocodiff.kernels.device import set_repeatable
 from cocodiff.models import checks, experts_of, family_of
 from cocodiff.models.adapter import Arguments
 from cocodiff.models.checks import replace, replace_forward, signature_of
@@ -44,10 +45,12 @@ from cocodiff.topology.axes import Axes
 from cocodiff.topology.layout import Segments
 
 if TYPE_CHECKING:
+    from cocodiff.attention.trial import DeviceTrial
     from cocodiff.engine.compiling import Compiler
     from cocodiff.engine.step_cache import FirstBlockCache
     from cocodiff.engine.weights import SplitBlock
 
+UNKNOWN_TOKENS = 1031  # of a call whose segments are known when attention is reached
 COMPARED_CALLS = 3  # at the start of each run: into its second step, where guidance takes two calls
 
 
@@ -139,6 +142,8 @@ class Engine:
         self._results: Results | None = None  # of all ranks, when the last block ended
         self._undo = ExitStack()  # what entering, or leaving, the block takes off the models
         self._sized: set[tuple[Any, ...]] = set()  # the calls for which there is memory
+        self._tried: set[tuple[Any, ...]] = set()  # the calls whose shape the device was tried at
+        self.device_trial: DeviceTrial | None = None  # the last trial of the devices of all ranks
 
     def _new_compiler(self) -> Compiler | None:
         """None where nothing is compiled: a run imports nothing of it."""
@@ -201,6 +206,7 @@ class Engine:
             self._check_model(model.named_modules())
             if self.compiler is not None:
                 self.compiler.check(model)
+        self._undo.callback(set_repeatable(self.transport.device, self.config.deterministic))
         try:
             for take_off in chain(self._share_vae(), *starmap(self._put_on, enumerate(self._models))):
                 self._undo.callback(take_off)
@@ -340,6 +346,7 @@ class Engine:
         guided = getattr(self._pipe, "do_classifier_free_guidance", None)
         self._guided.begin_call(self.counter, sample, arguments.get("return_dict"), guided)
         self.sequence.segments = self.adapter.segments(model, arguments)
+        self._try_device(arguments, sample)
         self._compare_with_others(arguments)
         own_rows = self._guided.own_rows(arguments, len(sample))
         self._begin_step(arguments)
@@ -362,6 +369,31 @@ class Engine:
         if self.size > 1:
             checks.check_no_gradients(self.model, arguments)
 
+    def _try_device(self, arguments: Arguments, sample: Tensor) -> None:
+        """Try accelerators at the shape of a run's first calls. Attention goes in chunks where a rank's is wrong.
+        Raises UserError where a rank's copies are: nothing can be relied on then."""
+        sequence, ranks = self.sequence, self._guided.comparing(self.counter.branch)
+        if ranks is None or self.counter.calls > COMPARED_CALLS or sample.device.type in ("cpu", "meta"):
+            return
+        from cocodiff.attention.trial import DeviceTrial, Shape, try_device
+
+        mesh, (heads, head_dim), local = sequence.mesh, self.adapter.heads(self.model), sequence.strategy.local
+        tokens = sum(one.tokens for one in sequence.segments) or UNKNOWN_TOKENS
+        masked = any(name.endswith("mask") and isinstance(x, Tensor) for name, x in arguments.items())
+        qkv = len(sample), -(-tokens // mesh.ring), -(-heads // mesh.ulysses), head_dim
+        matrix, parts = (-(-tokens // sequence.size), heads * head_dim), mesh.ring > 1 or sequence.config.chunks != 1
+        shape = Shape(qkv, matrix, sample.dtype, masked, parts)
+        if (sequence, shape) in self._tried:
+            return
+        self._tried.add((sequence, shape))
+        own = try_device(local, shape, sample.device, self._new_kernels(self.config.kernels))
+        found = self.device_trial = ranks.over_all(own, DeviceTrial.merged, "the trial of devices")
+        if found.copies:
+            raise UserError(f"results would be wrong: {found}: use a newer driver, or --device cpu")
+        if found.error > 1 and not local.in_chunks:
+            warnings.warn(f"attention goes in chunks of matrix products: {found} ({shape})", stacklevel=2)
+            local.in_chunks = True
+
     def _compare_with_others(self, arguments: Arguments) -> None:
         """Refuses a call whose inputs differ. The second tells who guides in two calls, the third what noise came."""
         ranks = self._guided.comparing(self.counter.branch)
@@ -378,7 +410,8 @@ class Engine:
         if self.counter.calls == 1:
             facts["digest of weights"] = [weights_digest(model, self._split.get(model, ())) for model in self._models]
             arguments = arguments | parts_of(self._pipe)
-        check_agreement(facts | arguments, ranks, f"the transformer's {self.counter.here}")
+        wandering = self.device_trial.wandering if self.device_trial else ()
+        check_agreement(facts | arguments, ranks, f"the transformer's {self.counter.here}", wandering)
 
     def _begin_step(self, arguments: Arguments) -> None:
         counter, number = self.counter, self._models.index(self.model)

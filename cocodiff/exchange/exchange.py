@@ -58,12 +58,11 @@ class Exchange:
         self.lanes: dict[str, Lane] = {}
         self._in_order = InOrder()
         self.groups: dict[str, Group] = {}
-        # every rank makes a group here, also one without a part in the phase or a sibling
-        if chunking is not None and chunking.chunks > 1:
-            together = False
+        from cocodiff.comm.groups import group_ranks
+
+        together = False if chunking is not None and chunking.chunks > 1 else together
         for link in dict.fromkeys(phase.lane for plan in self.plans.values() for phase in plan):
-            members = topology.cards[topology.places[self.rank].card] if link == "sibling" else range(topology.size)
-            self.groups[link] = transport.group(members, together)
+            self.groups[link] = transport.group(group_ranks(topology, self.rank, link, known, nic_balance), together)
             if link == "plane" or self._in_phases:
                 self.lanes[link] = transport.lane(link)
         self._routes: dict[str, dict[str, Plan]] = {}

@@ -13,7 +13,7 @@ from cocodiff.config.files import read_json
 from cocodiff.jobs.model_checks import read_shape, stored_values
 from cocodiff.models import FAMILIES, families, load_family
 from cocodiff.models.family import EXPERTS, Family
-from cocodiff.planner.memory import ModelShape, shape_of_config
+from cocodiff.planner.case import ModelShape, shape_of_config
 
 
 def load_shape(name: str) -> ModelShape:

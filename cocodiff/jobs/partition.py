@@ -23,8 +23,8 @@ from cocodiff.planner.partitions import Partition, partitions_of
 
 if TYPE_CHECKING:
     from cocodiff.engine.assemble import AttentionWork
-    from cocodiff.planner.choice import Choice, Workload
-    from cocodiff.planner.memory import ModelShape
+    from cocodiff.planner.case import Case, ModelShape
+    from cocodiff.planner.choice import Choice
 
 OWN_SIDE = 128  # latent pixels of a side, of pipelines whose transformer's config has no sample_size
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -64,17 +64,15 @@ def partition_of(
     only = possible[0] if len(possible) == 1 and not values["dry_run"] else None
     if only is not None and only.replicas == 1:
         return only
-    works = workloads(values, request, presets, batch, values["steps"] if steps is None else steps)
-    from cocodiff.planner.choice import Pricer, choose
+    cases = cases_of(values, request, presets, ranks, batch, values["steps"] if steps is None else steps)
+    from cocodiff.planner.choice import Division, choose
 
-    pricer = Pricer(topology_of(values["machine"], ranks))
     if only is not None:
-        for work in works:
-            pricer.check_same_bits(work, only)
+        Division(only, cases).check_same_bits()
         return only
     images = max(1, images)
     count = images if batches is None else max(1, batches)
-    choice = choose(pricer, works, images, count, 1 if compares else replicas, guidance, least=least)
+    choice = choose(cases, images, count, 1 if compares else replicas, guidance, least=least)
     if detect().speaks:
         about = "; guidance_parallel 2: the run has one branch" if guidance == 2 and not two else ""
         about += "; presets are compared on all ranks" if compares else ""
@@ -106,14 +104,13 @@ def with_weights(
     """The presets with `weights: auto` decided: whole on a CPU and where memory or model are not known; else as the
     preset that needs most has it, for all share one model, each with the state that fits beside."""
     undecided = {name: config for name, config in presets.items() if config.weights == "auto"}
-    topology = topology_of(values["machine"], ranks)
-    memory = topology.machine.device.memory_gib
+    memory = load_machine(values["machine"]).device.memory_gib
     if not undecided or values["device"] == "cpu" or not memory or not is_planned(request):
         return dict(presets) | {name: config.with_(weights="whole") for name, config in undecided.items()}
-    works = workloads(values, request, [*undecided.values()], batch, 1)
+    cases = cases_of(values, request, [*undecided.values()], ranks, batch, 1)
     from cocodiff.planner.choice import shared_weights, with_weights_chosen
 
-    found = [with_weights_chosen(topology, work, partition).config for work in works]
+    found = [with_weights_chosen(case, partition).config for case in cases]
     most = max(found, key=lambda one: (one.split is not None, one.weights == "node", one.split_layers or math.inf))
     chosen = {
         name: one.with_(weights=most.weights, split_layers=most.split_layers)
@@ -166,36 +163,42 @@ def guides(request: Request) -> bool:
     return bool(encoders_of(request.index)) if request.guidance is None else request.guidance > 1
 
 
-def workloads(
-    values: dict[str, Any], request: Request, presets: Sequence[Config], batch: int, steps: int
-) -> list[Workload]:
-    """What one call of the pipeline is in each preset, from the model's configs alone: the prompt is the longest."""
-    import_pipeline(request)  # which the model's shape is taken from
-    from cocodiff.jobs.model_shapes import shape_of_folder
+def cases_of(
+    values: dict[str, Any], request: Request, presets: Sequence[Config], ranks: int, batch: int, steps: int
+) -> list[Case]:
+    """Return what one call of the pipeline is in each preset, from the model's configs alone: the prompt is the
+    longest."""
     from cocodiff.models.adapter import image_and_text
-    from cocodiff.planner.choice import Workload
-    from cocodiff.planner.memory import Load
+    from cocodiff.planner.case import Case
 
-    path = transformer_config(request.model)
-    shape = shape_of_folder(path)
+    shape, tokens = shape_and_tokens(values, request)
     if not guides(request):
         shape = replace(shape, rows_per_image=1, branches=1)
     elif shape.rows_per_image == 1:
         shape = replace(shape, branches=2)
     itemsize = ITEMSIZE.get(values["dtype"], 4 if values["device"] == "cpu" else 2)
-    text = PROMPT_TOKENS if request.own is not None else shape.text_tokens
-    tokens = image_tokens(values, request, path, shape)
-    load = Load(image_and_text(tokens, text), batch * shape.rows_per_image, itemsize, shape.branches)
-    work = Workload(shape, load, presets[0], steps)
-    return [work.with_config(config.with_(image_tokens=tokens)) for config in presets]
+    segments = image_and_text(tokens, PROMPT_TOKENS if request.own is not None else shape.text_tokens)
+    call = segments, batch * shape.rows_per_image, itemsize, shape.branches, steps
+    topology = topology_of(values["machine"], ranks)
+    return [Case(shape, topology, config.with_(image_tokens=tokens), *call) for config in presets]
 
 
 def with_tokens(presets: Mapping[str, Config], values: dict[str, Any], request: Request) -> dict[str, Config]:
     """With the tokens of the job's images, by which meshes are chosen, where all rates and the model are known."""
     if load_machine(values["machine"]).missing_rates or not is_planned(request):
         return dict(presets)
-    works = workloads(values, request, [*presets.values()], 1, 1)
-    return dict(zip(presets, (work.config for work in works), strict=True))
+    _, tokens = shape_and_tokens(values, request)
+    return {name: config.with_(image_tokens=tokens) for name, config in presets.items()}
+
+
+def shape_and_tokens(values: dict[str, Any], request: Request) -> tuple[ModelShape, int]:
+    """Return the model's shape, and the tokens of what is made."""
+    import_pipeline(request)  # which the model's shape is taken from
+    from cocodiff.jobs.model_shapes import shape_of_folder
+
+    path = transformer_config(request.model)
+    shape = shape_of_folder(path)
+    return shape, image_tokens(values, request, path, shape)
 
 
 def image_tokens(values: dict[str, Any], request: Request, path: Path, shape: ModelShape) -> int:
@@ -244,14 +247,14 @@ def dry_lines(choice: Choice) -> list[str]:
     """Memory and predicted time of the partition that was taken."""
     from cocodiff.planner.memory import mib
 
-    taken, machine = choice.taken, choice.topology.machine.name
+    taken, machine, tile = choice.taken, choice.machine.name, choice.machine.device.memory
     need = f"memory of the fullest rank: {mib(taken.need.total)} MiB (weights {mib(taken.need.weights)}, activations "
     need += f"{mib(taken.need.activations)}, cache {mib(taken.need.cache)})"
     unknown = f"; machine {machine} does not say how much memory a rank has"
-    lines = [need + (unknown if taken.tile is None else f" of {mib(taken.tile)} MiB"), *filter(None, [choice.reason])]
-    if taken.batch_s is not None:
+    lines = [need + (unknown if tile is None else f" of {mib(tile)} MiB"), *filter(None, [choice.reason])]
+    if not choice.reason:
         times = (
-            f"{span(taken.batch_s)} for each of {taken.batches} call(s) of the pipeline, {span(taken.job_s)} for all"
+            f"{span(taken.image_s)} for each of {taken.batches} call(s) of the pipeline, {span(taken.job_s)} for all"
         )
         lines.append(f"predicted, denoising alone: {times}, {taken.images_per_hour:.0f} images an hour")
     return [*lines, "dry run: nothing was started or written"]

@@ -35,7 +35,7 @@ from cocodiff.jobs.folder import NOTHING_LEFT, OutputFolder
 from cocodiff.jobs.terminal import keep_libraries_off_stderr, limit_threads, note, quiet_libraries
 
 LAST_WORDS_S = 1.0  # launchers kill a job at its first bad exit; survivors must have named the rank by then
-GRACE_S = 3.0  # what survivors get to notice a bad end and to clean up
+GRACE_S = 3.0  # what survivors get to notice a bad end and to clean up, and rank 0 to say a mistake
 NOTICED = "other ranks noticed and stopped"
 OWN_SIGNALS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)  # of a fault in a library
 Work = Callable[[Any], None]  # called with the rank's transport

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 import torch
-from cocodiff_sycl.rows import Rows
+from cocodiff_sycl.parts import Rows
 from torch import Tensor
 
 from cocodiff.kernels.dispatch import PATHS, Kernels, moved_by, sycl_ops

@@ -6,10 +6,11 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib import import_module, metadata
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -82,6 +83,16 @@ def import_ipex() -> bool:
         log.warning("%s %s could not be imported and is not used: %s", IPEX, version, error)
         return False
     return True
+
+
+def set_repeatable(device: torch.device, wanted: bool) -> Callable[[], None]:
+    """Have oneDNN's products on an accelerator add up in one order, or in any: by default repeated calls may differ
+    there (torch-xpu-ops 3201), on a CPU they do not. Return what puts back what was set before."""
+    flags: Any = torch.backends.mkldnn
+    undo = partial(setattr, flags, "deterministic", flags.deterministic)
+    if device.type != "cpu":
+        flags.deterministic = wanted
+    return undo
 
 
 FOR_PROCESSES = 31 / 32  # of a device's memory: the rest, 2 GiB of 64, is taken to be the driver's and the library's

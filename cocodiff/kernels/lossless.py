@@ -46,7 +46,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
-from cocodiff_sycl.streams import RUN, TILE, TOKENS, Cut, room_of, stream_places
+from cocodiff_sycl.parts import RUN, TILE, TOKENS, Cut, room_of, stream_places
 from torch import Tensor
 
 from cocodiff.kernels.residual import sum_of

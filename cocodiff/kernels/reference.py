@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from cocodiff_sycl.rows import Rows
+from cocodiff_sycl.parts import Rows
 from torch import Tensor
 
 

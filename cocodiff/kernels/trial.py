@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from cocodiff_sycl.ops import SyclOps
-from cocodiff_sycl.rows import Rows
-from cocodiff_sycl.streams import Cut, room_of, stream_places
+from cocodiff_sycl.parts import Cut, Rows, room_of, stream_places
 from torch import Tensor
 
 from cocodiff.kernels.dispatch import OPS, STREAMED

@@ -20,8 +20,10 @@ from cocodiff.attention.v_major.selection import Schedule, scored_blocks
 from cocodiff.config.config import Config
 from cocodiff.config.machine import Topology
 from cocodiff.config.registry import COSTS, load
-from cocodiff.engine.assemble import AttentionWork, codec_class, codec_name
+from cocodiff.engine.assemble import AttentionWork, codec_name
 from cocodiff.kernels.lossless import least_room
+from cocodiff.planner.case import Case
+from cocodiff.planner.decisions import decisions_of, without_seldom
 from cocodiff.topology.layout import Layout
 
 # Of a whole tensor, what a call of the lossless codec sends in a run of 50 steps, and what a layer's first one does,
@@ -42,15 +44,6 @@ class CallKind(NamedTuple):
 
 
 WHOLE, CODED = CallKind(whole=True), CallKind()
-
-
-class Typical(NamedTuple):
-    """What tensors decide in a run, for predictions that have none. stable: where a threshold decides, the part of the
-    tokens that stay. displaced: where a controller decides, of every step the part of the calls by the tensors that are
-    displaced together."""
-
-    stable: float = 0.0
-    displaced: Sequence[Mapping[str, float]] = ()
 
 
 @dataclass(frozen=True)
@@ -80,9 +73,9 @@ class Costs:
         """Whether ranks gather what they agree on, once in a coded call of the model, which waits for it."""
         return False
 
-    def kinds_of_steps(self, steps: int, typical: Typical) -> list[dict[CallKind, float]]:
-        """Of every step the parts of its calls by their kind."""
-        return [{WHOLE: 1.0}] * steps
+    def kinds_of_steps(self, case: Case) -> list[dict[CallKind, float]]:
+        """Return of every step the parts of its calls by their kind."""
+        return [{WHOLE: 1.0}] * case.steps
 
     def state_bytes(self, topology: Topology, layout: Layout, work: AttentionWork) -> list[Mapping[str, int]]:
         """What one layer keeps on every rank of a group of several, what is in flight between its calls as well, in
@@ -107,12 +100,6 @@ def costs_of(config: Config) -> Costs:
     name = codec_name(config)
     found: type[Costs] = load(COSTS, name) if name in COSTS else Costs
     return found(config)
-
-
-def state_sizes(config: Config) -> Costs | None:
-    """What tells how much the codec and the step cache keep between calls; None where that is nothing."""
-    keeps = codec_class(config).keeps_state or config.step_cache != "none"
-    return costs_of(config) if keeps else None
 
 
 class VMajorCosts(Costs):
@@ -146,12 +133,12 @@ class VMajorCosts(Costs):
         counted = tiles == 1 and self.settings.schedule != "threshold"  # see `Selection.build`
         return (0, 0, 0) if kind.whole else (LAUNCHES_TO_CHOOSE, 1, 0 if counted else 1)
 
-    def kinds_of_steps(self, steps: int, typical: Typical) -> list[dict[CallKind, float]]:
+    def kinds_of_steps(self, case: Case) -> list[dict[CallKind, float]]:
         schedule, found = Schedule.of(self.settings), []
-        for step in range(steps):
-            part = schedule.stable_fraction(step, steps)
-            selective = CallKind(stable=typical.stable if part is None else part)
-            found.append({WHOLE if schedule.is_full(step, steps) else selective: 1.0})
+        for step in range(case.steps):
+            part = schedule.stable_fraction(step, case.steps)
+            selective = CallKind(stable=case.stable if part is None else part)
+            found.append({WHOLE if schedule.is_full(step, case.steps) else selective: 1.0})
         return found
 
     def state_bytes(self, topology: Topology, layout: Layout, work: AttentionWork) -> list[Mapping[str, int]]:
@@ -194,15 +181,15 @@ class ResidualCosts(Costs):
     def agrees(self) -> bool:
         return bool(self.settings.codec != "none" or self.settings.arrival == "adaptive")
 
-    def kinds_of_steps(self, steps: int, typical: Typical) -> list[dict[CallKind, float]]:
-        """The first step is whole, the last ones are fine; what is displaced in the others is told by `typical`, or all
-        tensors are."""
-        arrival, bits = self.settings.arrival, BITS.get(self.settings.codec)
+    def kinds_of_steps(self, case: Case) -> list[dict[CallKind, float]]:
+        """Return of every step the parts of its calls by their kind. The first step is whole, the last ones are fine;
+        what is displaced in the others is told by a recorded run, or all tensors are."""
+        bits, recorded = BITS.get(self.settings.codec), decisions_of(case.config, case.steps, case.decisions)
         finer = CallKind(fine=bits is not None and bits < FINEST)
-        displaced = "".join(TENSORS) if arrival == "displaced" else ""
-        sets_of_steps = typical.displaced if arrival == "adaptive" else [{displaced: 1.0}] * steps
-        found = [{WHOLE: 1.0}, *[{finer: 1.0}] * (steps - 1)]
-        for step in range(1, steps - self.settings.fine_steps):
+        displaced = "".join(TENSORS) if self.settings.arrival == "displaced" else ""
+        sets_of_steps = without_seldom(recorded.over(case.steps)) if recorded else [{displaced: 1.0}] * case.steps
+        found = [{WHOLE: 1.0}, *[{finer: 1.0}] * (case.steps - 1)]
+        for step in range(1, case.steps - self.settings.fine_steps):
             found[step] = {CallKind(displaced=names): part for names, part in sets_of_steps[step].items()}
         return found
 

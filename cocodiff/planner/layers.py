@@ -3,7 +3,7 @@
 A layer goes as the engine has it. The setting's own order gives tensors to an exchange while the rank computes; the
 exchange's own routes say which blocks take which links; the codec says how wide they are. The rank that has most to
 compute sets the pace, and of messages that are under way together the fullest link (`traffic.py`). The arithmetic is a
-roofline at the device's full rates (`roofline.py`), meshes with a ring are priced by `placement.py`.
+roofline at the device's full rates (`roofline.py`); what goes round rings and travels in chunks is in `rings.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,18 +24,14 @@ from cocodiff.attention.strategy import LayerKey, LazyQKV, nothing
 from cocodiff.attention.sums import CHUNK, CHUNK_LAUNCHES, SCORE_BYTES
 from cocodiff.attention.ulysses import Ulysses
 from cocodiff.comm.trace import LINK_CLASSES
-from cocodiff.config.config import Config
-from cocodiff.config.machine import Topology
 from cocodiff.config.registry import ORDERS, load
-from cocodiff.engine.assemble import AttentionWork, chunking, exchange_table, mesh_of
-from cocodiff.models.adapter import IMAGE
-from cocodiff.planner.costs import WHOLE, CallKind, Typical, costs_of
-from cocodiff.planner.decisions import Decisions, decisions_of, without_seldom
-from cocodiff.planner.memory import Load, ModelShape, coded_layers, weights_waited_s
-from cocodiff.planner.placement import InStages, in_chunks, ring_of
+from cocodiff.engine.assemble import chunking, exchange_table
+from cocodiff.planner.case import Case, coded_layers
+from cocodiff.planner.costs import WHOLE, CallKind, costs_of
+from cocodiff.planner.memory import weights_waited_s
+from cocodiff.planner.rings import Seconds, in_chunks, ring_of
 from cocodiff.planner.roofline import Layer, coded_s, copied_s, merged_s, roofline, scored_s
-from cocodiff.planner.traffic import Hop, Latencies, Wires, of_ranks, stages_of, total
-from cocodiff.topology.axes import Mesh
+from cocodiff.planner.traffic import Hop, Traffic, of_ranks, stages_of
 from cocodiff.topology.layout import Layout, Segments
 from cocodiff.topology.routes.chunks import megabytes_per_rank
 
@@ -45,60 +41,32 @@ NO_NUMBERS = torch.empty(0, device="meta")
 LAUNCHES_V, LAUNCHES_QK, LAUNCHES_REST = 1, 4, 4  # q and k: a product of each; normalisation and rotation in one
 
 
-@dataclass(frozen=True)
-class Case:
-    """The run that is planned. stable: where a threshold decides, the part of the tokens that stay. decisions: what a
-    controller decides, by recorded runs to choose from; () for the shipped ones. one_peer: groups serve one peer at a
-    time. known_mesh: of Ulysses and Ring; None for the one that the engine would choose."""
-
-    shape: ModelShape
-    topology: Topology
-    config: Config
-    load: Load
-    steps: int = 50
-    stable: float = 0.7
-    decisions: tuple[Decisions, ...] = ()
-    one_peer: bool = False
-    known_mesh: Mesh | None = None
-
-    @cached_property
-    def mesh(self) -> Mesh:
-        """Of Ulysses and Ring."""
-        work = AttentionWork(self.shape.heads, self.shape.head_dim)
-        return self.known_mesh or mesh_of(self.config, self.topology, work)
-
-
-KINDS = ("joint", "parallel", "image")  # of layers: see `ModelShape`
-
-
 class Kind(NamedTuple):
-    """Layers that take alike: their number in one call of the model, what they attend to; whether what follows
-    attention is done while q and k travel."""
+    """Layers of one call of the model that take alike."""
 
     name: str
     layers: int
-    segments: Segments
-    beside: bool = False
+    coded: int  # of them, how many keep something; the others' tensors travel as in a run's first call
+    segments: Segments  # what they attend to
+    beside: bool = False  # whether what follows attention is done while q and k travel
 
 
-def kinds_of(shape: ModelShape, load: Load) -> list[Kind]:
-    """A parallel MLP takes as long as one that follows, and waits for no attention."""
-    joint, parallel, image = KINDS
+def kinds_of(case: Case) -> list[Kind]:
+    """Return the kinds of layers. A parallel MLP takes as long as one that follows, and waits for no attention."""
+    shape = case.shape
+    joint, parallel, image = coded_layers(shape, case.config.state_layers)
     found = (
-        Kind(joint, shape.joint_layers, load.segments),
-        Kind(parallel, shape.parallel_layers, load.segments, True),
-        Kind(image, shape.image_layers, tuple(one for one in load.segments if one.name == IMAGE)),
+        Kind("joint", shape.joint_layers, joint, case.segments),
+        Kind("parallel", shape.parallel_layers, parallel, case.segments, True),
+        Kind("image", shape.image_layers, image, case.image_only),
     )
     return [kind for kind in found if kind.layers]
 
 
 def kinds_of_steps(case: Case) -> list[dict[CallKind, float]]:
     """As of `Costs`; one rank's are all whole."""
-    if case.topology.size == 1:
-        return [{WHOLE: 1.0}] * case.steps
-    decisions = decisions_of(case.config, case.steps, case.decisions)
-    displaced = without_seldom(decisions.over(case.steps)) if decisions else ()
-    return costs_of(case.config).kinds_of_steps(case.steps, Typical(case.stable, displaced))
+    alone = case.topology.size == 1
+    return [{WHOLE: 1.0}] * case.steps if alone else costs_of(case.config).kinds_of_steps(case)
 
 
 def sampled_kinds(case: Case) -> list[CallKind]:
@@ -147,47 +115,52 @@ class LayerPlan(NamedTuple):
 
 
 class Sent:
-    """How tensors of a layer travel in calls of one kind. width: bytes of one head of one token; rows: how many of a
-    Ulysses group's rows are sent of q, k and v; forward, back: one tensor's hops; stages: of calls that go in chunks,
-    else None."""
+    """The ways of a layer's tensors in calls of one kind."""
 
-    forward: Sequence[Hop] = ()
-    back: Sequence[Hop] = ()
-    stages: InStages | None = None
+    forward: Sequence[Hop] = ()  # of q, k and v each
+    back: Sequence[Hop] = ()  # of the output
+    stages: Seconds | None = None  # of attention with its messages, where they go in chunks
 
-    def __init__(self, case: Case, kind: Kind, latencies: Latencies, call: CallKind) -> None:
-        mesh, config, costs = case.mesh, case.config, costs_of(case.config)
+    def __init__(self, case: Case, kind: Kind, call: CallKind) -> None:
+        mesh, config, costs, latencies = case.mesh, case.config, costs_of(case.config), case.latencies
         layouts = mesh.layouts(kind.segments, case.shape.heads)
-        self.width = costs.sent_bytes(case.shape.head_dim, case.load.itemsize, call)
+        self.width = costs.sent_bytes(case.shape.head_dim, case.itemsize, call)  # of one head of one token
         groups = list(zip(mesh.parts, layouts, strict=True))
         rows_P = of_ranks(mesh, (costs.rows_sent(*group, call) for group in groups))
         gathered_P = of_ranks(mesh, (costs.gathered(*group, call) for group in groups))
         all_P, heads_P = (of_ranks(mesh, (getattr(one, name) for one in layouts)) for name in ("rows", "heads"))
-        self.rows = float(sum(rows_P[list(mesh.groups[0])]))
-        work = AttentionWork(case.shape.heads, case.shape.head_dim, kind.segments, case.load.batch, case.load.itemsize)
-        self.ring = ring_of(mesh, layouts, work, Wires(mesh.topology), latencies.latency_s + latencies.message_s)
-        self.bytes = total(one.bytes for one in self.ring.messages)
+        self.rows = float(sum(rows_P[list(mesh.groups[0])]))  # of a group, of q, k and v each
+        self.ring = ring_of(mesh, layouts, case.work, latencies.latency_s + latencies.message_s)
+        self.messages: list[tuple[int, Traffic]] = [(1, one) for one in self.ring.messages]  # how often, and which
         if mesh.ulysses == 1:
             return
-        cell, table = case.load.batch * self.width, exchange_table(config, case.topology)
+        cell, chunks = case.batch * self.width, chunking(config, mesh.parts[0])
+        table = exchange_table(config, case.topology)
         size_mb = 3 * megabytes_per_rank(layouts[0], cell)
         name = config.exchange if table is None else table.exchange_for(size_mb)
         stages = stages_of(mesh, name, config.nic_balance, case.one_peer)
-        back = [stage.back() for stage in reversed(stages)]
         self.forward = [stage.hop(rows_P, heads_P, cell, latencies) for stage in stages]
-        self.back = [stage.hop(all_P, heads_P, cell, latencies) for stage in back]
-        gathers = stages_of(mesh, "flat")[0].traffic(case.load.batch * gathered_P, np.ones_like(heads_P)).bytes
-        for link in LINK_CLASSES:
-            there, here = (sum(hop.sent[link] for hop in hops) for hops in (self.forward, self.back))
-            self.bytes[link] += 3 * there + here + gathers[link]
-        chunks = chunking(config, mesh.parts[0])
+        self.back = [stage.back().hop(all_P, heads_P, cell, latencies) for stage in reversed(stages)]
+        gathers = stages_of(mesh, "flat")[0].traffic(case.batch * gathered_P, np.ones_like(heads_P))
+        self.messages += [(3 * cell, hop.traffic) for hop in self.forward]
+        self.messages += [(1, gathers), *((cell, hop.traffic) for hop in self.back)]
 
         def seconds(chosen_PP: np.ndarray) -> float:
             hops = [stage.only(chosen_PP).hop(all_P, heads_P, cell, latencies) for stage in stages]
             return sum(4 * hop.link_s + hop.wait_s for hop in hops)
 
-        if size_mb >= chunks.from_mb:
+        if chunks.chunks > 1 and size_mb >= chunks.from_mb:
             self.stages = in_chunks(mesh, chunks.chunks, all_P, self.ring, seconds)
+
+    @property
+    def bytes(self) -> dict[str, float]:
+        """Bytes of all ranks by link class."""
+        return {link: sum(often * one.bytes[link] for often, one in self.messages) for link in LINK_CLASSES}
+
+    @property
+    def busiest_node(self) -> float:
+        """The most bytes that leave one node."""
+        return float(np.sum([often * one.out_of for often, one in self.messages], axis=0).max())
 
 
 class PlannedLayer:
@@ -200,7 +173,7 @@ class PlannedLayer:
         each thing that is computed. x_BLHD: stands for q, k and v."""
         self.kind, self.layout, self.slot = kind, layout, slot
         self._heads, self._compute, self._x_BLHD = case.shape.heads, compute, x_BLHD
-        self.times: Layer = roofline(case.shape, case.topology, sum(layout.rows), case.load.batch, slot, layout)
+        self.times: Layer = roofline(case.shape, case.topology, sum(layout.rows), case.batch, slot, layout)
 
     def run(self, strategy: Ulysses | PlannedCall, layer_key: LayerKey) -> None:
         half = partial(self._projected, self.times.project_qk / 2, LAUNCHES_QK // 2)
@@ -222,21 +195,22 @@ class PlannedCall:
     """A rank's main thread and lanes in layers that follow one another. It takes the place of the transfer and of the
     trace that an order is given: what is sent travels hop by hop, each when its lane is free."""
 
-    def __init__(self, case: Case, kind: Kind, call: CallKind, latencies: Latencies, sent: Sent) -> None:
+    def __init__(self, case: Case, kind: Kind, call: CallKind, sent: Sent) -> None:
         self.layer, self.spans, self.at, self.compute_s = kind.name, list[Moved](), 0.0, 0.0
-        self._case, self._call, self._latencies = case, call, latencies
+        self._case, self._call, self._latencies = case, call, case.latencies
         self._free, self._arrived = dict[str, float](), dict[str, float]()
         self._sent, mesh = sent, case.mesh
         self._device, self._costs = case.topology.machine.device, costs_of(case.config)
-        options = [
-            PlannedLayer(case, kind, layout, slot, self._compute, NO_NUMBERS)
+        of_ranks = {  # one of those that compute the same
+            (sum(layout.rows), layout.rows[slot], layout.heads[slot]): (layout, slot)
             for layout in mesh.layouts(kind.segments, case.shape.heads)
             for slot in range(mesh.ulysses)
-        ]
+        }
+        options = [PlannedLayer(case, kind, *rank, self._compute, NO_NUMBERS) for rank in of_ranks.values()]
         self._layer = max(options, key=lambda layer: layer.times.total)
-        layout, slot, self._B, self._D = self._layer.layout, self._layer.slot, case.load.batch, case.shape.head_dim
+        layout, slot, self._B, self._D = self._layer.layout, self._layer.slot, case.batch, case.shape.head_dim
         self._L, self._S, self._G, self._H = layout.rows[slot], sum(layout.rows), layout.heads[slot], case.shape.heads
-        coded = case.config.codec != "none" and self._sent.width != case.shape.head_dim * case.load.itemsize
+        coded = case.config.codec != "none" and self._sent.width != case.shape.head_dim * case.itemsize
         self._coded = bool(coded and self._sent.forward)
 
     def run(self) -> LayerPlan:
@@ -263,13 +237,13 @@ class PlannedCall:
         load(ORDERS, self._case.config.order)(qkv, self, self)
         self._wait("q", "k", "v")
         with self.span("attention"):
-            blocks, behind = self._case.mesh.ring, in_stages or self._sent.ring.moves
+            blocks, behind = self._case.mesh.ring, in_stages or self._sent.ring.seconds
             parts = blocks if in_stages is None else blocks + 2  # of each query, which are merged
             block_s, launches = (times.attention, 1) if parts == 1 else self._part(times.attention)
             self._compute(blocks * block_s, parts * launches)
             merging_s = merged_s(self._device, self._B * self._S * self._G * self._D)
             self._compute((parts - 1) * merging_s, parts - 1)
-            self.at += behind.seconds(block_s) - blocks * block_s
+            self.at += behind(block_s) - blocks * block_s
         if in_stages is None:
             self._travel("o")
         self._wait("o")
@@ -305,7 +279,7 @@ class PlannedCall:
         forward, launch_s = names != ("o",), self._latencies.launch_s
         hops = self._sent.forward if forward else self._sent.back
         at = self.at + (self._chosen_s() if "v" in names else 0.0)
-        itemsize = 1 if self._coded else self._case.load.itemsize
+        itemsize = 1 if self._coded else self._case.itemsize
         coded_s = len(names) * self._coded_s(forward, sends=True)
         extra_s = 0.0 if names[0] in self._call.displaced else coded_s
         if names[0] in self._call.displaced:  # while nothing is waited for
@@ -337,7 +311,7 @@ class PlannedCall:
         tiles = self._case.topology.machine.tiles
         launches, gathers, waits = self._costs.choosing(self._call, tiles)
         latency_s, message_s, launch_s, blocked_s, wait_s = self._latencies
-        scored = self._B * self._L * self._H * self._D * self._case.load.itemsize if launches else 0
+        scored = self._B * self._L * self._H * self._D * self._case.itemsize if launches else 0
         gather_s = latency_s + (self._case.mesh.ulysses - 1) * (message_s + 2 * blocked_s)
         return scored_s(self._device, scored) + launches * launch_s + gathers * gather_s + waits * wait_s
 
@@ -355,62 +329,61 @@ class PlannedCall:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Seconds of a mean step. compute_s: of the rank that computes longest; bytes: of all ranks, by link class; waits:
-    of the host for numbers that the device computes; outputs: bytes of what two guidance branches exchange."""
+    """A mean step."""
 
     step_s: float
-    compute_s: float
-    bytes: dict[str, float]
+    compute_s: float  # of the rank that computes longest
+    bytes: dict[str, float]  # of all ranks, by link class
     steps: int
-    waits: float = 0.0
-    outputs: dict[str, float] = field(default_factory=dict)
+    waits: float = 0.0  # of the host for numbers that the device computes
+    outputs: dict[str, float] = field(default_factory=dict)  # bytes that two guidance branches exchange
 
     @property
     def image_s(self) -> float:
         """Denoising alone: no text encoder, no VAE."""
         return self.step_s * self.steps
 
+    def of_image(self, sent: Mapping[str, float]) -> dict[str, float]:
+        """Return the bytes of all steps, by those of one."""
+        return {link: self.steps * count for link, count in sent.items()}
+
     @property
     def communication_share(self) -> float:
         return 1 - self.compute_s / self.step_s if self.step_s else 0.0
 
 
-def plan_layers(case: Case, latencies: Latencies) -> list[tuple[Kind, dict[CallKind, LayerPlan]]]:
-    """Of every kind of layers one, in calls of every kind of `sampled_kinds`."""
-    found = []
-    for kind in kinds_of(case.shape, case.load):
-        sent_of = cache(partial(Sent, case, kind, latencies))
-        plans = {
-            call: PlannedCall(case, kind, call, latencies, sent_of(call._replace(displaced=""))).run()
-            for call in sampled_kinds(case)
-        }
-        found.append((kind, plans))
-    return found
+def plan_layers(case: Case) -> list[tuple[Kind, dict[CallKind, LayerPlan]]]:
+    """Plan one layer of every kind, in calls of every kind of `sampled_kinds`."""
+    sent_of, calls = cache(partial(Sent, case)), sampled_kinds(case)
+
+    def plan(kind: Kind, call: CallKind) -> LayerPlan:
+        return PlannedCall(case, kind, call, sent_of(kind, call._replace(displaced=""))).run()
+
+    return [(kind, {call: plan(kind, call) for call in calls}) for kind in kinds_of(case)]
 
 
-def plan_step(case: Case, latencies: Latencies) -> StepPlan:
-    """Layers follow one another; once in a call of the model ranks gather what they agree on for all its layers."""
-    every, branches = kinds_of_steps(case), case.load.branches
-    costs, several, tiles = costs_of(case.config), case.topology.size > 1, case.topology.machine.tiles
+def plan_step(case: Case) -> StepPlan:
+    """Plan a step, in which one call of the model follows another, and in a call one layer. Once in a call ranks gather
+    what they agree on for all its layers."""
+    every, costs, several = kinds_of_steps(case), costs_of(case.config), case.topology.size > 1
     coded = statistics.mean(sum(part for kind, part in step.items() if not kind.whole) for step in every)
-    step_s = branches * latencies.latency_s * coded * (several and costs.agrees())
-    compute_s, waits, sent = 0.0, 0.0, dict.fromkeys(LINK_CLASSES, 0.0)
-    choosing = {call: costs.choosing(call, tiles)[2] for step in every for call in step}
-    layers_s: list[float] = []  # of the blocks of one call, in the model's order
-    coded_of = dict(zip(KINDS, coded_layers(case.shape, case.config.state_layers), strict=True))
+    choosing = {call: costs.choosing(call, case.topology.machine.tiles)[2] for step in every for call in step}
+    step_s, compute_s, waits, sent = 0.0, 0.0, 0.0, dict.fromkeys(LINK_CLASSES, 0.0)
 
     def of_step(kind: Kind, known: Mapping[CallKind, float]) -> float:
-        """Of all layers of a kind: those that are never coded go as a run's first calls do."""
-        coded = coded_of[kind.name]
-        return coded * over_steps(known, every) + (kind.layers - coded) * known[WHOLE]
+        """Return the sum over all layers of a kind."""
+        return kind.coded * over_steps(known, every) + (kind.layers - kind.coded) * known[WHOLE]
 
-    for kind, plans in plan_layers(case, latencies):
-        coded, seconds = coded_of[kind.name], {call: plan.seconds for call, plan in plans.items()}
-        layers_s += [over_steps(seconds, every)] * coded + [seconds[WHOLE]] * (kind.layers - coded)
-        step_s += branches * of_step(kind, seconds)
-        compute_s += branches * of_step(kind, {call: plan.compute_s for call, plan in plans.items()})
-        waits += branches * several * of_step(kind, choosing)
-        for link in LINK_CLASSES:
-            sent[link] += branches * of_step(kind, {call: plan.bytes[link] for call, plan in plans.items()})
-    weights_s = branches * weights_waited_s(case.shape, case.load, layers_s, latencies)
-    return StepPlan(step_s + weights_s, compute_s, sent, case.steps, waits)
+    for call in case.calls:
+        branches, layers_s = call.branches, list[float]()  # of the blocks of one call, in the model's order
+        step_s += branches * case.latencies.latency_s * coded * (several and costs.agrees())
+        for kind, plans in plan_layers(call):
+            seconds = {how: plan.seconds for how, plan in plans.items()}
+            layers_s += [over_steps(seconds, every)] * kind.coded + [seconds[WHOLE]] * (kind.layers - kind.coded)
+            step_s += branches * of_step(kind, seconds)
+            compute_s += branches * of_step(kind, {how: plan.compute_s for how, plan in plans.items()})
+            waits += branches * several * of_step(kind, choosing)
+            for link in LINK_CLASSES:
+                sent[link] += branches * of_step(kind, {how: plan.bytes[link] for how, plan in plans.items()})
+        step_s += branches * weights_waited_s(call, layers_s)
+    return StepPlan(step_s, compute_s, sent, case.steps, waits)

@@ -8,32 +8,39 @@ are exact to the byte as well: q, k, v and the output, text included, at both en
 or tensors are in flight for every layer, once at either end; without a codec only the receiver keeps something, and
 with `arrival: adaptive` the sender every 16th row. The step cache keeps what blocks added to a rank's tokens, exact as
 well: `branches x B x (2 L_img + L_text) x H x D x itemsize`, where the last block returns the text. Activations are an
-estimate (`activations`); what the allocator keeps in reserve is not counted. `peaks.py` has what comes before and
-after.
+estimate (`activations`); what the allocator keeps in reserve is not counted.
+
+Before and after the denoising steps (`Peaks`): rank 0 alone loads the text encoders, all at once, before the
+transformer is on its device; they are gone before the first step (`jobs/pipelines.py`). Every rank holds the VAE's
+weights, and encodes the image that is to be restored. Latents are decoded as the setting `vae` says, meanwhile the
+codec keeps its caches. Encoding and decoding are estimates (`models.family.VaeSize`): attention in the VAE is taken to
+be fused, and activations of the text encoders are left out as small.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cocodiff.attention.streaming import head_runs
 from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Topology
-from cocodiff.engine.assemble import AttentionWork
 from cocodiff.engine.weights import sharing, split_blocks
-from cocodiff.models.adapter import IMAGE, image_and_text
-from cocodiff.models.family import VAE_FACTOR, Family, VaeSize, Video
-from cocodiff.planner.costs import Costs
-from cocodiff.planner.traffic import Latencies
-from cocodiff.topology.axes import Mesh
-from cocodiff.topology.layout import Segments
+from cocodiff.models.adapter import IMAGE
+from cocodiff.models.family import VaeSize, Video
+from cocodiff.planner.case import Case, ModelShape, coded_layers
+from cocodiff.planner.costs import costs_of
+from cocodiff.topology.axes import Mesh, cut
 from cocodiff.topology.links import alltoall_bound
 from cocodiff.topology.routes.rounds import rounds_of
 
 MIB = 2**20
+VAE_SETTINGS = ("one", "all", "tiled", "sharded")
+CHANNELS = 3  # of an image
+STRIDE = 0.75  # from where a tile begins to where the next one does, in tiles: diffusers' default
 
 # What the estimate of activations counts, in tensors of one rank's share: [B, L, H, D], or as large [B, S, G, D].
 STREAMS = 6  # the residual stream, attention's output, and what normalisation and modulation make before each half
@@ -42,125 +49,6 @@ EXCHANGED = 14  # q, k, v projected, packed, received and put in place; the outp
 RING = 9  # k and v of two other groups; the merged output in float32; a part and its share of that
 PIECE = 7  # of streaming, for the rows of a piece: its queries and the next one's, put together; two parts; both ways
 TOKENS = 8  # of a token ring beside that: q of two other ranks, and parts on their way, three here and three from here
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """A transformer as memory sees it."""
-
-    name: str
-    heads: int
-    head_dim: int
-    joint_layers: int  # attention over image and text tokens, then an MLP (double blocks)
-    parameters: int  # numbers that the weights hold
-    parallel_layers: int = 0  # the MLP runs beside the attention (FLUX's single blocks)
-    image_layers: int = 0  # second attentions over image tokens alone (the dual layers of SD3.5 Medium)
-    mlp_ratio: float = 4.0  # width of the MLP's hidden layer over the model's
-    gated_mlp: bool = False  # whether that layer is made of two
-    text_tokens: int = 512  # of the longest prompt
-    pixels_per_token: int = 16  # of a side: the VAE's factor times the patch
-    rows_per_image: int = 1  # batch rows of a call for one image: 2 where guidance puts both halves in one call
-    branches: int = 1  # calls in one step: 2 where guidance calls the model twice
-    # Tensors of all image tokens that a rank has before the engine cuts them: 3 where the model adds positions to them
-    # (what the patches give, the positions, the sum), 1 where they are cut at the first block, 0 where the call's
-    # inputs are.
-    unsharded_copies: int = 0
-    encoders: int = 0  # numbers that the weights of all text encoders hold; 0 where that is not known
-    vae: VaeSize | None = None  # what the VAE takes; None where that is not known
-    video: Video | None = None  # what the model makes of itself; None for images
-
-    def __post_init__(self) -> None:
-        may_be_zero = ("joint_layers", "parallel_layers", "image_layers", "text_tokens", "unsharded_copies", "encoders")
-        for field in fields(self):
-            value, least = getattr(self, field.name), 0 if field.name in may_be_zero else 1
-            if field.type == "int" and (type(value) is not int or value < least):
-                raise UserError(f"model {self.name}: {field.name} {value!r}: give a whole number of at least {least}")
-        if not isinstance(self.mlp_ratio, (int, float)) or not self.mlp_ratio > 0:
-            raise UserError(f"model {self.name}: mlp_ratio {self.mlp_ratio!r}: give a number above 0")
-
-    @property
-    def width(self) -> int:
-        return self.heads * self.head_dim
-
-    def image_tokens(self, side: int) -> int:
-        """Tokens of a square image of `side` pixels. Raises UserError for sides that patches do not fill."""
-        a_side, rest = divmod(side, self.pixels_per_token)
-        if rest or side < 1:
-            lower, step = max(1, a_side) * self.pixels_per_token, self.pixels_per_token
-            raise UserError(
-                f"size {side}: {self.name} cuts images into tokens of {step} x {step} pixels; "
-                f"use {lower} or {lower + step}"
-            )
-        return a_side**2
-
-    def video_tokens(self, video: Video) -> int:
-        """Tokens of a video, of a model whose VAE is known. Raises UserError for frames and sides that patches do not
-        fill."""
-        assert self.vae is not None, "what a latent frame is"
-        each, side = self.vae.frames, self.pixels_per_token * self.vae.factor // VAE_FACTOR
-        sides = ("height", video.height, side, 0), ("width", video.width, side, 0)
-        for name, value, step, rest in (("frames", video.frames - 1, each, 1), *sides):
-            if value % step:
-                makes, lower = f"{step} n{' + 1' * rest}", value // step * step + rest
-                raise UserError(f"--{name} {value + rest}: {self.name} makes {makes}: use {lower or step}")
-        return (1 + video.frames // each) * (video.height // side) * (video.width // side)
-
-    def segments(self, side: int) -> Segments:
-        """Of joint attention: a square image of `side` pixels and the longest prompt. Raises UserError as
-        `image_tokens`."""
-        return image_and_text(self.image_tokens(side), self.text_tokens)
-
-
-def shape_of_config(family: Family, config: Mapping[str, Any], parameters: int) -> ModelShape:
-    """The shape of a family's transformer from its config."""
-    mlp_ratio = config.get("mlp_ratio", 4.0)
-    if "ffn_dim" in config:
-        mlp_ratio = config["ffn_dim"] / (config["num_attention_heads"] * config["attention_head_dim"])
-    return ModelShape(
-        name=family.class_name,
-        heads=config["num_attention_heads"],
-        head_dim=config["attention_head_dim"],
-        joint_layers=config["num_layers"],
-        parallel_layers=config.get("num_single_layers", 0),
-        image_layers=len(config.get("dual_attention_layers") or ()),
-        mlp_ratio=mlp_ratio,
-        parameters=parameters,
-        **family.shape_facts(config),
-    )
-
-
-class Split(NamedTuple):
-    """Weights of so many blocks (None: of all) are shared by these ranks, each with a part."""
-
-    ranks: Topology
-    layers: int | None
-
-    @classmethod
-    def of(cls, split: tuple[str, int | None] | None, topology: Topology) -> Split | None:
-        """split: see `Config.split`. topology: of ranks that share a sequence, of whose groups the smallest counts."""
-        if split is None:
-            return None
-        groups = [sharing(topology, split[0], rank) for rank in range(topology.size)]
-        ranks = topology.part(min(groups, key=len))
-        return cls(ranks, split[1]) if ranks.size > 1 else None
-
-
-@dataclass(frozen=True)
-class Load:
-    """What a run puts on the ranks. batch: rows B of one call. state: what is kept between steps; None where that is
-    nothing. split: how blocks' weights are shared; None where every rank has all of them."""
-
-    segments: Segments
-    batch: int
-    itemsize: int = 2
-    branches: int = 1
-    state: Costs | None = None
-    split: Split | None = None
-    job: tuple[int, int] = (1, 1)  # ranks and nodes of a whole job, of which those that share a sequence are a part
-
-    def tokens(self, name: str) -> int:
-        """Of the segments of this name."""
-        return sum(segment.tokens for segment in self.segments if segment.name == name)
 
 
 KEPT = ("image_cache", "reference_cache", "text_cache", "reconstructions", "in_flight", "step_cache")  # between calls
@@ -197,38 +85,24 @@ def add(parts: list[RankMemory]) -> RankMemory:
     return RankMemory(*(sum(getattr(part, field.name) for part in parts) for field in fields(RankMemory)))
 
 
-def run_cache(shape: ModelShape, topology: Topology, load: Load, mesh: Mesh | None = None) -> list[RankMemory]:
-    """Every rank's caches of all layers, layers times branches, and its step cache. Nothing where nothing is kept.
-    mesh: of Ulysses and Ring; None is Ulysses alone."""
-    state, kept_P = load.state, [Counter[str]() for _ in range(topology.size)]
-    mesh = mesh or Mesh.build(topology)
-    work = AttentionWork(shape.heads, shape.head_dim, load.segments, load.batch, load.itemsize)
-    if state is None:
-        return [RankMemory()] * topology.size
-    alone = tuple(segment for segment in load.segments if segment.name == IMAGE)
-    *of_all, image_layers = coded_layers(shape, state.settings.state_layers)
-    for layers, segments in ((sum(of_all), load.segments), (image_layers, alone)):
+def run_cache(case: Case) -> list[RankMemory]:
+    """Return every rank's caches of all layers, layers times branches, and its step cache."""
+    shape, mesh, kept_P = case.shape, case.mesh, [Counter[str]() for _ in case.topology.places]
+    state_bytes = costs_of(case.config).state_bytes
+    *of_all, image_layers = coded_layers(shape, case.config.state_layers)
+    for layers, segments in ((sum(of_all), case.segments), (image_layers, case.image_only)):
         if not segments:  # by a plan no token is known to be an image's
             continue
         for group, part, layout in zip(mesh.groups, mesh.parts, mesh.layouts(segments, shape.heads), strict=True):
-            of_layer = state.state_bytes(part, layout, work) if part.size > 1 else [{}]  # one alone keeps nothing
+            of_layer = state_bytes(part, layout, case.work) if part.size > 1 else [{}]  # one alone keeps nothing
             for rank, sizes, L in zip(group, of_layer, layout.rows, strict=True):
-                kept_P[rank].update({name: size * layers * load.branches for name, size in sizes.items()})
-                if state.settings.step_cache != "none":
-                    kept_P[rank]["step_cache"] += load.branches * L * shape.heads * work.cell
+                kept_P[rank].update({name: size * layers * case.branches for name, size in sizes.items()})
+                if case.config.step_cache != "none":
+                    kept_P[rank]["step_cache"] += case.branches * L * shape.heads * case.work.cell
     return [RankMemory(**kept) for kept in kept_P]
 
 
-def coded_layers(shape: ModelShape, state_layers: int | None) -> tuple[int, int, int]:
-    """How many joint, parallel and image layers keep something: of `state_layers` in all, those that a model calls
-    first. Its dual blocks, the first ones, have a joint and an image layer each."""
-    left = shape.joint_layers + shape.parallel_layers + shape.image_layers if state_layers is None else state_layers
-    image = min(shape.image_layers, left // 2)
-    joint = min(shape.joint_layers, left - image)
-    return joint, min(shape.parallel_layers, left - image - joint), image
-
-
-def activations(shape: ModelShape, mesh: Mesh, load: Load) -> list[int]:
+def activations(case: Case) -> list[int]:
     """Every rank's activations at their peak, where tokens enter or in one layer: an estimate.
 
     Where tokens enter there are `unsharded_copies` tensors of the whole image, one of which lives on in the first
@@ -238,6 +112,7 @@ def activations(shape: ModelShape, mesh: Mesh, load: Load) -> list[int]:
     layer before and after its activation, and its output). Attention itself is taken to be fused: no S x S matrix. The
     text's embeddings, rotary angles and the model's exit are left out as small.
     """
+    shape, mesh = case.shape, case.mesh
     attention = (ALONE if mesh.ulysses == 1 else EXCHANGED) + (RING if mesh.ring > 1 else 0)
     if mesh.ring > 1 and mesh.kind != "keys":
         attention += TOKENS if mesh.kind == "token" else streamed(mesh, shape.heads)
@@ -246,13 +121,13 @@ def activations(shape: ModelShape, mesh: Mesh, load: Load) -> list[int]:
     if shape.parallel_layers:
         fused = 3 if shape.gated_mlp else 1
         stages += [attention + gates * hidden, fused + gates * hidden + 1 + hidden + 1]
-    copies, whole, found = STREAMS + max(stages), load.tokens(IMAGE) * shape.width, dict[int, int]()
+    copies, whole, found = STREAMS + max(stages), case.tokens(IMAGE) * shape.width, dict[int, int]()
     kept = whole if shape.unsharded_copies and mesh.topology.size > 1 else 0
-    for group, layout in zip(mesh.groups, mesh.layouts(load.segments, shape.heads), strict=True):
+    for group, layout in zip(mesh.groups, mesh.layouts(case.segments, shape.heads), strict=True):
         for rank, L, G in zip(group, layout.rows, layout.heads, strict=True):
             share = max(L * shape.width, sum(layout.rows) * G * shape.head_dim)
             count = max(shape.unsharded_copies * whole, kept + copies * share)
-            found[rank] = int(count * load.batch * load.itemsize)
+            found[rank] = int(count * case.batch * case.itemsize)
     return [found[rank] for rank in range(mesh.topology.size)]
 
 
@@ -264,15 +139,19 @@ def streamed(mesh: Mesh, heads: int) -> int:
     return -(-PIECE * mesh.ring // pieces) + 1 - 4
 
 
-def size_run(shape: ModelShape, topology: Topology, load: Load, mesh: Mesh | None = None) -> list[RankMemory]:
-    """What every rank needs. mesh: None is Ulysses alone. Raises UserError where the ranks outnumber image tokens, or
-    those of a Ulysses group heads."""
-    mesh = mesh or Mesh.build(topology)
-    caches, active = run_cache(shape, topology, load, mesh), activations(shape, mesh, load)
-    device, (ranks, nodes) = topology.machine.device, max((topology.size, topology.nodes), load.job)
+def size_run(case: Case) -> list[RankMemory]:
+    """Return what every rank needs. Raises UserError where the ranks outnumber image tokens, or those of a Ulysses
+    group heads."""
+    device, (ranks, nodes) = case.topology.machine.device, max((case.topology.size, case.topology.nodes), case.job)
     library = int(MIB * ((ranks > 1) * device.library_mib + (nodes > 1) * device.across_mib))
-    held = {"weights": weights_held(shape, load), "library": library}
-    return [replace(one, activations=most, **held) for one, most in zip(caches, active, strict=True)]
+    held = {"weights": weights_held(case), "library": library}
+    of_ranks = zip(run_cache(case), activations(case), strict=True)
+    return [replace(kept, activations=most, **held) for kept, most in of_ranks]
+
+
+def fullest(case: Case) -> RankMemory:
+    """Return what the rank needs that needs most. Raises UserError as `size_run`."""
+    return max(size_run(case), key=lambda need: need.total)
 
 
 def block_parameters(shape: ModelShape) -> list[int]:
@@ -284,39 +163,49 @@ def block_parameters(shape: ModelShape) -> list[int]:
     return [int(x * shape.width**2) for x in of_width]
 
 
-def weights_held(shape: ModelShape, load: Load) -> int:
-    """Bytes of a rank's weights: of split blocks its part, and two buffers of the largest one."""
-    numbers, blocks = shape.parameters, block_parameters(shape)
-    if load.split is not None and blocks:
-        models = max(1, round(shape.parameters / sum(blocks)))  # Wan 2.2 has two
-        some = [blocks[number] for number in split_blocks(len(blocks), load.split.layers)]
-        numbers -= models * int(sum(some) * (1 - 1 / load.split.ranks.size) - 2 * max(some))
-    return numbers * load.itemsize
+def sharing_ranks(case: Case) -> Topology | None:
+    """Return the ranks that share the weights of blocks, of the smallest set of them; None where nothing is shared."""
+    if case.config.split is None or case.topology.size == 1:
+        return None
+    of_ranks = [sharing(case.topology, case.config.weights, rank) for rank in range(case.topology.size)]
+    fewest = min(of_ranks, key=len)
+    return case.topology.part(fewest) if len(fewest) > 1 else None
 
 
-def weights_waited_s(shape: ModelShape, load: Load, layers_s: Sequence[float], latencies: Latencies) -> float:
-    """Seconds of a call that ranks wait for split weights: a block's parts are under way from where the split block
-    before it begins. That tokens use these links as well is left out."""
-    numbers, waited = block_parameters(shape), 0.0
-    if load.split is None or not numbers:
+def weights_held(case: Case) -> int:
+    """Return the bytes of a rank's weights: of split blocks its part, and two buffers of the largest one."""
+    numbers, blocks, ranks = case.shape.parameters, block_parameters(case.shape), sharing_ranks(case)
+    if ranks is not None and blocks:
+        models = max(1, round(numbers / sum(blocks)))  # Wan 2.2 has two
+        some = [blocks[number] for number in split_blocks(len(blocks), case.config.split_layers)]
+        numbers -= models * int(sum(some) * (1 - 1 / ranks.size) - 2 * max(some))
+    return numbers * case.itemsize
+
+
+def weights_waited_s(case: Case, layers_s: Sequence[float]) -> float:
+    """Return the seconds of a call that ranks wait for split weights: a block's parts are under way from where the
+    split block before it begins. That tokens use these links as well is left out."""
+    numbers, waited, ranks = block_parameters(case.shape), 0.0, sharing_ranks(case)
+    if ranks is None or not numbers:
         return waited
-    ranks, layers = load.split
-    chosen = split_blocks(len(numbers), layers)
+    chosen = split_blocks(len(numbers), case.config.split_layers)
     for before, number in zip([chosen[-1] - len(numbers), *chosen[:-1]], chosen, strict=True):
-        arriving_s = alltoall_bound(ranks, numbers[number] * load.itemsize / ranks.size) or 0.0
-        waited += max(0.0, latencies.latency_s + arriving_s - sum(layers_s[place] for place in range(before, number)))
+        arriving_s = alltoall_bound(ranks, numbers[number] * case.itemsize / ranks.size) or 0.0
+        computed_s = sum(layers_s[place] for place in range(before, number))
+        waited += max(0.0, case.latencies.latency_s + arriving_s - computed_s)
     return waited
 
 
-def largest_batch(shape: ModelShape, topology: Topology, load: Load, memory: int, mesh: Mesh | None = None) -> int:
-    """The most images that fit into `memory` bytes on every rank; 0 where one is too many. load.batch plays no part."""
-    of_one = size_run(shape, topology, replace(load, batch=shape.rows_per_image), mesh)
+def largest_batch(case: Case, memory: int) -> int:
+    """Return the most images that fit into `memory` bytes on every rank, 0 where one is too many."""
+    of_one = size_run(replace(case, batch=case.shape.rows_per_image))
     return max(0, min((memory - need.weights - need.library) // (need.activations + need.cache) for need in of_one))
 
 
-def misfit(need: RankMemory, memory: int) -> str | None:
-    """Why a rank's needs exceed `memory` bytes, what is to blame and what helps; None where they fit."""
-    if need.total <= memory:
+def misfit(need: RankMemory, memory: int | None) -> str | None:
+    """Why a rank's needs exceed `memory` bytes, what is to blame and what helps; None where they fit, or where
+    `memory` is not known."""
+    if memory is None or need.total <= memory:
         return None
     parts = {"weights": need.weights, "activations": need.activations, "cache": need.cache, "library": need.library}
     if need.weights > memory:
@@ -347,7 +236,7 @@ def misfit(need: RankMemory, memory: int) -> str | None:
     return f"{mib(need.total)} MiB are needed ({listed}) and {mib(memory)} MiB are there; {blame}"
 
 
-def check_fits(need: RankMemory, memory: int, where: str) -> None:
+def check_fits(need: RankMemory, memory: int | None, where: str) -> None:
     """Raises UserError with figures, blame and remedy where a rank's needs exceed `memory`, in bytes. where: what is
     asked, for the message, e.g. "rank 3 on cpu"."""
     reason = misfit(need, memory)
@@ -358,3 +247,98 @@ def check_fits(need: RankMemory, memory: int, where: str) -> None:
 def mib(count: float) -> str:
     """Bytes as MiB: whole ones, of less than ten with two decimals."""
     return f"{count / MIB:.0f}" if count >= 10 * MIB else f"{count / MIB:.2f}"
+
+
+# Before and after the denoising steps ---------------------------------------------------------------------------------
+
+
+class VaePeak(NamedTuple):
+    """The activations of the VAE on a rank, in bytes."""
+
+    encoding: int  # of every rank, while it encodes the image that is to be restored
+    decoding: int  # of a rank that decodes
+    decoders: int  # the most ranks of one node that decode at the same time
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """The memory that a run takes before and after its denoising steps, in bytes."""
+
+    encoders: int  # rank 0's text encoders
+    vae: int  # the VAE's weights
+    of_vae: Mapping[str, VaePeak]  # by the setting `vae`
+
+    def of_rank(self, step: RankMemory, vae: str) -> dict[str, int]:
+        """All that a rank holds, by what the run does: of the fullest one. step: what it holds in a denoising step."""
+        kept, peak = step.weights + step.library + self.vae, self.of_vae[vae]
+        return {
+            "text encoding": self.encoders + step.library,
+            "image encoding": kept + peak.encoding,
+            "denoising": step.total + self.vae,
+            "decoding": kept + step.cache + peak.decoding,
+        }
+
+    def fullest(self, step: RankMemory, vae: str) -> tuple[str, int]:
+        """Return the name of the moment at which a rank holds most, and its bytes."""
+        return max(self.of_rank(step, vae).items(), key=lambda moment: moment[1])
+
+
+def size_peaks(
+    shape: ModelShape, topology: Topology, video: Video, images: int, itemsize: int, replicas: int = 1
+) -> Peaks | None:
+    """The peaks around a run. None where the model's VAE is not known. video: what is made, or an image; in tiles there
+    are images alone. images: of one call. replicas: sets of ranks, all of which decode at the same time. Raises
+    UserError where so many replicas do not divide the ranks."""
+    vae = shape.vae
+    if vae is None:
+        return None
+    sets = cut(topology, tuple(range(topology.size)), replicas, "replicas")
+    tiles = math.prod(len(tile_sides(side, vae.tile)) for side in (video.height, video.width))
+    longer = max(video.height, video.width)
+    most = {"one": 1, "all": topology.size, "tiled": tiles, "sharded": math.ceil(longer / vae.factor)}
+
+    def peak(how: str) -> VaePeak:
+        decoders = [topology.places[rank].node for ranks in sets for rank in ranks[: most[how]]]
+        encoding, decoding = _activations(vae, video, how, len(sets[0]))
+        unit = images * itemsize
+        return VaePeak(encoding * unit, decoding * unit, max(decoders.count(node) for node in range(topology.nodes)))
+
+    settings = [how for how in VAE_SETTINGS if how != "tiled" or video.frames == 1]
+    return Peaks(shape.encoders * itemsize, vae.parameters * itemsize, {how: peak(how) for how in settings})
+
+
+def _activations(vae: VaeSize, video: Video, how: str, ranks: int) -> tuple[int, int]:
+    """Numbers of one image or video at the peaks of encoding and decoding it. ranks: that share it."""
+    if how == "sharded" and ranks > 1:
+        return _of_band(vae, video, ranks)
+    pixels = video.height * video.width
+    if video.frames > 1:
+        decoding, encoding = (numbers + CHANNELS * video.frames for numbers in vae.video)
+        return encoding * pixels, decoding * pixels
+    if how != "tiled":
+        return vae.encoding * pixels, vae.decoding * pixels
+    rows, columns = (tile_sides(side, vae.tile) for side in (video.height, video.width))
+    tile, own = rows[0] * columns[0], math.ceil(len(rows) * len(columns) / ranks)
+    decoded, own = CHANNELS * sum(rows) * sum(columns), CHANNELS * tile * own
+    # A rank's last tile, beside those that it has decoded; or all tiles, and its own twice more or the image.
+    blending = decoded + max(2 * own, CHANNELS * pixels)
+    return vae.encoding * tile, max(vae.decoding * tile + own, blending)
+
+
+def _of_band(vae: VaeSize, video: Video, ranks: int) -> tuple[int, int]:
+    """Numbers of one image or video at the peaks of encoding and decoding the largest of so many bands, with a row of
+    each neighbour; or of what is gathered, as it comes and put together: keys and values of all, and the image."""
+    shorter, longer = sorted((video.height, video.width))
+    latent = math.ceil(longer / vae.factor)
+    rows = math.ceil(latent / ranks) * vae.factor
+    attended = 4 * vae.attention * latent * math.ceil(shorter / vae.factor)
+    of_video, each = CHANNELS * video.frames * shorter, vae.band if video.frames == 1 else vae.video
+    kept = of_video * rows if video.frames > 1 else 0
+    decoding, encoding = (max(numbers * shorter * min(longer, rows + 2) + kept, attended) for numbers in each)
+    return encoding, max(decoding, of_video * (2 * longer + rows))
+
+
+def tile_sides(side: int, tile: int) -> list[int]:
+    """Pixels of the tiles along one side of an image."""
+    starts = range(0, side, int(tile * STRIDE)) if side > tile else range(1)
+    return [min(tile, side - start) for start in starts]

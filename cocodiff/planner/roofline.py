@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from cocodiff_sycl.streams import Cut
+from cocodiff_sycl.parts import Cut
 from torch import Tensor
 
 from cocodiff.attention.residual import BITS

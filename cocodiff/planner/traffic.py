@@ -153,19 +153,17 @@ class Stage:
         sender_N, _, rows_N, heads_N = self._blocks_N4.T
         packed_P = np.bincount(sender_N, rows_P[rows_N] * heads_P[heads_N], 1)
         traffic, wait_s = self.traffic(rows_P, heads_P), self.wait_s(latencies)
-        sent = {link: cell * count for link, count in traffic.bytes.items()}
-        return Hop(self.lane, cell * traffic.seconds(), wait_s, float(cell * packed_P.max()), sent, self.phases)
+        return Hop(self.lane, cell * traffic.seconds(), wait_s, float(cell * packed_P.max()), traffic, self.phases)
 
 
 class Hop(NamedTuple):
-    """One tensor in a stage. link_s: of the fullest link; wait_s: before the first byte, however many tensors travel
-    together; packed: bytes that a rank packs; sent: by all ranks, by link class."""
+    """One tensor in a stage."""
 
     lane: str
-    link_s: float
-    wait_s: float
-    packed: float
-    sent: dict[str, float]
+    link_s: float  # of the fullest link
+    wait_s: float  # before the first byte, however many tensors travel together
+    packed: float  # bytes that a rank packs
+    traffic: Traffic  # in numbers of a token and head
     phases: int
 
 

@@ -31,18 +31,18 @@ from cocodiff.comm.trace import save_traces
 from cocodiff.config.config import Config, load_machine
 from cocodiff.config.errors import UserError, check_choice
 from cocodiff.config.machine import Topology
-from cocodiff.engine.assemble import AttentionWork, mesh_of
 from cocodiff.engine.weights import part_of
 from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.model_shapes import family_of_shape, load_shape
 from cocodiff.jobs.options import Option, check_counts
 from cocodiff.jobs.replicas import topology_of
 from cocodiff.kernels.device import free_memory
+from cocodiff.planner.case import Case, ModelShape
 from cocodiff.planner.choice import OUTPUT_CHANNELS
-from cocodiff.planner.costs import WHOLE, CallKind, state_sizes
+from cocodiff.planner.costs import WHOLE, CallKind
 from cocodiff.planner.decisions import decisions_of
-from cocodiff.planner.layers import Case, Kind, PlannedLayer, kinds_of_steps, over_steps, sampled_kinds
-from cocodiff.planner.memory import Load, ModelShape, largest_batch, mib
+from cocodiff.planner.layers import Kind, PlannedLayer, kinds_of_steps, over_steps, sampled_kinds
+from cocodiff.planner.memory import largest_batch, mib
 from cocodiff.topology.axes import PLACEMENTS, Axes, Mesh
 from cocodiff_bench import common
 from cocodiff_bench.common import Row, Values
@@ -189,12 +189,8 @@ def fitting(values: Values, shape: ModelShape, topology: Topology) -> tuple[int,
     if memory is None:
         return max(1, values["batch"]), configs
 
-    def most(config: Config) -> int:
-        load = Load(shape.segments(values["size"][0]), 1, branches=shape.branches, state=state_sizes(config))
-        mesh = mesh_of(config, topology, AttentionWork(shape.heads, shape.head_dim))
-        return largest_batch(shape, topology, load, memory, mesh)
-
-    room = {name: most(config) for name, config in configs.items()}
+    call = shape.segments(values["size"][0]), 1, 2, shape.branches
+    room = {name: largest_batch(Case(shape, topology, config, *call), memory) for name, config in configs.items()}
     batch = values["batch"] or min(LARGEST_BATCH, min(room.values()) or max(room.values()))
     found = {name: config for name, config in configs.items() if 0 < batch <= room[name]}
     if not found:
@@ -262,9 +258,9 @@ def case_of(values: Values, name: str, shape: ModelShape, topology: Topology, si
     kind = ALL_VARIANTS[name].get("ring_kind")
     ring = values["ring"] or topology.size if kind else 1
     mesh = Mesh.build(topology, ring, values["placement"], kind=kind or "keys")
-    load = Load(shape.segments(size), values["batch"] * max(1, shape.rows_per_image // parts_of(name)))
-    one_peer = name == "flat_serial"
-    return Case(shape, topology, config_of(name, values), load, values["steps"], 0.0, (), one_peer, known_mesh=mesh)
+    call = shape.segments(size), values["batch"] * max(1, shape.rows_per_image // parts_of(name))
+    how = {"steps": values["steps"], "stable": 0.0, "one_peer": name == "flat_serial", "known_mesh": mesh}
+    return Case(shape, topology, config_of(name, values), *call, **how)
 
 
 Built = dict[tuple[str, CallKind], StandIn]
@@ -283,11 +279,11 @@ def stand_ins(cases: Mapping[str, Case], transports: Mapping[str, Any], clock: C
 
 def layer_of(case: Case, rank: int, clock: Clock) -> PlannedLayer:
     """This rank's layer, with tensors of full size; what it computes is waited for."""
-    shape, segments = case.shape, case.load.segments
+    shape, segments = case.shape, case.segments
     group, slot = case.mesh.group_and_slot(rank)
     layout = case.mesh.layouts(segments, shape.heads)[group]
-    x_BLHD = torch.zeros(case.load.batch, layout.rows[slot], shape.heads, shape.head_dim, dtype=torch.bfloat16)
-    return PlannedLayer(case, Kind("layer", 1, segments), layout, slot, clock.wait, x_BLHD)
+    x_BLHD = torch.zeros(case.batch, layout.rows[slot], shape.heads, shape.head_dim, dtype=torch.bfloat16)
+    return PlannedLayer(case, Kind("layer", 1, 1, segments), layout, slot, clock.wait, x_BLHD)
 
 
 Calls = dict[str, Callable[[], Any]]

@@ -20,8 +20,9 @@ from cocodiff.engine.assemble import build_strategy
 from cocodiff.engine.weights import SplitWeights
 from cocodiff.exchange.codec import StepInfo
 from cocodiff.kernels import Kernels, moved_by
+from cocodiff.planner.case import Case
 from cocodiff.planner.costs import CallKind, costs_of
-from cocodiff.planner.layers import SITES, Case, PlannedLayer
+from cocodiff.planner.layers import SITES, PlannedLayer
 from cocodiff.planner.memory import block_parameters
 from cocodiff.planner.roofline import bytes_of, operation_s, seconds
 from cocodiff_bench.common import SerialTransport

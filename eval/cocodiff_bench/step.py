@@ -17,7 +17,7 @@ from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.options import Option, check_counts, preset_configs
 from cocodiff.jobs.pipelines import EMBEDDED, Model, Request, check_model
 from cocodiff.models.family import INPAINT
-from cocodiff.planner.memory import ModelShape
+from cocodiff.planner.case import ModelShape
 from cocodiff_bench import common
 from cocodiff_bench.common import Row, SerialGroup, SerialTransport, Values
 from cocodiff_bench.random_models import OF_FAMILIES, Sizes, random_model, run, run_inputs

@@ -18,10 +18,9 @@ from cocodiff.config.text_table import aligned
 from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.jobs.terminal import say
 from cocodiff.planner.calibrate import Constants, Fit, Measured, fit
-from cocodiff.planner.costs import state_sizes
-from cocodiff.planner.layers import Case, plan_step
-from cocodiff.planner.memory import Load, ModelShape, largest_batch, size_run
-from cocodiff.planner.traffic import Latencies
+from cocodiff.planner.case import Case, ModelShape
+from cocodiff.planner.layers import plan_step
+from cocodiff.planner.memory import fullest, largest_batch
 
 FITTED = ("latency_us", "sibling", "plane")
 TIED = ("plane", "nic")  # Figure 11 is of one node: NICs are taken to reach the same part of their rate as Xe links
@@ -78,14 +77,12 @@ class Planned:
         """One a variant; none where CoCoDiff's caches do not fit a tile beside the rest."""
         memory, case = self.machine.device.memory or 0, self._case(run, "cocodiff")
         if run.batch is None:
-            most = largest_batch(case.shape, case.topology, case.load, memory, case.mesh)
-            run = run._replace(batch=min(LARGEST_BATCH, most))
+            run = run._replace(batch=min(LARGEST_BATCH, largest_batch(case, memory)))
             case = self._case(run, "cocodiff")
-        sizes = size_run(case.shape, case.topology, case.load, case.mesh)
-        if not run.batch or max(rank.total for rank in sizes) > memory:
+        if not run.batch or fullest(case).total > memory:
             return
         for variant in VARIANTS:
-            plan = plan_step(self._case(run, variant), Latencies.of(self.machine))
+            plan = plan_step(self._case(run, variant))
             times = {"step_s": plan.step_s, "communication_share": plan.communication_share}
             yield {"cases": where} | run._asdict() | {"variant": variant} | times
 
@@ -99,8 +96,8 @@ class Planned:
         settings = {"ring": topology.size // degree, "image_tokens": shape.image_tokens(run.size)}
         config = Config.preset(variant.removesuffix("_serial"), machine=self.machine.name, **settings)
         rows = (run.batch or 1) * shape.rows_per_image
-        load = Load(shape.segments(run.size), rows, 2, shape.branches, state_sizes(config))
-        return Case(shape, topology, config, load, one_peer=variant == "flat_serial")
+        call = shape.segments(run.size), rows, 2, shape.branches
+        return Case(shape, topology, config, *call, one_peer=variant == "flat_serial")
 
 
 def run_paper(values: dict[str, Any]) -> dict[str, Any]:

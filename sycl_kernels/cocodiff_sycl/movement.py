@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cocodiff_sycl.checks import check_index, check_last_stride, check_like, check_no_overlap, check_numbers
 from cocodiff_sycl.library import numbers_of
-from cocodiff_sycl.rows import Rows
+from cocodiff_sycl.parts import Rows
 
 Four = tuple[int, int, int, int]
 NOWHERE: Four = (0, 0, 0, 0)

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from cocodiff_sycl.library import Layouts, Library, Tensors, numbers_of
 from cocodiff_sycl.movement import Pieces, check_rows_exist, packed, placed, scattered, tensors_of
+from cocodiff_sycl.parts import TILE, Cut, Rows
 from cocodiff_sycl.plans import LAYOUTS, STREAM_STRIP, TABLES, Plan, Plans
-from cocodiff_sycl.rows import Rows
-from cocodiff_sycl.streams import TILE, Cut
 
 CHECK_INDICES = "COCODIFF_CHECK_INDICES"
 ADDRESS = numbers_of(1)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cocodiff_sycl.checks import DTYPES, check_dims, check_last_stride, check_no_overlap, check_rows, check_shape
 from cocodiff_sycl.library import Layouts, Library, Tensors
-from cocodiff_sycl.streams import RUN, TOKENS, Cut, room_of, stream_places
+from cocodiff_sycl.parts import RUN, TOKENS, Cut, room_of, stream_places
 
 T = TypeVar("T")
 LAYOUTS = {"pairs": 0, "halves": 1, "complex": 2, "none": 3}

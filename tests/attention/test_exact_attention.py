@@ -21,11 +21,12 @@ from worlds import topologies, topology_of
 
 from cocodiff.comm.loopback import LoopbackGroup
 from cocodiff.comm.trace import LINK_CLASSES
+from cocodiff.config.config import Config
 from cocodiff.config.registry import EXCHANGES, ORDERS, RINGS
 from cocodiff.engine import assemble
 from cocodiff.engine.assemble import AttentionWork
 from cocodiff.models.adapter import TEXT, image_and_text
-from cocodiff.planner.placement import price
+from cocodiff.planner.automatic import price
 from cocodiff.topology.axes import Mesh, meshes
 from cocodiff.topology.layout import Segments, slices
 
@@ -126,7 +127,8 @@ def check(world: Exact, mesh: Mesh, ahead: bool = True, **settings: Any) -> None
 def bytes_of(world: Exact, mesh: Mesh, exchange: str) -> dict[str, float]:
     """What all ranks send, by link: the price, whose groups exchange flat, and what another exchange differs by."""
     work = AttentionWork(world.heads, world.channels, world.segments(CALL), world.batch, itemsize=world.dtype.itemsize)
-    expected, u = Counter(price(mesh, work).bytes), world.batch * world.channels * world.dtype.itemsize
+    expected = Counter(price(Config(exchange="flat"), mesh, work).sent.bytes)
+    u = world.batch * world.channels * world.dtype.itemsize
     for part, layout in zip(mesh.parts, mesh.layouts(work.segments, work.heads), strict=True):
         formulas = Formulas(part, layout)
         for rank in range(part.size) if part.size > 1 else ():

@@ -1,5 +1,7 @@
 """What an exchange delivers: the very bits of slicing one global tensor, whatever the route."""
 
+import contextlib
+
 import pytest
 import torch
 from byte_formulas import Formulas
@@ -9,12 +11,14 @@ from worlds import back, forward, topologies, topology_of
 
 from cocodiff.comm.loopback import LoopbackGroup, LoopbackTransport, run_ranks
 from cocodiff.comm.trace import Trace
+from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Topology
 from cocodiff.exchange.exchange import Exchange
+from cocodiff.exchange.messages import InOrder
 from cocodiff.kernels import Kernels
 from cocodiff.models.adapter import image_and_text
 from cocodiff.topology.layout import Layout
-from cocodiff.topology.routes.chunks import ExchangeTable
+from cocodiff.topology.routes.chunks import Chunking, ExchangeTable
 
 
 def check_exchange(
@@ -106,3 +110,18 @@ def test_auto_takes_what_its_table_has_for_the_size():
     formulas = Formulas(topology, layout)
     for tensors, rank, counted in seen:
         assert counted == formulas.sent("tapa" if tensors == 1 else "split", "forward", rank, 8 * tensors)
+
+
+def test_messages_in_stages_are_no_all_to_alls():
+    """Which these ranks have not, and would say so."""
+    topology, chunked = topology_of("local", 4), Chunking(2, 0.0)
+    run_ranks(4, lambda t: Exchange("flat", topology, t, Trace(), chunking=chunked, together=True))
+
+
+@pytest.mark.parametrize("error", [UserError("which all ranks have"), RuntimeError("lost")])
+def test_jobs_go_on_after_a_users_mistake_alone(error):
+    in_order, ran = InOrder(), list[int]()
+    for job in (lambda: (_ for _ in ()).throw(error), lambda: ran.append(1)):
+        with contextlib.suppress(UserError, RuntimeError):
+            in_order.run(job)
+    assert ran == [1] * isinstance(error, UserError)

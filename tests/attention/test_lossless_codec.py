@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +11,16 @@ from attention_worlds import LAYER, RUN, TROUBLED, Call, Ranks, World
 from covering import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from test_simulated_models import code_in_one_launch, on_devices
 from torch import Tensor
 
 from cocodiff.attention import lossless as codecs
+from cocodiff.comm.trace import Trace
+from cocodiff.config.config import Config
+from cocodiff.engine.assemble import build_strategy
+from cocodiff.kernels import Kernels
 from cocodiff.kernels.lossless import PARTS
+from cocodiff.topology.axes import Mesh
 
 ROUTES = [
     {"exchange": "flat"},
@@ -121,6 +128,29 @@ def test_nothing_is_lost_where_every_block_overflows(how, monkeypatch):
         rows = [notes.merged([notes]) for notes in codec.report().values()]
         assert sum(row["coded_fraction"] for row in rows) > 5
         assert all(row["overflows"] >= 2 * row["coded_fraction"] for row in rows)
+
+
+@pytest.mark.usefixtures("one_thread_a_rank")
+def test_on_a_device_a_rest_that_stays_here_is_kept_until_it_was_read(simulated, monkeypatch):
+    """At the second call the first rank's queries alone are others, so of its output the own block alone overflows, and
+    no message keeps the lane's memory that the rest is in."""
+    monkeypatch.setattr(codecs, "FIRST_ROOMS", (1.0, 0.0))
+    code_in_one_launch(monkeypatch)
+    world, overflows = World(2, heads=2, dtype=torch.bfloat16), [0, 0]
+
+    def work(transport: Any) -> None:
+        mesh, trace, rank = Mesh.build(world.topology, 1), Trace(transport.rank), transport.rank
+        strategy = build_strategy(Config(codec="lossless", exchange="flat"), mesh, transport, trace, Kernels("torch"))
+        q, k, v = world.tensors(RUN[0])
+        for call in RUN[:2]:
+            strategy.codec.begin_step(call.moment)
+            x = [x.to(transport.device) for x in (q, k, v)]
+            strategy.attend(world.qkv(call, x, rank), call.layer)
+            q[:, world.rows(call, 0)] *= -1
+        overflows[rank] = sum(notes.overflows for notes in strategy.codec.report().values())
+
+    on_devices(simulated, world.size, work)
+    assert overflows[0] >= 2  # of q, k and v, and of the output
 
 
 def test_first_calls_are_coded_too():

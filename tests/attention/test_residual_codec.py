@@ -16,13 +16,13 @@ from covering import covering
 from residual_reference import check
 from worlds import topology_of
 
-from cocodiff.attention.stateful import CodedStep, LayerState, continuation
+from cocodiff.attention.stateful import CodedStep, LayerState, SharedNotes, continuation
 from cocodiff.attention.strategy import LayerKey
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.comm.trace import Trace
 from cocodiff.config.config import Config
 from cocodiff.engine.assemble import build_strategy
-from cocodiff.exchange.codec import StepInfo
+from cocodiff.exchange.codec import AllRanks, StepInfo
 from cocodiff.kernels import Kernels
 from cocodiff.kernels.residual import coded_width
 from cocodiff.models.adapter import image_and_text
@@ -271,3 +271,18 @@ def test_each_run_codes_the_layers_that_it_calls_first(settings):
             assert [codec.codes(layer) for layer in (first, second, first)] == [True, False, True]
 
     run_ranks(2, work)
+
+
+def test_notes_of_many_calls_reach_their_takers_and_none_are_left_of_a_run_that_failed():
+    def work(transport: Any) -> list[int]:
+        notes, taken = SharedNotes(AllRanks(topology_of("local", 2), transport), Trace()), list[Any]()
+        for run in range(2):
+            for number in range(70):
+                notes.of_call(torch.device("cpu"), taken.append).own[:] = number
+            notes.begin_step(StepInfo(run, 1, 2))
+            if run == 0:
+                notes.clear()
+            notes.hand_out()
+        return [of_tensors[0][0] for of_tensors in taken]
+
+    assert run_ranks(2, work) == [[2 * number for number in range(70)]] * 2

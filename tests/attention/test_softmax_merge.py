@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from seams import attend_in_chunks, attend_plainly, kernels_of_parts
+from seams import kernels_of_parts
 from torch.nn.functional import scaled_dot_product_attention
 
 from cocodiff.attention import local, sums
 from cocodiff.attention.local import no_keys, partial_attention
-from cocodiff.attention.sums import kernel_of
+from cocodiff.attention.sums import attend_in_chunks, attend_plainly, kernel_of
 from cocodiff.kernels import Kernels
 
 

@@ -1,14 +1,12 @@
-"""What the campaign of inputs has in common: what makers draw, what is right of a file, the voxels of files and what
-they declare of them, and damage."""
+"""What makers of generated inputs draw, what is right of a file, the voxels of files, and damage."""
 
 from __future__ import annotations
 
 import os
 import random
-import re
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +26,6 @@ JUNK: tuple[Any, ...] = (None, "", " ", "x", "ü\n", -1, 0, 1, 2.5, 2**31, 2**63
 JUNK += (float("inf"), True, [], {}, [1], [[]], {"a": 1}, "x" * 3000, "1:", "\0", "µm", "NaN", "tapa", [None, "x"])
 DTYPES = ("u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8")
 USUAL = ("u1", "u2", "i2", "f4")
-# Names by which a line may tell of a declared value, and of axes.
-WORDS = "_FillValue|missing|fill.?value|valid_|_Unsigned"
-AXES = "axes|axis|dimension|time|channel"
-# Names of dimensions, whose first is depth, and whose first is not or whose order is another.
-ORDERS = (("z", "y", "x"), ("depth", "lat", "lon"), ("Z", "Y", "X"), ("slice", "row", "column"))
-NO_DEPTH = (("time", "y", "x"), ("t", "y", "x"), ("channel", "y", "x"), ("c", "y", "x"), ("x", "y", "z"))
 
 
 @dataclass
@@ -47,6 +39,7 @@ class Draw:
     stored: bool = False  # in one of the rarer ways of storage
     stem: str = "scan"
     turn: int = 0  # the number of the case among those of its maker
+    wrong: bool = False  # what must be refused
 
     def path(self, suffix: str) -> Path:
         """Return the place of a file; one of another name has a suffix in capitals perhaps."""
@@ -71,11 +64,6 @@ class Draw:
         """Draw a unit for each axis, or one for all."""
         return [self.pick(*names) for _ in "zyx"] if self.maybe(0.6) else [self.pick(*names)] * 3
 
-    def dimensions(self) -> tuple[tuple[str, ...], bool]:
-        """Draw names of three dimensions. True with those that must be refused."""
-        wrong = self.maybe(0.2)
-        return self.pick(*(NO_DEPTH if wrong else ORDERS)), wrong
-
 
 @dataclass
 class Result:
@@ -86,31 +74,8 @@ class Result:
     own: bool  # in the input's format
     stack: Any  # the input as cocodiff opened it, or its region
     mask: np.ndarray  # [N, Y, X], True where voxels were restored
-    said: str | None  # all lines that the user saw; None where there were to be none
-    restored: np.ndarray | None = None  # as they were given to the writer, where that is known
-    scale: Any = None  # the range of intensities, where that is known
-    limits: tuple[float, float] | None = None  # between which restored voxels lie
-
-    @property
-    def start(self) -> tuple[int, ...]:
-        """The first voxel of the region in the input."""
-        return self.stack.region.start if self.stack.region is not None else (0, 0, 0)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.stack.shape)
-
-    @property
-    def region(self) -> tuple[slice, ...]:
-        """The part of the input that the result holds."""
-        return tuple(slice(first, first + side) for first, side in zip(self.start, self.shape, strict=True))
-
-    def told(self, pattern: str) -> bool:
-        """Return True if a line that the user saw has one of these words, and does not say that this very result keeps
-        what it names; and if there were to be none."""
-        kept = (": " if any(self.start) else "") + "results of its own format alone keep"
-        lines = [line for line in (self.said or "").splitlines() if not (self.own and kept in line)]
-        return self.said is None or re.search(pattern, "\n".join(lines), re.IGNORECASE) is not None
+    restored: np.ndarray  # as they were given to the writer
+    scale: Any  # the range of intensities
 
 
 @dataclass
@@ -123,17 +88,8 @@ class Given:
     plain: bool = False  # the sides have no unit
     kind: str = ""  # what is unusual of it
     wrong: bool = False  # it must be refused
+    damaged: bool = False  # it or its mask
     refusals: str = ""  # a pattern of the lines by which it may be refused; "" where it must not be
-    meant: np.ndarray | None = None  # voxels as the file means them, unscaled; None: as they are stored
-    missing: np.ndarray | None = None  # True where the file declares a voxel to be missing
-    decode: Callable[[Path, bool], np.ndarray] | None = None  # read the input, or (True) a result, as xarray does
-    # Each returns what is wrong with a result besides its voxels, "" where nothing is.
-    checks: list[Callable[[Result], str]] = field(default_factory=list)
-
-    def refuse(self, pattern: str, wrong: bool = True) -> None:
-        """Note that it must be refused if it is wrong, in a line with one of these words."""
-        if wrong:
-            self.wrong, self.refusals = True, pattern
 
 
 def in_meters(sides: Sequence[float], units: Sequence[str]) -> Sides | None:
@@ -165,86 +121,17 @@ def make_voxels(shape: tuple[int, ...], dtype: np.dtype, chance: random.Random, 
     if not odd or not voxels.size:
         return voxels
     limits = np.finfo(dtype) if dtype.kind == "f" else np.iinfo(dtype)
-    at = tuple(chance.randrange(side) for side in shape)
-    some: list[Any] = [limits.max, limits.min, 0]
-    how = chance.choice(["constant", "hot", "full", "ends", "sparse"] + (["bad", "tiny"] if dtype.kind == "f" else []))
-    if how == "constant":
-        voxels[...] = chance.choice(some)
-    elif how == "hot":
-        voxels[...], voxels[at] = 7, chance.choice(some)
-    elif how == "full":
-        voxels = bits.integers(0, 256, (*shape, dtype.itemsize), dtype="u1").view(dtype)[..., 0]
-    elif how == "ends":
-        voxels = bits.choice(np.array(some, dtype), shape)
-    elif how == "sparse":
-        voxels[bits.random(shape) < 0.99] = 0
-    elif how == "bad":
+    at, some = tuple(chance.randrange(side) for side in shape), [limits.max, limits.min, 0]
+    hot = np.full(shape, 7, dtype)
+    hot[at] = chance.choice(some)
+    choices = [hot, np.full(shape, chance.choice(some), dtype), bits.choice(np.array(some, dtype), shape)]
+    choices.append(bits.integers(0, 256, (*shape, dtype.itemsize), dtype="u1").view(dtype)[..., 0])
+    choices.append(np.where(bits.random(shape) < 0.99, 0, voxels).astype(dtype))
+    if dtype.kind == "f":
+        choices.append((voxels * float(np.finfo(dtype).smallest_subnormal)).astype(dtype))
         voxels[at] = chance.choice([np.nan, np.inf, -np.inf])
-    else:
-        voxels = (voxels * float(limits.smallest_subnormal)).astype(dtype)  # type: ignore[union-attr]
-    return voxels
-
-
-@dataclass
-class Declared:
-    """Voxels, and what the attributes say of them."""
-
-    stored: np.ndarray
-    attributes: Plain
-    missing: np.ndarray  # True where a voxel is declared to be missing
-    meant: np.ndarray  # as the file means them, unscaled
-    kind: str
-
-    def given(self, path: Path, decode: Callable[[Path, bool], np.ndarray] | None = None) -> Given:
-        refusals = WORDS if self.missing.any() or "_Unsigned" in self.attributes else ""
-        more = {"meant": self.meant, "missing": self.missing, "decode": decode}
-        return Given(path, self.stored, kind=self.kind, refusals=refusals, **more)
-
-
-KINDS = ("_FillValue", "missing_value", "several", "valid_range", "valid_max", "scale", "unsigned", "both", "middle")
-
-
-def declare(draw: Draw, kinds: tuple[str, ...] = KINDS) -> Declared:
-    """Make a file's voxels and attributes. Real voxels have 20 to 120, or 1000 to 3000 in types of 16 bits and more."""
-    kind = draw.pick(*kinds)
-    names = ("i1", "i2") if kind == "unsigned" else ("u1", "u2", "i2", "i4", "f4", "f8", "i8")
-    dtype = np.dtype(draw.pick(*names))
-    byte, number = dtype.itemsize == 1, dtype.type
-    spread = np.random.default_rng(draw.chance.randrange(2**32)).integers(1, 250, SHAPE) / 250
-    stored = np.rint(20 + 100 * spread if byte else 1000 + 2000 * spread).astype(dtype)
-    where = draw.pick("inside", "nowhere") if kind == "middle" else draw.pick(*["outside"] * 2, "inside", "", "both")
-    place = np.zeros(SHAPE, bool)
-    if kind != "scale":
-        place[:, :, :6] = where in ("outside", "both")
-        place[1:3, 9:12, 10:13] = where in ("inside", "both")
-    top: Any = number(np.iinfo(dtype).max if dtype.kind in "ui" else -9999.0)
-    bottom: Any = number(top if dtype.kind == "u" else np.iinfo(dtype).min if dtype.kind == "i" else 1e20)
-    high: Any = number((125 if dtype == "i1" else 130) if byte else 3100)
-    middle = number(70 if byte else 2000)  # among the real ones, so that a restored voxel could come to be it
-    values, attributes = {
-        "_FillValue": ([top], {"_FillValue": top}),
-        "missing_value": ([top], {"missing_value": draw.pick(top, np.array([top], dtype), float(top))}),
-        "several": ([top, 7], {"missing_value": np.array([top, 7], dtype)}),
-        "valid_range": ([high + number(2)], {"valid_range": np.array([10, high], dtype)}),
-        "valid_max": ([high + number(2)], {"valid_max": high}),
-        "both": ([top, bottom], {"_FillValue": top, "missing_value": bottom}),
-        "middle": ([middle], {"_FillValue": middle}),
-        "scale": ([0], {}),
-        "unsigned": ([-1], {"_FillValue": number(-1 if kind == "unsigned" else 0), "_Unsigned": "true"}),
-    }[kind]
-    if kind == "middle":
-        stored[stored == middle] += number(1)
-    stored[place], stored[place & (np.arange(SHAPE[-1]) % 2 == 0)] = values[0], values[-1]
-    meant = stored
-    if kind == "unsigned":
-        above = np.where(np.random.default_rng(7).random(SHAPE) < 0.5, 127 if byte else 40000, 0)
-        meant = stored.view(f"u{dtype.itemsize}")
-        meant = np.where(place, meant, meant + above).astype(meant.dtype)
-        stored, place = meant.view(dtype), meant == np.iinfo(meant.dtype).max
-    if (dtype.itemsize < 8 and dtype.kind in "ui" and draw.maybe(0.5)) or kind == "scale":
-        attributes["scale_factor"] = draw.pick(0.5, 0.001, -2.0)
-        attributes |= {"add_offset": draw.pick(-100.0, 273.15)} if draw.maybe(0.7) else {}
-    return Declared(stored, attributes, place, meant, f"{kind} {where} {dtype}")
+        choices.append(voxels)
+    return chance.choice(choices)
 
 
 def damage(path: Path, kind: str, chance: random.Random) -> None:
@@ -258,19 +145,6 @@ def damage(path: Path, kind: str, chance: random.Random) -> None:
     file.write_bytes(data)
     if kind == "gone":
         file.unlink()
-        instead = chance.choice(["nothing", "empty", "folder", "pipe", "link", "text", "whole"])
-        if instead == "whole" and path.is_dir():
-            shutil.rmtree(path)
-        elif instead == "folder":
-            file.mkdir()
-        elif instead == "pipe":
-            os.mkfifo(file)
-        elif instead == "link":
-            file.symlink_to("nowhere")
-        elif instead in ("empty", "text"):
-            file.write_bytes(b"" if instead == "empty" else b"no image\n" * 9)
-
-
-def same(one: Any, other: Any) -> bool:
-    """Return True where values are the same, whatever the types; NaN is itself."""
-    return bool(np.array_equal(one, other, equal_nan=np.asarray(one).dtype.kind in "fc"))
+        instead: list[Callable[[], object]] = [lambda: None, file.mkdir, lambda: os.mkfifo(file)]
+        instead += [lambda: file.symlink_to("nowhere"), lambda: file.write_bytes(b"no image\n" * 9), file.touch]
+        chance.choice([*instead, *[lambda: shutil.rmtree(path)] * path.is_dir()])()

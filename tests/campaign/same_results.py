@@ -61,9 +61,8 @@ def make_inputs(folder: Path) -> None:
     flux_pipeline().save_pretrained(folder / "flux")
 
 
-def run(tree: Path, only: list[str]) -> dict[str, Any]:
-    """What each command gives: its exit code, and of every file of its results a digest or its figures."""
-    found: dict[str, Any] = {}
+def run(tree: Path, only: list[str]) -> Iterator[tuple[str, Any]]:
+    """Give, by place, what the commands give: exit codes, digests of results, and figures."""
     program = tree / ".venv/bin/cocodiff"
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
     with tempfile.TemporaryDirectory() as made:
@@ -78,29 +77,23 @@ def run(tree: Path, only: list[str]) -> dict[str, Any]:
             how: dict[str, Any] = {"cwd": folder / name, "env": env, "text": True, "stdin": subprocess.DEVNULL}
             done = subprocess.run([program, *words], capture_output=True, **how)
             print(done.stderr[-2000:] if done.returncode else "", file=sys.stderr, end="")
-            found[name] = {"rc": done.returncode, "files": dict(results(folder / name))}
-    return found
-
-
-def results(folder: Path) -> Iterator[tuple[str, Any]]:
-    """Of every file of results below a folder: its name, and what it holds."""
-    for path in sorted(folder.rglob("*")):
-        name = str(path.relative_to(folder))
-        if any(part.startswith(".") for part in Path(name).parts) or name.endswith(NOT_RESULTS):
-            continue
-        if path.suffix == ".zarr" or (path.is_file() and ".zarr" not in name):
-            yield name, content(path)
+            yield f"{name}/rc", done.returncode
+            for path in sorted((folder / name).rglob("*")):
+                place = str(path.relative_to(folder))
+                hidden = "/." in f"/{place}" or place.endswith(NOT_RESULTS)
+                if not hidden and (path.suffix == ".zarr" or (path.is_file() and ".zarr" not in place)):
+                    yield from flat(content(path), place)
 
 
 def content(path: Path) -> Any:
-    """Digests of the arrays in a file or store, figures of JSON, or a digest of all bytes."""
+    """Return digests of the arrays in a file or store, the figures of JSON, or a digest of all bytes."""
     images = {".tif": tifffile.imread, ".tiff": tifffile.imread, ".png": imread, ".npy": np.load}
     with contextlib.suppress(ValueError):
         if path.suffix in images:
             return digest(images[path.suffix](path))
         if path.suffix in (".json", ".jsonl"):
             lines = [path.read_text()] if path.suffix == ".json" else path.read_text().splitlines()
-            return [without_times(json.loads(line)) for line in lines]
+            return [json.loads(line) for line in lines]
     kept: list[str] = []
     if path.suffix == ".zarr":
         members = zarr.open_group(path, mode="r").members(max_depth=None)
@@ -117,18 +110,12 @@ def digest(array: Any) -> str:
     return f"{array.dtype} {array.shape} {hashlib.sha256(array.tobytes()).hexdigest()[:32]}"
 
 
-def without_times(value: Any) -> Any:
-    """Figures that two runs of the same program share."""
-    if isinstance(value, dict):
-        return {k: without_times(v) for k, v in value.items() if not any(word in k for word in TIMES) and k != "config"}
-    return [without_times(one) for one in value] if isinstance(value, list) else value
-
-
-def flat(value: Any, at: str = "") -> Iterator[tuple[str, Any]]:
-    """Each figure by its place."""
+def flat(value: Any, at: str) -> Iterator[tuple[str, Any]]:
+    """Give by its place each figure that two runs of the same program share: no times."""
     inner = [*(value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ())]
     for key, one in inner:
-        yield from flat(one, f"{at}/{key}")
+        if key != "config" and not any(word in str(key) for word in TIMES):
+            yield from flat(one, f"{at}/{key}")
     if not inner:
         yield at, value
 
@@ -140,20 +127,16 @@ def main() -> int:
     one.add_argument("--tree", type=lambda path: Path(path).resolve(), default=ROOT)
     one.add_argument("--only", nargs="*", default=[], help="names of commands")
     one.add_argument("--out", required=True)
-    both = verbs.add_parser("compare")
-    both.add_argument("before")
-    both.add_argument("after")
+    verbs.add_parser("compare").add_argument("files", nargs=2)
     given = parser.parse_args()
     if given.verb == "run":
-        found = run(given.tree, given.only)
-        Path(given.out).write_text(json.dumps(found, indent=1, default=str))
+        Path(given.out).write_text(json.dumps(dict(run(given.tree, given.only)), indent=1, default=str))
         return 0
-    before, after = (json.loads(Path(path).read_text()) for path in (given.before, given.after))
-    one, other = dict(flat(before)), dict(flat(after))
-    changed = [at for at in sorted({*one, *other}) if one.get(at, "absent") != other.get(at, "absent")]
+    before, after = (json.loads(Path(path).read_text()) for path in given.files)
+    changed = [at for at in sorted({*before, *after}) if before.get(at, "absent") != after.get(at, "absent")]
     for at in changed:
-        print(f"{at}: {str(one.get(at, 'absent'))[:90]} -> {str(other.get(at, 'absent'))[:90]}")
-    print(f"{len(before)} commands, {len(changed)} differences")
+        print(f"{at}: {str(before.get(at, 'absent'))[:90]} -> {str(after.get(at, 'absent'))[:90]}")
+    print(f"{len(before)} figures, {len(changed)} differences")
     return int(bool(changed))
 
 

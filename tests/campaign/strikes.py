@@ -19,6 +19,7 @@ import psutil
 
 SIGNALS = ("KILL", "STOP", "TERM", "HUP", "INT", "QUIT")
 MESSAGES = ("flipped", "lost")
+OF_DISKS = ("no space", "short write", "full disk")
 ON_FIRE = "the disk is on fire"
 SLOW_S, HANGS_S = 6.0, 600.0
 PATIENT = {"timeout_s": 60, "stall_timeout_s": 60, "start_timeout_s": 20}
@@ -131,13 +132,14 @@ class Strike:
         engine.open_transport = open_transport
 
 
-def judge_line(fault: str, victim: int, ranks: int, code: int, said: str) -> list[str]:
-    """List what is wrong with the end of a run whose ranks `--ranks` forked: its exit code, and its line."""
-    lines = said.splitlines()
+def judge_line(fault: str, victim: int, ranks: int, source: str, code: int, said: str) -> list[str]:
+    """List what is wrong with the end of a run whose ranks `--ranks` forked: its exit code, and its line. source: the
+    input."""
+    lines, of_file = said.splitlines(), fault in (*OF_DISKS, "vanished")
     named = {
         "KILL": rf"rank {victim} was killed by SIGKILL; \d of {ranks - 1} other ranks noticed and stopped, ",
         "STOP": rf"rank {victim} (has been silent for|was stopped for more than) ",
-        "STOP ranks": r"rank \d (has been silent for|was stopped for more than) ",
+        "STOP ranks": r"rank \d (has been silent for|was stopped for more than|does not answer) ",
         "TERM": rf"rank {victim} interrupted: interrupted; ",
         "exception": rf"rank {victim} failed: RuntimeError: {ON_FIRE}; ",
         # what exits in a thread of zarr's leaves its rank waiting
@@ -146,14 +148,21 @@ def judge_line(fault: str, victim: int, ranks: int, code: int, said: str) -> lis
         "flipped": rf"rank \d failed: received other bytes than rank {victim} sent to it: ",
         "lost": rf"rank {victim}( |;)",
     }
-    asked = fault.endswith((" all", " job"))
-    pattern, expected = ("^cocodiff: interrupted", 130) if asked else (named.get(fault, "nothing at all"), 1)
-    wrong = [] if code == expected else [f"ended with {code}, not {expected}"]
+    if of_file:
+        pattern, right = re.escape(source) if fault == "vanished" else "written|put into", (1, 2)
+    elif fault == "exception" and f"cannot be written ({ON_FIRE})" in said:  # what a library raises at a new file
+        pattern, right = "cannot be written", (2,)
+    elif fault.endswith((" all", " job")) or (ranks == 1 and fault != "exception"):
+        pattern, right = "^cocodiff: interrupted", (130,)
+    else:
+        pattern, right = f"RuntimeError: {ON_FIRE}" if ranks == 1 else named.get(fault, "nothing at all"), (1,)
+    wrong = [] if code in right else [f"ended with {code}, not {right}"]
     traced = fault in ("exception", "exit") and "Traceback" in said
-    own = lines[-1:] if traced else [line for line in lines if not line.startswith("cocodiff: [rank ")]
-    if len(own) != 1 or not re.search(pattern, own[0]) or not own[0].startswith("cocodiff: "):
-        wrong.append(f"said {said!r}")
-    return wrong
+    own = [line for line in lines if line.startswith("cocodiff: ") and not line.startswith("cocodiff: [rank ")]
+    others = [line for line in lines if not line.startswith("cocodiff: ")]
+    # Alone, a rank says on a line of its own what it has left.
+    fits = 1 <= len(own) <= 1 + (of_file or ranks == 1) and (traced or not others)
+    return wrong if fits and re.search(pattern, own[0]) else [*wrong, f"said {said!r}"]
 
 
 def processes_of_session(leader: int) -> list[str]:

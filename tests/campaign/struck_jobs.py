@@ -6,10 +6,14 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
-import subprocess
+import socket
+import time
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from subprocess import TimeoutExpired
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +22,7 @@ from campaign.strikes import (
     ABORTS,
     LIMITS,
     MESSAGES,
-    ON_FIRE,
+    OF_DISKS,
     PATIENT,
     SIGNALS,
     Strike,
@@ -37,11 +41,10 @@ from cocodiff.jobs.journal import PARTIAL, Journals
 LIMIT_S = 240.0  # a run that has not ended by then hangs
 FILES = ("create", "write", "put together", "hand over", "publish")
 RESUME = "resume"  # the job is killed, and struck when it goes on
-OF_DISKS = ("no space", "short write", "full disk")
 # A signal goes to one rank, to the process that forked them, or to all.
 OF_SIGNALS = ("KILL", "KILL job", "KILL all", "STOP", "TERM", "TERM job", "HUP", "HUP all", "INT all", "QUIT all")
-OF_ONE = ("KILL", "TERM", "HUP", "INT", *OF_DISKS, "exception", "vanished", "damaged")  # rank alone
-FAULTS = (*OF_SIGNALS, *OF_DISKS, *MESSAGES, "pause", "exception", "exit", "slow", "hang", "vanished", "damaged")
+OF_ONE = ("KILL", "TERM", "HUP", "INT", *OF_DISKS, "exception", "vanished")  # rank alone
+FAULTS = (*OF_SIGNALS, *OF_DISKS, *MESSAGES, "pause", "exception", "exit", "slow", "hang", "vanished")
 
 
 class Kind(NamedTuple):
@@ -59,14 +62,14 @@ GENERATE = ("generate", "--height", "32", "--width", "32", "--prompt", "a", "b",
 VOLUME = ("inpaint", "--samples", "2", "--mask", "holes.tif", "--truth", "volume.tif", "--hidden_test")
 VOLUME += ("--axes", "z", "y")
 COMMANDS = {
-    "inpaint": Kind(INPAINT),
+    "inpaint": Kind(INPAINT, 4),
     "inpaint, one rank": Kind(INPAINT, 1),
     "inpaint, replicas": Kind(INPAINT, 2, 2),
     "inpaint, samples": Kind((*INPAINT, "--samples", "3"), 1, 2),
     "inpaint, quality": Kind((*INPAINT, "--quality", "30dB", "--quality_slices", "1")),
     "inpaint, displaced": Kind((*INPAINT, "--preset", "coded", "--arrival", "displaced", "--fine_steps", "0")),
     "inpaint, overwrite": Kind((*INPAINT, "--preset", "flat", "cocodiff", "--overwrite")),
-    "generate": Kind(GENERATE, input="model"),
+    "generate": Kind(GENERATE, 4, input="model"),
     "generate, replicas": Kind(GENERATE, 1, 2, "model"),
     "generate, quality": Kind((*GENERATE, "--quality", "30dB", "--guidance", "1"), input="model"),
     "sweep": Kind(("sweep", "--config", "sweep.yaml")),
@@ -82,24 +85,37 @@ ALONE = {
     "sweep, one rank": Kind(("sweep", "--config", "alone.yaml"), 1),
 }
 FORMATS = ("tiff", "sequence", "zarr", "h5", "npy")
+# By a command's name, further options of which one is drawn: ways to part attention, and formats.
+PRESETS = ("flat", "tapa --chunks 2", "tapa --ring 2", "v_first", "cocodiff+", "ahead --tau 10", "split --chunks 2")
+PARTED = tuple(("--preset", *one.split()) for one in (*PRESETS, "split --ring 2 --chunks 2"))
+OF_FORMATS = tuple(("--format", word) for word in FORMATS)
+OPTIONS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "inpaint": (*PARTED, *OF_FORMATS),
+    "generate": ((), *(("--preset", preset, "--guidance_parallel", "2") for preset in ("split", "cocodiff"))),
+    **dict.fromkeys(("samples", "overwrite", *(name for name in COMMANDS if name.startswith("inpaint, "))), OF_FORMATS),
+}
+LAUNCHERS = ("forked", "torchrun")
 
 
-def fits(command: str, fault: str, moment: str) -> bool:
+def fits(command: str, fault: str, moment: str, launcher: str = "forked") -> bool:
     kind = {**COMMANDS, **ALONE}[command]
-    if kind.ranks * kind.replicas == 1 and (fault in ("STOP", "hang", "exit", *MESSAGES) or " " in fault):
+    alone = kind.ranks * kind.replicas == 1
+    if alone and (fault in ("STOP", "hang", "exit", *MESSAGES) or " " in fault):
+        return False
+    others = (*OF_DISKS, "pause", "vanished")  # of torchrun's ranks each is on its own
+    if launcher == "torchrun" and (alone or " " in fault or fault in others or moment == RESUME):
         return False
     if moment == "put together" and command.split(", ")[-1] not in ("samples", "quality"):
         return False
     if fault in MESSAGES or fault == "full disk":
         return moment in ("attend" if fault in MESSAGES else "write", RESUME)
-    if fault == "damaged":
-        return moment == "write" and not command.startswith("sweep")
     return fault not in OF_DISKS or moment in (*FILES, RESUME)
 
 
-def choose_all(commands: dict[str, Kind], faults: tuple[str, ...] = FAULTS) -> list[tuple[str, str, str]]:
-    """Each two of a command, a fault and a moment that make sense, in any order, which is always the same."""
-    chosen = covering_set([*commands], faults, (*STAGES, RESUME), fits=fits)
+def choose_all(commands: dict[str, Kind], faults: tuple[str, ...] = FAULTS, *more: Any) -> list[Any]:
+    """Each two of a command, a fault, a moment, and launchers perhaps, that make sense, in any order, which is always
+    the same."""
+    chosen = covering_set([*commands], faults, (*STAGES, RESUME), *more, fits=fits)
     return random.Random(0).sample(chosen, len(chosen))
 
 
@@ -131,38 +147,41 @@ class Jobs:
         return Job(self, name, command, options)
 
     def drawn(self, name: object, command: str, chance: random.Random) -> Job:
-        takes_format = command.startswith("inpaint") or command in ("samples", "overwrite")
-        job = self.job(name, command, *(("--format", chance.choice(FORMATS)) if takes_format else ()))
+        job = self.job(name, command, *chance.choice(OPTIONS.get(command, ((),))))
         if "--overwrite" in job.kind.words:
             shutil.copytree(job.whole(), job.out)
         return job
 
-    def struck(self, number: int, chance: random.Random, chosen: tuple[str, str, str]) -> tuple[str, Job, list[str]]:
-        """A job to which something has happened: what that was, the job, and what was damaged then."""
-        command, fault, moment = chosen
+    def struck(self, number: int, chance: random.Random, chosen: tuple[str, ...]) -> tuple[str, Job]:
+        """A job to which something has happened: what that was, and the job."""
+        command, fault, moment, *launcher = chosen
         job = self.drawn(number, command, chance)
-        told = [moment, *job.options]
+        told, launched = [*chosen, *job.options], launcher == ["torchrun"]
         strikes = [job.strike(fault, moment, chance)]
         if moment == RESUME:
             kill = job.strike("KILL all", "write", chance)
             kill["number"] = chance.randint(2, 12)
             strikes = [kill, job.strike(fault, chance.choice(("attend", *FILES)), chance)]
         for once, given in enumerate(strikes):
-            done = job.run(*(["--resume"] if once else []), given=given, replicas=job.kind.replicas, fault=fault)
-            mark = job.folder / "struck"
-            rank = int(mark.read_text() or 0) if mark.exists() else None
-            told.append(f"{given['stage']} {given['number']} {given['strike']['fault']}: {rank}, {done.code}")
-            job.judge(given["strike"], rank, *done)
-            mark.unlink(missing_ok=True)
+            how = {"replicas": job.kind.replicas, "fault": fault, "launched": launched}
+            done = job.run(*(["--resume"] if once else []), given=given, **how)
+            told.append(f"{given['stage']} {given['number']} {given['strike']['fault']}: {job.struck()}, {done.codes}")
+            job.judge(given["strike"], job.struck(), done)
+            job.mark.unlink(missing_ok=True)
             job.restore_input()
-        harm = damage(job.out, chance) if fault == "damaged" else []
-        return ", ".join([*told, *harm]), job, harm
+        return ", ".join(told), job
 
 
 class Done(NamedTuple):
-    code: int
+    """The end of a run. codes: of its process, or of all ranks that torchrun started; 124 for one that hangs."""
+
+    codes: list[int]
     out: str
     said: str
+
+    @property
+    def code(self) -> int:
+        return max(self.codes, key=abs)
 
 
 class Job:
@@ -176,7 +195,12 @@ class Job:
             folder.mkdir(parents=True)
         self.out, self.input, self.notes = self.disk / "out", self.folder / self.kind.input, self.folder / "notes"
         self.partial, self.journals = self.out / PARTIAL, Journals(self.out / PARTIAL)
+        self.mark = self.folder / "struck"
         self.restore_input()
+
+    def struck(self) -> int | None:
+        """The rank that was struck; None if none was."""
+        return int(self.mark.read_text() or 0) if self.mark.exists() else None
 
     def restore_input(self) -> None:
         source = self.jobs.inputs / self.input.name
@@ -203,15 +227,13 @@ class Job:
 
     def strike(self, fault: str, moment: str, chance: random.Random) -> dict[str, Any]:
         """Choose what a run is to do. Early operations are struck more often than late ones, which may not come."""
-        if fault == "damaged":
-            fault = "KILL all"
         name, _, who = fault.partition(" ") if fault.split()[0] in SIGNALS else (fault, "", "")
         most = {"start": 1, "load": 2, "attend": 60, "create": 12, "write": 30, "publish": 12}.get(moment, 30)
         amount = {"short write": chance.choice((4096, 9000, 30000)), "full disk": chance.choice((60, 120, 200, 300))}
         strike = Strike(
             name,
             who or "one",
-            str(self.folder / "struck"),
+            str(self.mark),
             delay_ms=chance.choice((0, 0, 1, 3, 10)),
             amount=amount.get(fault, chance.randint(1, 60)),
             inputs=str(self.input),
@@ -221,7 +243,7 @@ class Job:
 
     def kill_when_noted(self, count: int) -> None:
         """Have a run killed as soon as so many batches are finished."""
-        strike = Strike("KILL", "all", str(self.folder / "struck"))
+        strike = Strike("KILL", "all", str(self.mark))
         self.run(given={"stage": NOTED, "number": 2 * count - 1, "strike": asdict(strike)})
         assert len(self.journals.finished()) == count
 
@@ -232,33 +254,55 @@ class Job:
         replicas: int = 1,
         fault: str = "",
         ignored: tuple[int, ...] = (),
+        launched: bool = False,
     ) -> Done:
         """Run the command to its end. more: options, each in the place of the one of its name if there is one; given:
-        what is done to it, and fault, whose limits it has; ignored: signals."""
-        first, *fixed = self.kind.words
+        what is done to it, and fault, whose limits it has; ignored: signals; launched: each rank as torchrun does."""
+        (first, *fixed), ranks = self.kind.words, self.kind.ranks * replicas
         words = [first, *(str(self.jobs.inputs / word) if "." in word else word for word in fixed), *self.options]
         words += ["--model" if self.kind.input == "model" else "--input", str(self.input), "--quiet"]
         words += ["--steps", "3" if first == "sweep" else "2", "--out", str(self.out)]
-        words += ["--ranks", str(self.kind.ranks * replicas), "--replicas", str(replicas)]
+        words += ["--replicas", str(replicas), *([] if launched else ["--ranks", str(ranks)])]
         for name, value in (PATIENT | LIMITS.get(fault, {})).items():
             words += [f"--{name}", str(value)]
         words += ["--check_messages"] if fault in MESSAGES else []
         if "--resume" in more:
             words = [word for word in words if word != "--overwrite"]
         words = with_options(words, *map(str, more))
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "GLOO_SOCKET_IFNAME": "lo"}
+        place |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
         given = {"temporary": str(self.temporary), "notes": str(self.notes), **(given or {})}
         given |= {"replicas": replicas, "ignored": bool(ignored)}
-        out, err = self.folder / "stdout", self.folder / "stderr"
-        process = Started([json.dumps(given), *words], out, err, module="campaign.struck_process", ignored=ignored)
-        try:
-            code = process.wait(LIMIT_S)
-            alive = processes_of_session(process.pid)
+        processes, files = list[Started](), list[list[Path]]()
+        for rank in range(ranks if launched else 1):
+            given["environment"] = {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)} if launched else {}
+            files.append([self.folder / f"{name}.{rank}" for name in ("stdout", "stderr")])
+            how: dict[str, Any] = {"module": "campaign.struck_process", "ignored": ignored}
+            processes.append(Started([json.dumps(given), *words], *files[-1], **how))
+        codes = self.end(processes)
+        out, said = ("".join(file.read_text() for file in of_all) for of_all in zip(*files, strict=True))
+        return Done(codes, out, said)
+
+    def end(self, processes: list[Started]) -> list[int]:
+        """Wait for the ends of a run's processes. A rank of torchrun's that is stopped or sleeps is killed once the
+        others have ended."""
+        until, codes = time.monotonic() + LIMIT_S, list[int]()
+        while time.monotonic() < until:
+            alive = {rank for rank, process in enumerate(processes) if process.poll() is None}
+            if not alive - ({self.struck()} if len(processes) > 1 else set()):
+                break
+            time.sleep(0.05)
+        for rank, process in enumerate(processes):
+            waits_s = 10 if len(processes) > 1 and rank == self.struck() else 0
+            with suppress(TimeoutExpired):
+                process.wait(waits_s)
+            ended = process.poll() is not None
+            alive = processes_of_session(process.pid) if ended else []
             self.wrong += [f"still there: {alive}"] if alive else []
-        except subprocess.TimeoutExpired:
-            return Done(124, out.read_text(), f"hangs: {err.read_text()}")
-        finally:
             end_group(process.pid)
-        return Done(code, out.read_text(), err.read_text())
+            codes.append(process.wait(10) if ended or waits_s else 124)
+        return codes
 
     def go_on(self, replicas: int = 1, harmed: bool = False) -> str:
         """End the job, and note what is wrong then. harmed: some of what was finished may be gone. Returns what the
@@ -286,39 +330,42 @@ class Job:
         self.wrong += [f"left {left}"] if left else []
         return done.out
 
-    def judge(self, strike: dict[str, Any], rank: int | None, code: int, out: str, said: str) -> None:
+    def judge(self, strike: dict[str, Any], rank: int | None, done: Done) -> None:
         """Note what is wrong with the end of a run that was to be struck. rank: which one was; None if none was."""
         fault, who, ranks = strike["fault"], strike["who"], self.kind.ranks * self.kind.replicas
+        codes, out, said = done
+        code, launched = done.code, len(codes) > 1
         killed, before = fault == "KILL" and (who != "one" or ranks == 1), len(self.wrong)
-        expected, right = 1, True
+        right = True
         if code == 0:
             self.compare()
-            expected = 0
         elif rank is None and fault != "full disk":
             right = False  # nothing was done to it
         elif killed:
-            expected = -9
+            right = code == -9
         elif fault == "lost" and ABORTS.search(said):
-            pass
-        elif fault in OF_DISKS or fault == "vanished":
-            lines = [line for line in said.splitlines() if not line.startswith("cocodiff: [rank ")]
-            asked = ("written", "put into") if fault in OF_DISKS else (str(self.input),)
-            right = all(line.startswith("cocodiff: ") for line in lines) and len(lines) in (1, 2)
-            right = right and any(word in lines[0] for word in asked)
-            expected = 2 if code == 2 else 1
-        elif fault == "exception" and f"cannot be written ({ON_FIRE})" in said:  # what a library raises at a new file
-            expected = 2
-        elif ranks == 1 and fault == "exception":
-            right = f"cocodiff: RuntimeError: {ON_FIRE}" in said
-        elif ranks == 1:
-            expected, right = 130, "cocodiff: interrupted" in said
+            right = bool({*codes} & {1, -6})
+        elif launched:
+            self.judge_survivors(fault, rank or 0, codes, said)
         else:
-            expected = code
-            self.wrong += judge_line(fault if who == "one" else f"{fault} {who}", rank or 0, ranks, code, said)
-        if code and not killed:
+            of_all = fault if who == "one" else f"{fault} {who}"
+            self.wrong += judge_line(of_all, rank or 0, ranks, str(self.input), code, said)
+        if code and not killed and not launched:
             self.judge_folder(out, said)
-        if len(self.wrong) > before or not right or code != expected:
-            self.wrong.append(f"{strike} of {rank}: ended with {code}: {out} {said}")
+        if len(self.wrong) > before or not right:
+            self.wrong.append(f"{strike} of {rank}: ended with {codes}: {out} {said}")
+
+    def judge_survivors(self, fault: str, victim: int, codes: list[int], said: str) -> None:
+        """Note what is wrong with the ends of ranks of which each says by itself whom it lost. One that has all that it
+        needs may have left before."""
+        self.wrong += ["a traceback"] if "Traceback" in said and fault not in ("exception", "exit") else []
+        received = f" received other bytes than rank {victim} sent to it"
+        self.wrong += ["who received it did not say so"] if fault == "flipped" and received not in said else []
+        for rank, code in enumerate(codes):
+            spoken = [line for line in said.splitlines() if line.startswith(f"cocodiff: [rank {rank}] ")]
+            named = any(re.search(rf"rank {victim}\b", line) for line in spoken)
+            if rank != victim and (code not in (0, 1) or (code and not named)):
+                self.wrong.append(f"rank {rank} ended with {code}, and named rank {victim}: {named}")
 
     def judge_folder(self, out: str, said: str) -> None:
         """Note what is wrong with what a run that ended badly, and could clean up, has left."""
@@ -360,25 +407,3 @@ def moved(made: Path, place: Path) -> None:
         made.rename(place)
     except OSError:
         shutil.rmtree(made)
-
-
-def damage(out: Path, chance: random.Random) -> list[str]:
-    """Do what a purge of old files or a faulty disk may do to an unfinished job. Returns what was done."""
-    partial = out / PARTIAL
-    patterns = ("images/**/*", ".progress/results/*", ".progress/*/*.npz", ".progress/*.jsonl")
-    found = {path for pattern in patterns for path in partial.glob(pattern) if path.is_file()}
-    kind = chance.choice(("purge", "remove", "truncate", "overwrite"))
-    if Manifest.read(partial) is not None or not found:
-        return []
-    if kind == "purge":
-        for name in ("images", ".progress/results"):
-            shutil.rmtree(partial / name, ignore_errors=True)
-        return ["images purged"]
-    path = chance.choice(sorted(found))
-    if kind == "remove":
-        path.unlink()
-    elif kind == "truncate":
-        os.truncate(path, path.stat().st_size * chance.randrange(100) // 100)
-    else:
-        path.write_bytes(chance.randbytes(path.stat().st_size) + b"\n")
-    return [f"{kind} {path.relative_to(partial)}"]

@@ -132,6 +132,7 @@ def main() -> int:
 
     given, words = json.loads(sys.argv[1]), sys.argv[2:]
     sys.argv[1:] = words
+    os.environ.update(given["environment"])
     tempfile.tempdir = os.environ["TMPDIR"] = given["temporary"]
     out, disk = Path(words[words.index("--out") + 1]), nullcontext[None]()
     if not given["ignored"]:

@@ -1,70 +1,69 @@
-"""Faults at moments of calls and jobs. Some of them, of each kind and of each command; `faults.py` runs all, in an
-hour."""
+"""Faults at moments of jobs: what happens to ranks, and whether all end rightly, and go on. Settings and commands,
+faults, launchers and the moments at which they strike are chosen so that each two that make sense meet; all else is
+drawn, by the case's number."""
 
 from __future__ import annotations
 
+import itertools
+import os
 import random
 import signal
-from pathlib import Path
+from collections import defaultdict
+from typing import Any
 
 import pytest
-from campaign.faults import run_all
-from campaign.struck_calls import Case, judge, run
-from campaign.struck_jobs import Jobs
+from campaign.struck_jobs import COMMANDS, FAULTS, LAUNCHERS, Jobs, choose_all
 
-# Each kind of fault, command and moment once or more.
-SAMPLE = (0, 1, 2, 5, 12, 13, 18, 22, 28, 38, 45, 52, 70, 73, 104, 112, 122, 135, 164, 166, 172, 238, 242)
 pytestmark = pytest.mark.processes
+SEED, CASES = map(int, os.environ.get("FAULTS", "0 31").split())  # of another seed, or more of them
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("campaign")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    return Jobs(tmp_path_factory.mktemp("jobs"))
 
 
 @pytest.mark.parametrize(
-    "case",
+    ("fault", "moment", "number", "launched"),
     [
-        Case("tapa", "KILL", "start", "forked"),
-        Case("cocodiff", "KILL", "middle", "forked", victim=0),
-        Case("flat", "KILL job", "again", "forked"),
-        Case("split", "KILL", "middle", "torchrun", victim=2),
-        Case("tapa", "HUP all", "middle", "forked"),
-        Case("tapa", "QUIT all", "met", "forked"),
-        *(Case("tapa", f"{name} all", "middle", "forked", ignored=True) for name in ("HUP", "INT", "QUIT")),
-        Case("tapa", "TERM job", "again", "forked", ignored=True),
-        pytest.param(Case("tapa", "STOP", "middle", "forked"), marks=pytest.mark.full),
-        pytest.param(Case("tapa", "STOP ranks", "start", "forked"), marks=pytest.mark.full),
+        ("KILL", "start", 0, False),
+        ("KILL", "attend", 9, False),
+        ("KILL job", "attend", 30, False),
+        ("KILL", "attend", 9, True),
+        ("HUP all", "attend", 9, False),
+        ("QUIT all", "load", 0, False),
+        pytest.param("STOP", "attend", 9, False, marks=pytest.mark.full),
+        pytest.param("STOP ranks", "attend", 9, False, marks=pytest.mark.full),
     ],
-    ids=lambda case: f"{case.fault} {case.moment} {case.launcher}{' ignored' * case.ignored}",
 )
-def test_attention_calls_that_are_struck_end_rightly(tmp_path: Path, folder: Path, case: Case) -> None:
-    case.folder = str(tmp_path)
-    wrong = judge(case, folder)
-    assert not wrong, "\n".join(wrong)
+def test_a_job_that_is_struck_ends_rightly(jobs: Jobs, fault: str, moment: str, number: int, launched: bool) -> None:
+    job = jobs.job(f"{fault} {moment} {launched}", "inpaint")
+    given = {**job.strike(fault, moment, random.Random(0)), "number": number}
+    done = job.run(given=given, fault=fault, launched=launched)
+    job.judge(given["strike"], job.struck(), done)
+    assert job.struck() is not None and not job.wrong, job.wrong
 
 
-def test_one_rank_alone_goes_on_where_a_terminals_signals_are_ignored(folder: Path) -> None:
-    job = Jobs(folder).job("ignored", "inpaint, one rank")
+@pytest.mark.parametrize("command", ["inpaint, one rank", "inpaint"])
+def test_a_job_goes_on_where_a_terminals_signals_are_ignored(jobs: Jobs, command: str) -> None:
+    """As nohup ignores SIGHUP, and a script's `&` SIGINT and SIGQUIT."""
+    job = jobs.job(f"ignored {command}", command)
     for name in ("HUP", "INT", "QUIT"):
-        given = {**job.strike(name, "attend", random.Random(0)), "number": 3}
+        given = {**job.strike(f"{name} all", "attend", random.Random(0)), "number": 3}
         done = job.run("--overwrite", given=given, ignored=(signal.SIGHUP, signal.SIGINT, signal.SIGQUIT))
-        assert done.code == 0 and (job.folder / "struck").exists(), done.said
-        (job.folder / "struck").unlink()
+        assert done.code == 0 and job.struck() is not None, done.said
+        job.mark.unlink()
     job.compare()
-    assert not job.wrong
+    assert not job.wrong, job.wrong
 
 
 @pytest.mark.full
-def test_the_rank_that_received_a_wrong_message_says_so_itself(tmp_path: Path) -> None:
-    case = Case("flat", "flipped", "middle", "torchrun", str(tmp_path), ranks=2, number=5, checked=True)
-    codes, said = run(case)
-    lines = [line for line in said.splitlines() if line.startswith("cocodiff: [rank 0] ")]
-    assert codes == [1, 1]
-    assert len(lines) == 1 and "received other bytes than rank 1 sent to it" in lines[0]
-
-
-@pytest.mark.full
-def test_runs_that_are_struck_end_rightly_and_go_on(folder: Path) -> None:
-    wrong = [case.line() for case in run_all(SAMPLE, 0, folder, workers=4) if case.wrong]
-    assert not wrong, "\n".join(wrong)
+@pytest.mark.parametrize("number", range(CASES))
+def test_a_job_to_which_something_happens_ends_rightly_and_goes_on(jobs: Jobs, number: int) -> None:
+    """Each fault under each launcher comes first."""
+    chosen, turns = choose_all(COMMANDS, FAULTS, LAUNCHERS), defaultdict[Any, Any](itertools.count)
+    chosen.sort(key=lambda one: next(turns[one[1], one[3]]))
+    chance = random.Random(f"{SEED} {number}")
+    told, job = jobs.struck(number, chance, chosen[number % len(chosen)])
+    job.go_on(chance.choice((1, job.kind.replicas)))
+    assert not job.wrong, (told, job.wrong)

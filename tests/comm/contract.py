@@ -3,7 +3,7 @@ also divides into two parts that hold to the contract side by side.
 
 As a program: `contract.py forked NAME...` forks 4 ranks, `contract.py launched NAME...` is one rank of an MPI job; they
 check one transport after the other, "NAME+sums" with checksums, "NAME@DEVICE" for tensors of a device ("sim": each rank
-has a simulated one);
+has a simulated one), "NAME/2" on nodes of two ranks that the transport tells apart;
 `contract.py forked-with-a-bad-rank NAME` shows that a bad rank is not overlooked.
 """
 
@@ -13,7 +13,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partialmethod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -200,7 +202,8 @@ def check_parts_go_their_own_ways(whole: Transport, part: Transport) -> None:
         assert part.control.submit(lambda own=own: total_over(part.world, own)).wait() == sum(part.run_ranks)
     check_objects(whole)
     part.close()
-    assert part.closed and not whole.closed
+    of_part = Part(part, [part.rank])
+    assert part.closed and of_part.closed and not whole.closed
     assert whole.broadcast_object(whole.rank) == 0
 
 
@@ -265,6 +268,23 @@ def expect(kind: type[Exception], text: str, call: Callable[[], object]) -> None
     raise AssertionError(f"no {kind.__name__} with {text!r}")
 
 
+def tell_nodes_apart(node_of: list[int]) -> None:
+    """Has transports of torch.distributed find these nodes, and groups with ranks of several of them refuse messages
+    between two ranks of one."""
+    from cocodiff.comm.torch_dist import TorchDistGroup, TorchDistTransport
+
+    def refusing(group: Any, post: Callable[..., Any], sends: Any, recvs: Any) -> Any:
+        nodes, own = [node_of[rank] for rank in group.ranks], node_of[group.ranks[group.index]]
+        kept = [peer for _, peer in (*sends, *recvs) if nodes[peer] == own]
+        assert len({*nodes}) == 1 or not kept, f"a message to or from {kept} of ranks {group.ranks}"
+        return post(group, sends, recvs)
+
+    if node_of:
+        TorchDistTransport.node_of = node_of
+        for name in ("send_recv", "collective"):
+            setattr(TorchDistGroup, name, partialmethod(refusing, getattr(TorchDistGroup, name)))
+
+
 def main() -> int:
     if not any(name.endswith("@sim") for name in sys.argv):
         return check_all()
@@ -294,6 +314,8 @@ def check_all() -> int:
 
     for name in names:
         name, _, messages = name.partition("=")
+        name, _, of_node = name.partition("/")
+        tell_nodes_apart([rank // int(of_node) for rank in range(SIZE)] if of_node else [])
         messages, _, sums = messages.partition("+")
         name, _, device = name.partition("@")
         name, _, own_sums = name.partition("+")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import socket
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,9 +16,11 @@ import torch.distributed as dist
 from seams import tell_of_blocking
 
 from cocodiff.comm import torch_dist
+from cocodiff.comm.checked import CheckedGroup
 from cocodiff.comm.connect import overlap_killers
 from cocodiff.comm.health import Health
-from cocodiff.comm.torch_dist import CCL_BINDINGS, check_backend, device_backend, posts_one_by_one
+from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld
+from cocodiff.comm.torch_dist import CCL_BINDINGS, check_backend, device_backend, new_group, posts_one_by_one
 from cocodiff.comm.transport import TOGETHER, PartGroup
 from cocodiff.config.errors import UserError
 
@@ -95,7 +98,23 @@ def test_groups_are_all_to_alls_by_default_where_batches_are_posted_one_by_one(m
     with contextlib.closing(transport):
         groups = [transport.world, *(transport.group([0], TOGETHER[name]) for name in ("auto", "batch", "alltoall"))]
         assert [group.at_once for group in groups] == [one_by_one, one_by_one, False, True]
-        assert [PartGroup(group, (0,), [0], CPU).at_once for group in groups] == [group.at_once for group in groups]
+        within = [(PartGroup(group, (0,), [0], CPU).at_once, CheckedGroup(group, Health()).at_once) for group in groups]
+        assert within == [(group.at_once, group.at_once) for group in groups]
+
+
+@pytest.mark.parametrize("library", ["xccl", "ccl", "nccl", "gloo"])
+def test_nodes_are_asked_for_where_a_library_passes_groups_across_nodes_through_the_host(monkeypatch, library):
+    """By the names of hosts, as oneCCL does. The group of another node's rank is not the node's."""
+    others = ["another node"]
+    monkeypatch.setattr(torch_dist.TorchDistTransport, "values_of_all", lambda _, own, at: [own, *others])
+    monkeypatch.setattr(dist, "get_backend", lambda: library)
+    monkeypatch.setattr(torch_dist, "gloo_group", lambda members, rank: new_group(members, "gloo"))
+    torch_dist.initialise("gloo", dist.HashStore(), 0, 1, CPU)
+    carrier = LoopbackTransport(LoopbackWorld(1), 0)
+    transport = torch_dist.TorchDistTransport(CPU, Health(), True, None, carrier)
+    with contextlib.closing(transport):
+        assert [*transport.node_of] == ([socket.gethostname(), *others] if library in ("xccl", "ccl") else [])
+        assert transport.world.ranks == transport.group([0]).ranks == (0,)
 
 
 KILLERS = [

@@ -38,6 +38,9 @@ def test_a_failure_is_named_with_its_reason(watches: Watches, failing: int, mist
     errors = [awaited_error(watch) for watch in ranks if watch.rank != failing]
     said = "6 ranks for 4 heads" if mistake else f"rank {failing} failed: 6 ranks for 4 heads"
     assert [(type(error), str(error)) for error in errors] == [(UserError if mistake else PeerLost, said)] * 3
+    for watch in ranks:  # who has caught that does not go on
+        with pytest.raises((PeerLost, UserError)):
+            watch.arrive("the next call")
 
 
 def test_a_rank_that_no_error_can_reach_ends_with_the_loss_as_its_last_words(watches: Watches) -> None:

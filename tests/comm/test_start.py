@@ -150,6 +150,15 @@ def test_a_job_is_known_by_what_its_launcher_says() -> None:
     assert Presence.of_job(Launch("mpi", 0, None), {}) is None
 
 
+def test_ranks_that_torchrun_starts_again_find_nothing_of_the_first_start() -> None:
+    """In its agent's store, which outlives them."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    first, again = (environment_store(0, 1, 9.0, True, there | {"TORCHELASTIC_RESTART_COUNT": n}) for n in "01")
+    first.set("meeting", "old")
+    assert first.check(["meeting"]) and not again.check(["meeting"])
+
+
 def environment_of(size: int, host: str = "127.0.0.1", start_s: float = 60.0) -> dict[str, object]:
     """Variables that tell ranks of a free port to meet at."""
     with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:

@@ -1,6 +1,7 @@
 """One contract for all transports: threads of this process, gloo between forked ranks, and MPI's ranks with either
 and with MPI's windows; of these through copies in host memory, and with checksums."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,10 @@ from launching import assert_succeeded
 from warm import forked
 from warm_ranks import warm_mpiexec
 
+from cocodiff.comm import loopback
 from cocodiff.comm.checked import check_messages
 from cocodiff.comm.host import HostTransport
-from cocodiff.comm.loopback import run_ranks
+from cocodiff.comm.loopback import LoopbackTransport, run_ranks
 from cocodiff.comm.transport import Part
 
 pytestmark = pytest.mark.processes
@@ -21,6 +23,22 @@ PROGRAM = Path(__file__).with_name("contract.py")
 
 def test_loopback():
     assert run_ranks(SIZE, contract, timeout_s=60.0) == [None] * SIZE
+
+
+@pytest.mark.parametrize("node_of", [(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1), (3, 2, 1, 0)], ids=str)
+def test_loopback_on_several_nodes(monkeypatch, node_of):
+    """Each rank makes as many groups as the others, by which torch.distributed tells those of the same ranks apart."""
+    made = Counter[int]()
+
+    class OnNodes(LoopbackTransport):
+        def _new_group(self, ranks):
+            made[self.rank] += 1
+            return super()._new_group(ranks)
+
+    monkeypatch.setattr(OnNodes, "node_of", node_of)
+    monkeypatch.setattr(loopback, "LoopbackTransport", OnNodes)
+    assert run_ranks(SIZE, contract, timeout_s=60.0) == [None] * SIZE
+    assert len(made) == SIZE and len({*made.values()}) == 1
 
 
 def test_some_ranks_in_an_order_of_their_own():
@@ -46,7 +64,8 @@ def test_loopback_through_host_memory_and_with_checksums():
 
 
 @pytest.mark.parametrize(
-    "names", [("gloo", "gloo=alltoall+sums"), pytest.param(("host", "gloo=alltoall"), marks=pytest.mark.full)]
+    "names",
+    [("gloo", "gloo/2", "gloo/2=alltoall+sums"), pytest.param(("host", "gloo=alltoall"), marks=pytest.mark.full)],
 )
 def test_gloo_between_forked_ranks(tmp_path, names):
     done = forked("forked", *names, folder=tmp_path, module="contract")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cocodiff_bench import alltoall, model_step, step
+import torch
+import torch.distributed as dist
+from cocodiff_bench import model_step, step
 from cocodiff_bench.common import of_benchmarks, of_slowest_rank, rows
 from tiny_models import sd3_inpaint_pipeline
 
@@ -66,8 +69,10 @@ def test_what_a_tile_does_not_hold_stands_in_a_file_until_it_is_measured(tmp_pat
     given = ["bench", *words.split(), "--model", str(tmp_path / "toy.yaml"), "--out", str(tmp_path / "bench")]
     (tmp_path / "m.yaml").write_text(machine.format(0.001))
     assert main([*given, "--size", "63"]) == 2 and not refused.exists()
-    assert main(given) == 2
-    assert "memory" in refused.read_text() and not (tmp_path / "bench" / "bench.json").exists()
+    for more in ([], ["--batch", "0"]):  # as large as it can be
+        assert main([*given, *more]) == 2
+        assert "batch 1: more than a tile's memory holds" in refused.read_text()
+        assert [path.name for path in (tmp_path / "bench").rglob("*")] == ["refused"]
     (tmp_path / "m.yaml").write_text(machine.format(1))
     assert main(given) == 0, "nothing is in the way of it"
     assert (tmp_path / "bench" / "bench.json").exists() and not refused.exists()
@@ -97,13 +102,31 @@ def test_random_weights_of_a_models_shape(family: str, parallel: int, tmp_path: 
     assert rows["no messages"]["communication_share"] == 0
 
 
-@pytest.mark.parametrize(("benchmark", "words"), [(alltoall, []), (model_step, ["--model", "qwen-image"])])
-def test_the_librarys_own_all_to_all_is_not_what_the_command_line_leaves_to_batches(benchmark: Any, words: list[str]):
+def test_the_librarys_own_all_to_all_is_not_what_the_command_line_leaves_to_batches() -> None:
     """Whatever `--messages` says of the others."""
-    options = with_settings(benchmark.OPTIONS, of_benchmarks)
-    values = parse("bench", "", options, words)
-    how = {name: benchmark.config_of(name, values).messages for name in ("flat", "library")}
+    values = parse("bench", "", with_settings(model_step.OPTIONS, of_benchmarks), ["--model", "qwen-image"])
+    how = {name: model_step.config_of(name, values).messages for name in ("flat", "library")}
     assert how == {"flat": "auto", "library": "alltoall"}
+
+
+def test_the_librarys_all_to_all_of_equal_blocks_is_told_no_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a library may have a faster way for these. That it brings what was sent is looked at before it is timed."""
+    plain = dist.all_to_all_single
+
+    def noted(received: torch.Tensor, sent: torch.Tensor, *more: Any, **named: Any) -> Any:
+        with (tmp_path / f"calls-{os.getpid()}").open("a") as file:
+            file.write(json.dumps([[*received.shape], [*sent.shape], [*more], [*named]]) + "\n")
+        return plain(received, sent, *more, **named)
+
+    monkeypatch.setattr(dist, "all_to_all_single", noted)
+    words = "alltoall --ranks 3 --sizes_mb 0.03 --repeats 2 --variants library flat tapa --messages batch"
+    rows = rows_of(tmp_path, words)
+    assert [*rows] == ["library", "flat", "tapa"] and rows["library"]["n"] == 2
+    of_ranks = [file.read_text().splitlines() for file in tmp_path.glob("calls-*")]
+    blocks = [3, 20, 128]  # of each rank 20 rows of 512 bytes
+    assert [[json.loads(call) for call in calls] for calls in of_ranks] == [[[blocks, blocks, [], []]] * 4] * 3
 
 
 def test_a_call_takes_as_long_as_on_the_slowest_rank() -> None:

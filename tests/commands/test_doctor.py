@@ -58,7 +58,8 @@ def test_ranks_under_mpiexec_are_healthy(tmp_path: Path) -> None:
     calls = {(one["call"], one["bytes"]) for one in facts["issues"]}
     assert len(calls) == 12 and {size for _, size in calls} == {2**12, 2**16, 2**20, 2**24}
     assert all(0 < one["returns_s"] < one["complete_s"] for one in facts["issues"])
-    assert found["host"] == found["order"] == {"note"} and facts["order_rounds"] is None
+    assert found["host"] == found["order"] == found["messages"] == {"note"} and facts["order_rounds"] is None
+    assert facts["pair"] == facts["op_sync"] == [[], []]
 
 
 @pytest.mark.alone

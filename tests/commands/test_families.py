@@ -5,80 +5,22 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import diffusers
-import numpy as np
 import pytest
-import tifffile
 import tiny_pipelines
 import torch
-from cocodiff_eval.data.intensity import IntensityRange, compose_native, prepare_slice
-from cocodiff_eval.restore.pipeline_inpainter import PipelineInpainter
-from cocodiff_eval.restore.restore import restore_slices
-from cocodiff_eval.restore.tiling import steps_at
 from launching import assert_succeeded
 from warm import forked
-from words import words
 
 from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
 from cocodiff.engine.engine import open_transport
-from cocodiff.jobs.pipelines import Request, check_model, load_model, no_prompt
+from cocodiff.jobs.pipelines import Request, check_model, load_model
 from cocodiff.models import families, pipelines_of
 from cocodiff.models.family import GENERATE, INPAINT
 
 pytestmark = pytest.mark.processes
-
-NAMES = list(tiny_pipelines.PIPELINES)
-IMAGE_YX = np.random.default_rng(0).random((48, 40), dtype=np.float32)
-HOLE_YX = np.zeros(IMAGE_YX.shape, bool)
-HOLE_YX[10:26, 8:30] = True
-
-
-def inpainting(name: str) -> tuple[Any, dict[str, Any]]:
-    """A family's own inpainting pipeline with random weights, and its arguments for one image and no prompt."""
-    pipe = tiny_pipelines.PIPELINES[name]()
-    pipelines = pipelines_of(type(pipe).__name__, name)
-    kind = getattr(diffusers, pipelines.of_task(INPAINT, name))
-    arguments = no_prompt(pipelines, pipe.transformer, torch.float32) | {pipelines.guidance: 1.0}
-    return kind(**pipe.components), arguments
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("name", NAMES)
-def test_two_ranks_restore_what_the_familys_pipeline_restores_alone(tmp_path: Path, name: str) -> None:
-    tifffile.imwrite(tmp_path / "scan.tif", IMAGE_YX)
-    tifffile.imwrite(tmp_path / "hole.tif", HOLE_YX.astype(np.uint8))
-    tiny_pipelines.PIPELINES[name]().save_pretrained(tmp_path / "model")
-    options = {"input": tmp_path / "scan.tif", "mask": tmp_path / "hole.tif", "model": tmp_path / "model"}
-    run = words("inpaint", **options, steps=2, ranks=2, out=tmp_path / "out")
-    assert_succeeded(forked(*run, folder=tmp_path))
-    result_YX = tifffile.imread(tmp_path / "out" / "images" / "scan_hole_tapa.tif")
-    assert np.array_equal(result_YX[~HOLE_YX], IMAGE_YX[~HOLE_YX])
-    (row,) = json.loads((tmp_path / "out" / "metrics.json").read_text())["images"]
-    assert row["exact_compared"] and row["psnr_vs_exact_db"] is None  # the same bits as flat
-    assert sum(row["bytes"].values()) > 0
-    pipe, arguments = inpainting(name)
-    known = IMAGE_YX[~HOLE_YX]
-    scale = IntensityRange(float(known.min()), float(known.max()))
-    inpainter = PipelineInpainter(pipe, lambda _: arguments, 2, 0)
-    alone01_YX = restore_slices([prepare_slice(IMAGE_YX, HOLE_YX, scale)], [HOLE_YX], inpainter, batch=1)[0]
-    alone_YX = compose_native(IMAGE_YX, alone01_YX, HOLE_YX, scale)
-    assert np.abs(alone_YX - result_YX).max() < 1e-4
-    assert not np.array_equal(result_YX[HOLE_YX], IMAGE_YX[HOLE_YX])
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_promised_number_of_steps_runs(name: str) -> None:
-    pipe, arguments = inpainting(name)
-    ticks: list[int] = []
-    inpainter = PipelineInpainter(pipe, lambda _: arguments, 6, 0, on_step=lambda _: ticks.append(1))
-    assert inpainter.multiple == 4 and PipelineInpainter(pipe, lambda _: arguments, 6, 0).native_size in (32, 256)
-    for strength in (1.0, 0.5):
-        ticks.clear()
-        restored_BHW = inpainter(torch.rand(1, 32, 32), torch.ones(1, 32, 32), strength, [0])
-        assert len(ticks) == steps_at(6, strength) and restored_BHW.shape == (1, 32, 32)
 
 
 def test_what_a_family_cannot_do_is_said() -> None:

@@ -17,7 +17,7 @@ import yaml
 from launching import assert_succeeded
 from PIL import Image
 from warm import forked
-from words import refusal, words
+from words import words
 
 from cocodiff.jobs.pipelines import Request, no_prompt
 from cocodiff.models import pipelines_of
@@ -177,29 +177,6 @@ def test_rank_0_alone_speaks_and_shows_progress(made: Run) -> None:
         assert lines.count(said) == lines.count("report: ") == 1
     errors = made("text-sd3").with_suffix(".err").read_text()
     assert "0 of 3 images" in errors and "3 of 3 images, " in errors and "warn" not in errors.lower()
-
-
-def test_mistakes_are_said_in_one_line(
-    model: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refused(*more: object) -> str:
-        said = refusal(capsys, words("generate", *more, out=tmp_path / "out", steps=1))
-        assert not (tmp_path / "out").exists()
-        return said
-
-    assert "--model is missing" in refused() and "the embedded model only restores" in refused()
-    assert "the embedded model only restores" in refused("--model", "embedded")
-    without, encoders = model("sd3"), model("text-sd3")
-    assert "has no text encoders, so it takes no --prompt" in refused("--model", without, "--prompt", "a tooth")
-    assert "--prompt is missing" in refused("--model", encoders)
-    assert "--width 50: model" in refused("--model", without, "--width", "50")
-    assert "at least 1" in refused("--model", without, "--height", "0")
-    assert "65 ranks for 64 image tokens" in refused("--model", without, "--ranks", "65")
-    tiny_pipelines.flux_pipeline(fill=True).save_pretrained(tmp_path / "fill")
-    assert "FluxFillPipeline's weights only restore" in refused("--model", tmp_path / "fill")
-    index = tmp_path / "fill" / "model_index.json"
-    index.write_text(index.read_text().replace("FluxFillPipeline", "FluxPipeline"))
-    assert "takes 48 channels and gives 16" in refused("--model", tmp_path / "fill")
 
 
 def test_what_a_run_goes_on_with_is_the_image_and_not_its_name(tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,13 @@ import tifffile
 import tiny_pipelines
 import torch
 from cocodiff_eval.harness.images import frames_of, has_encoder, save_frames, shown_frames
-from killed_runs import Killed, results
+from killed_runs import results
 from launching import assert_succeeded
 from PIL import Image
-from warm import forked
-from words import refusal, words
+from warm import Started, forked
+from words import words
 
+from cocodiff.jobs.journal import PARTIAL, Journals
 from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.jobs.partition import image_tokens
 from cocodiff.jobs.pipelines import Request
@@ -174,35 +175,13 @@ def test_the_deal_counts_a_videos_tokens_and_both_experts(made: Path) -> None:
 
 def test_a_killed_job_goes_on_to_the_same_bits(made: Path, tmp_path: Path) -> None:
     run = [*run_of(made, "text", tmp_path / "out"), *RUNS["text"], "--resume", "--quiet"]
-    killed = Killed(tmp_path, run)
-    os.killpg(killed.process.pid, signal.SIGKILL)
-    killed.end()
-    assert killed.journals.kept() is not None
+    journals, killed = Journals(tmp_path / "out" / PARTIAL), Started(run, tmp_path / "log")
+    while journals.kept() is None:
+        assert killed.poll() is None, (tmp_path / "log").read_text()
+        time.sleep(0.005)
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.wait(60)
     assert_succeeded(forked(*run, folder=tmp_path))
     assert results(tmp_path / "out") == results(made / "text")
     done = forked(*run, folder=tmp_path)
     assert done.returncode == 0 and "nothing is left to do" in done.stdout
-
-
-def test_mistakes_are_said_in_one_line(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def refused(model: str, *more: object) -> str:
-        return refusal(capsys, words("generate", *more, model=made / f"{model}-model", out=tmp_path / "out", steps=1))
-
-    first = made / "first.png"
-    assert "--image is missing" in refused("clip")
-    assert "makes videos from text alone" in refused("two", "--image", first)
-    assert "cannot be read" in refused("tokens", "--image", tmp_path / "none.png")
-    Image.fromarray(np.zeros((16, 16), np.uint16)).save(tmp_path / "deep.png")
-    assert "more than 8 bits" in refused("tokens", "--image", tmp_path / "deep.png")
-    assert "no second expert" in refused("tokens", "--guidance_2", 3)
-    assert "makes 4 n + 1 of them; give 5" in refused("tokens", "--frames", 6)
-    assert "--width 50" in refused("tokens", "--width", 50, "--frames", 5)
-    sd3 = tiny_pipelines.sd3_pipeline()
-    sd3.save_pretrained(made / "sd3-model")
-    assert "makes images: leave it away" in refused("sd3", "--frames", 5)
-    assert "makes images from text alone" in refused("sd3", "--image", first)
-    index = json.loads((made / "clip-model" / "model_index.json").read_text())
-    (made / "clip-model" / "model_index.json").write_text(json.dumps(index | {"image_encoder": [None, None]}))
-    assert re.search("has no image_encoder", refused("clip", "--image", first))
-    next((made / "two-model" / "transformer_2").glob("*.safetensors")).unlink()
-    assert "transformer_2 has no .safetensors weights" in refused("two")

@@ -1,12 +1,12 @@
-"""Restoring with pipelines that only generate, of families and of classes that run by a plan alone: what is known is
-kept, and some ranks restore what one process does."""
+"""Restoring with families' own pipelines, and with those that only generate, of families and of classes that run by a
+plan alone: what is known is kept, and some ranks restore what one process does."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,20 +29,22 @@ from seams import noise_of, unpacking_changed
 from torch import Tensor
 from warm import forked
 
-from cocodiff.cli.main import main
 from cocodiff.config.errors import UserError
 from cocodiff.jobs.pipelines import encode, no_prompt, repeated
 from cocodiff.models import pipelines_of
+from cocodiff.models.family import INPAINT
 
 pytestmark = pytest.mark.processes
 
 # A pipeline, and the frames of its videos. CogVideoX's VAE decodes an odd number of latent frames as it should.
-MODELS: dict[str, tuple[Callable[[], Any], int]] = {
+GENERATING: dict[str, tuple[Callable[[], Any], int]] = {
     "flux2": (lambda: tiny_pipelines.flux2_pipeline(klein=False), 1),
     "wan": (tiny_pipelines.wan_pipeline, 5),
     "z_image": (tiny_pipelines.z_image_pipeline, 1),
     "cogvideox": (tiny_pipelines.cogvideox_pipeline, 9),
 }
+OWN = {name: (build, 1) for name, build in tiny_pipelines.PIPELINES.items()}
+MODELS = GENERATING | OWN
 STEPS, SIDE, STRENGTH = 4, 32, 0.75
 IMAGES_ZYX = np.random.default_rng(0).random((7, 40, 48), dtype=np.float32)
 HOLES_ZYX = np.zeros(IMAGES_ZYX.shape, bool)
@@ -50,22 +52,25 @@ HOLES_ZYX[1:, 10:26, 8:30] = True
 HOLES_ZYX[3:, 30:36, 20:40] = True
 
 
-def in_one_process(name: str) -> tuple[PipelineInpainter, Any]:
+def in_one_process(name: str, steps: int = round(STEPS / STRENGTH)) -> tuple[PipelineInpainter, Any]:
+    """A family's by its own inpainting pipeline."""
     build, frames = MODELS[name]
     pipe = build()
     pipelines = pipelines_of(type(pipe).__name__, name, type(pipe.transformer).__name__)
     prompt = no_prompt(pipelines, pipe.transformer, torch.float32)
     fixed = {pipelines.guidance: 1.0}
+    if name in OWN:
+        pipe = getattr(diffusers, pipelines.of_task(INPAINT, name))(**pipe.components)
     inpainter = PipelineInpainter(
-        pipe, lambda batch: repeated(prompt, batch) | fixed, round(STEPS / STRENGTH), 0, side=SIDE, frames=frames
+        pipe, lambda batch: repeated(prompt, batch) | fixed, steps, 0, side=SIDE, frames=frames
     )
     return inpainter, pipe
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("ranks", [2, 1, 3, 6])
+@pytest.mark.sample(4)
+@pytest.mark.parametrize(("name", "ranks"), [*product(OWN, (2, 4)), *product(GENERATING, (2, 1, 3, 6))])
 def test_some_ranks_restore_what_one_process_does(name: str, ranks: int, tmp_path: Path) -> None:
+    """By pipelines that only generate, and by the families' own."""
     build, frames = MODELS[name]
     build().save_pretrained(tmp_path / "model")
     tifffile.imwrite(tmp_path / "scan.tif", IMAGES_ZYX)
@@ -122,7 +127,7 @@ def test_each_step_keeps_what_is_known_at_its_noise(strength: float, fresh: floa
         sigmas = pipe.scheduler.sigmas[total - running :]
         x = (1 - sigmas[0]) * known + sigmas[0] * drawn() if strength < 1 else drawn()
         embeds = repeated(prompt, 2)
-        for sigma, after in itertools.pairwise(sigmas):
+        for sigma, after in pairwise(sigmas):
             of_prompt = embeds["prompt_embeds"], embeds["pooled_prompt_embeds"]
             velocity = pipe.transformer(x, *of_prompt, timestep=(1000 * sigma).expand(2)).sample
             image, noise = x - sigma * velocity, x + (1 - sigma) * velocity
@@ -154,6 +159,17 @@ def test_sizes_and_numbers_of_frames_have_layouts_of_their_own(name: str, shapes
     assert torch.equal(both(*calls[1]), alone(*calls[1]))
 
 
+@pytest.mark.parametrize("name", OWN)
+def test_the_promised_number_of_steps_runs(name: str) -> None:
+    inpainter, _ = in_one_process(name, 6)
+    ticks: list[int] = []
+    inpainter.on_step = ticks.append
+    for strength in (1.0, 0.5):
+        ticks.clear()
+        assert inpainter(torch.rand(1, 32, 32), torch.ones(1, 32, 32), strength, [0]).shape == (1, 32, 32)
+        assert len(ticks) == steps_at(6, strength)
+
+
 def test_steps_of_videos_are_counted_by_slices() -> None:
     inpainter, _ = in_one_process("wan")
     ticks: list[int] = []
@@ -163,10 +179,10 @@ def test_steps_of_videos_are_counted_by_slices() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", [*MODELS, "sd3", "flux", "klein", "qwen"])
+@pytest.mark.parametrize("name", [*GENERATING, "sd3", "flux", "klein", "qwen"])
 def test_a_pipeline_is_asked_how_its_latents_lie(name: str, dtype: torch.dtype) -> None:
     """What it takes for the known latents, decoded as it decodes them, are those of its VAE."""
-    pipe = (MODELS[name][0] if name in MODELS else tiny_pipelines.PIPELINES[name])()
+    pipe = MODELS[name][0]()
     if hasattr(pipe.vae, "bn"):
         torch.nn.init.uniform_(pipe.vae.bn.running_mean, -2, 2)
         torch.nn.init.uniform_(pipe.vae.bn.running_var, 0.2, 3)
@@ -239,29 +255,21 @@ def test_frames_share_a_plan_and_each_keeps_what_is_known_of_it() -> None:
     assert len(again) == 4 and len({*shown[0][2]}) == 4
 
 
-def check_encoded(pipe: Any, prompt: Mapping[str, Any]) -> None:
-    """Check that what a prompt has been turned into makes the image that its words make."""
-    pipe.set_progress_bar_config(disable=True)
-    settings = {"height": 32, "width": 32, "num_inference_steps": 2, "output_type": "np", "guidance_scale": 3.0}
-    drawn = [torch.Generator().manual_seed(0) for _ in range(2)]
-    whole = pipe(prompt="a tooth", generator=drawn[0], **settings).images
-    assert np.array_equal(pipe(**repeated(prompt, 1), generator=drawn[1], **settings).images, whole)
-
-
-def test_a_prompt_and_none_with_pooled_texts_of_both() -> None:
-    pipe = tiny_pipelines.sd3_pipeline(**tiny_pipelines.clip_text())
-    (prompt,) = encode(pipelines_of("StableDiffusion3Pipeline", "s"), pipe, ["a tooth"], True, torch.device("cpu"))
-    check_encoded(pipe, prompt)
-
-
 def test_a_prompt_of_a_class_that_no_family_tells_of() -> None:
-    """Z-Image's prompts are lists, and what its `encode_prompt` returns is told by what it looks like."""
+    """What it has been turned into makes the image that its words make. Z-Image's prompts are lists, and what its
+    `encode_prompt` returns is told by what it looks like."""
     text = tiny_pipelines.qwen3_text()
     pipe = tiny_pipelines.z_image_pipeline(text_encoder=text["text_encoder"].model, tokenizer=text["tokenizer"])
     pipelines = pipelines_of("ZImagePipeline", "z", "ZImageTransformer2DModel")
     (prompt,) = encode(pipelines, pipe, ["a tooth"], True, torch.device("cpu"))
     assert [*prompt] == ["prompt_embeds", "negative_prompt_embeds"]
-    check_encoded(pipe, prompt)
+    pipe.set_progress_bar_config(disable=True)
+    settings = {"height": 32, "width": 32, "num_inference_steps": 2, "output_type": "np", "guidance_scale": 3.0}
+    whole, by_prompt = (
+        pipe(**given, generator=torch.Generator().manual_seed(0), **settings).images
+        for given in ({"prompt": "a tooth"}, repeated(prompt, 1))
+    )
+    assert np.array_equal(by_prompt, whole)
     pooled, mask, embeds = torch.zeros(1, 4), torch.ones(1, 3, dtype=torch.long), torch.zeros(1, 3, 4)
     ltx = pipelines_of("LTXPipeline", "m", "LTXVideoTransformer3DModel")
     assert ltx.video is not None and ltx.video.frames == 161
@@ -269,40 +277,6 @@ def test_a_prompt_of_a_class_that_no_family_tells_of() -> None:
     assert [*ltx.named((embeds, mask, embeds + 1, mask + 1))] == names
     hunyuan = pipelines_of("HunyuanVideoPipeline", "m", "HunyuanVideoTransformer3DModel")
     assert [*hunyuan.named((embeds, pooled, mask))] == ["prompt_embeds", "pooled_prompt_embeds", names[1]]
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of models' folders and a scan."""
-    folder = tmp_path_factory.mktemp("models")
-    tifffile.imwrite(folder / "scan.tif", IMAGES_ZYX[:2])
-    for name in ("z_image", "cogvideox"):
-        MODELS[name][0]().save_pretrained(folder / name)
-    tiny_pipelines.wan_pipeline(image=True).save_pretrained(folder / "animate")
-    tiny_pipelines.flux_pipeline(fill=True).save_pretrained(folder / "fill")
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("model", "words", "values"),
-    [
-        ("z_image", "--frames 5", "--frames 5; z_image restores images; leave it away"),
-        ("z_image", "--tile 30", "multiples of 4; give 32"),
-        ("z_image", "--tile 0", "--tile 0; at least 1"),
-        ("z_image", "--fresh_noise 2", "--fresh_noise 2; from 0 to 1"),
-        ("z_image", "--tile 32 --ranks 2 --quality 30dB", "heads; name a preset"),
-        ("cogvideox", "--tile 32 --frames 5", "CogVideoXPipeline; 8 frames; 5 were asked for; 2 slices"),
-        ("animate", "", "12 channels; gives 4"),
-        ("fill", "--fresh_noise 1", "--fresh_noise 1; fill only restores; leave it away"),
-    ],
-)
-def test_mistakes(
-    folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str, words: str, values: str
-) -> None:
-    given = ["--input", folders / "scan.tif", "--model", folders / model, "--out", tmp_path / "out", *words.split()]
-    assert main(["inpaint", *map(str, given), "--steps", "2", "--quiet"]) == 2
-    said = capsys.readouterr().err
-    assert [value for value in values.split("; ") if value not in said] == [], said
 
 
 @pytest.mark.parametrize("kind", ["DPMSolverMultistepScheduler", "UniPCMultistepScheduler"])

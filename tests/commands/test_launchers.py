@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tifffile
 from diffusers import StableDiffusion3InpaintPipeline
-from launching import TESTS, assert_succeeded, mpiexec, run, with_options
+from launching import TESTS, assert_succeeded, find_mpiexec, mpiexec, run, with_options
 from tiny_models import sd3_inpaint_pipeline
 from tiny_pipelines import TEXT_WIDTH, clip_text, sd3_pipeline
 from transformers import T5Config, T5EncoderModel
@@ -72,34 +72,24 @@ def pals(ranks: int, *words: object) -> subprocess.CompletedProcess[str]:
     return mpiexec(ranks, TESTS / "pals_rank.py", *(str(word) for word in words), timeout_s=120)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "knows"),
-    [
-        (2, "nothing"),
-        pytest.param(3, "COCODIFF_RANKS", marks=pytest.mark.full),
-        pytest.param(2, "PBS_NODEFILE", marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.parametrize("guesses", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_launcher_that_tells_no_size_gives_the_restoration_of_one_process(
-    request_words: list[str], single: np.ndarray, tmp_path: Path, ranks: int, knows: str
+    request_words: list[str], single: np.ndarray, tmp_path: Path, guesses: bool
 ) -> None:
     """The job may have more nodes than there are ranks on."""
     (tmp_path / "nodes").write_text("x1.host\nx2.host\n")
-    more = {
-        "nothing": [],
-        "COCODIFF_RANKS": [f"COCODIFF_RANKS={ranks}"],
-        "PBS_NODEFILE": [f"PBS_NODEFILE={tmp_path}/nodes"],
-    }
-    done = pals(ranks, *more[knows], *request_words, "--out", tmp_path / "out")
+    done = pals(2, *[f"PBS_NODEFILE={tmp_path}/nodes"] * guesses, *request_words, "--out", tmp_path / "out")
     assert_succeeded(done)
-    assert f" on {ranks} rank(s) into " in done.stdout and f"{ranks} rank(s) ready" in done.stdout
-    assert json.loads((tmp_path / "out/metrics.json").read_text())["ranks"] == ranks
+    assert " on 2 rank(s) into " in done.stdout and "2 rank(s) ready" in done.stdout
+    assert json.loads((tmp_path / "out/metrics.json").read_text())["ranks"] == 2
     assert np.abs(tifffile.imread(tmp_path / "out/images/scan_block_tapa.tif") - single).max() < 1e-4
 
 
+@pytest.mark.full
 def test_doctor_asks_mpi_how_many_ranks_there_are(tmp_path: Path) -> None:
-    done = pals(2, "doctor", "--kernels", "torch", "--out", tmp_path / "d")
+    done = pals(2, f"TMPDIR={tmp_path}", "doctor", "--kernels", "torch", "--out", tmp_path / "d")
     assert_succeeded(done)
+    assert [*tmp_path.glob("cocodiff-start-*")] and not [*tmp_path.glob("cocodiff-start-*/*")]  # numbers of processes
     facts = json.loads((tmp_path / "d/doctor.json").read_text())["facts"]
     assert [(rank["rank"], rank["local_size"]) for rank in facts["ranks"]] == [(0, 2), (1, 2)]
     told = ("PALS", "PMI", "COCODIFF_RANKS")
@@ -125,6 +115,27 @@ def test_a_mistake_is_said_once_where_mpi_was_asked(request_words: list[str], tm
     """Nobody waits for anybody in MPI's own end."""
     done = pals(2, *with_options(request_words, "--steps", "0"), "--out", tmp_path / "out")
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "at least 1" in done.stderr
+
+
+LATE = """
+    import sys, time
+    from cocodiff.cli.main import run_command
+    from cocodiff.comm.launch import detect
+    from cocodiff.comm.mpi_start import count_ranks
+    from cocodiff.comm.peers import Limits
+
+    launch = count_ranks(detect(), Limits())
+    time.sleep(0 if launch.rank else 1.5)
+    sys.exit(run_command(["no-such-command"], launch))
+"""
+
+
+def test_a_mistake_is_said_by_a_launcher_that_ends_all_ranks_at_the_first_bad_exit(tmp_path: Path) -> None:
+    """As they do unless they are told otherwise, where MPI has begun. Rank 0 comes to it last."""
+    (tmp_path / "late.py").write_text(textwrap.dedent(LATE))
+    words = (find_mpiexec(), "-n", "2", sys.executable, TESTS / "pals_rank.py", tmp_path / "late.py")
+    done = run([str(word) for word in words], timeout_s=120)
+    assert done.returncode != 0 and done.stderr.count("no-such-command") == 1, done.stderr
 
 
 def test_several_ranks_of_unknown_number_are_too_many_for_verify(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -296,8 +297,10 @@ def test_the_ranks_of_a_killed_run_are_waited_for(tmp_path: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     in_a_process(child)
+    with (tmp_path / "out" / LOCK).open("a") as lock:
+        lock.write(" " * 99)  # as of a longer name
     with OutputFolder(out, overwrite=True).held():
-        assert (tmp_path / "out" / LOCK).read_text().startswith(f"pid {os.getpid()} on ")
+        assert (tmp_path / "out" / LOCK).read_text() == f"pid {os.getpid()} on {socket.gethostname()}"
 
 
 def test_every_batch_is_claimed_once_and_journals_forget_torn_lines(tmp_path: Path) -> None:

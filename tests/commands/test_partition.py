@@ -15,9 +15,10 @@ from tiny_models import sd3_transformer
 from cocodiff.cli.main import main
 from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
-from cocodiff.jobs.partition import guides, partition_of, with_tokens
+from cocodiff.jobs.partition import guides, partition_of, with_tokens, with_weights
 from cocodiff.jobs.pipelines import EMBEDDED, Request
 from cocodiff.models.family import GENERATE, INPAINT
+from cocodiff.planner.partitions import Partition
 
 SAMPLES = sorted((Path(__file__).parents[2] / "cocodiff" / "demo_model" / "samples").glob("*.tif"))
 ENCODER = {"text_encoder": ["transformers", "CLIPTextModelWithProjection"]}
@@ -87,6 +88,15 @@ def test_pins(configs, settings, images, expected):
     assert partition_of(values | settings, alone, [config], 4, images)[1] == 1
     with pytest.raises(UserError, match="replicas 3 does not divide 4 ranks"):
         partition_of(values | {"replicas": 3}, request, [config], 4, images)
+
+
+def test_weights_are_shared_where_the_whole_batch_needs_it(configs: Path, tmp_path: Path) -> None:
+    """On a tile whose memory is 8 MiB beside what is left free, a model whose weights take less."""
+    machine = tmp_path / "small.yaml"
+    machine.write_text(f"name: small\ntiles: 2\nplanes: [0, 1]\ndevice: {{memory_gib: {4 + 8 / 1024}}}\n")
+    values = {"machine": str(machine), "dtype": "auto", "device": "auto"}
+    given = {"flat": Config.preset("flat", weights="auto")}, values, Request(str(configs), GENERATE), Partition(), 2
+    assert [with_weights(*given, batch)["flat"].weights for batch in (1, 8)] == ["whole", "node"]
 
 
 def test_meshes_are_chosen_for_the_tokens_of_the_job(configs: Path) -> None:

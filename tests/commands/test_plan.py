@@ -153,7 +153,11 @@ def test_without_a_folder_a_plan_is_printed_alone(
     words = ["plan", "--model", "flux.1", "--preset", "split", "--compare", "--explain"]
     assert main(words) == main(words) == 0
     shown = capsys.readouterr().out
-    assert shown.count("a step: ") == 2 and "results: " not in shown and [*tmp_path.iterdir()] == []
+    assert (
+        shown.count("<- taken") == shown.count("a step: ") == 2
+        and "results: " not in shown
+        and [*tmp_path.iterdir()] == []
+    )
 
 
 def test_models_of_folders(plan: Plan, tmp_path: Path) -> None:

@@ -14,14 +14,10 @@ from typing import Any
 import pytest
 import tifffile
 from campaign.struck_jobs import ALONE, FORMATS, INPAINT, OF_ONE, Job, Jobs, choose_all
-from cocodiff_eval.cli import generate, inpaint
-from commands.killed_runs import results
 from warm_ranks import warm_mpiexec
 
 from cocodiff.cli.main import main
 from cocodiff.jobs.folder import LOCK, Manifest, shown
-from cocodiff.jobs.journal import Entry, Journals
-from cocodiff.jobs.record import REMEMBERED
 
 pytestmark = pytest.mark.processes
 COCODIFF = Path(__file__).parents[2] / "cocodiff" / "__main__.py"
@@ -82,10 +78,10 @@ def test_a_job_to_which_something_happens_goes_on_to_the_same_results(
     jobs: Jobs, number: int, command: str, fault: str, moment: str
 ) -> None:
     chance = random.Random(f"walk {number}")
-    told, job, harm = jobs.struck(number, chance, (command, fault, moment))
+    told, job = jobs.struck(number, chance, (command, fault, moment))
     assert not job.wrong, (told, job.wrong)
     ask_unfinished(job, chance)
-    job.go_on(harmed=bool(harm))
+    job.go_on()
     assert not job.wrong, (told, job.wrong)
 
 
@@ -138,33 +134,15 @@ def purged(partial: Path) -> None:
         shutil.rmtree(partial / name, ignore_errors=True)
 
 
-def with_foreign_lines(partial: Path) -> None:
-    """Batches that the job does not have, and one of another size."""
-    added = Journals(partial).open_journal("9")
-    for number, size in ((99, 1), (-1, 1), (0, 2), (10**9, 10**9)):
-        added.add(Entry(number, size, [[0, 0, {"psnr_db": 1}]]))
-
-
-def with_garbage(partial: Path) -> None:
-    journal = next(partial.glob(".progress/*.jsonl"))
-    journal.write_bytes(journal.read_bytes() + b'{"number": 2, "size": "x", "rows": 3}\n\xff[[[\n{"number": 0, "si')
-
-
-def with_a_changed_line(partial: Path) -> None:
-    journal = next(partial.glob(".progress/*.jsonl"))
-    journal.write_bytes(journal.read_bytes().replace(b"size", b"sice", 1))
-
-
 def first(pattern: str, harm: Callable[[Path], object]) -> Callable[[Path], object]:
     return lambda partial: harm(min(partial.glob(pattern)))
 
 
 STORE, SAMPLE, IMAGE = ".progress/results/*", ".progress/samples/*.npz", "images/*.png"
-JOURNAL = {with_foreign_lines: 2, with_garbage: 3, with_a_changed_line: 2}
 # By command, what is done to a job of which three items are finished, and how many of these there are then; None: few.
 HARMS: dict[str, dict[Callable[[Path], object], int | None]] = {
     "inpaint, one rank": dict.fromkeys([purged, *(first(STORE, harm) for harm in (cut, zeroed, Path.unlink))]),
-    "samples": {**{first(SAMPLE, harm): 2 for harm in (cut, zeroed, Path.unlink)}, **JOURNAL},
+    "samples": {first(SAMPLE, harm): 2 for harm in (cut, zeroed, Path.unlink)},
     "generate, one rank": {purged: 0, **{first(IMAGE, harm): 2 for harm in (cut, zeroed, Path.unlink)}},
 }
 
@@ -183,12 +161,8 @@ def test_what_is_damaged_or_gone_is_made_again_and_no_more(jobs: Jobs, command: 
         shutil.copytree(job.folder / "saved", job.out)
         harm(job.partial)
         said = job.go_on(harmed=True)
-        if kept:
-            assert f"going on: {kept} of " in said
-        else:
-            assert (
-                "finished batch(es) are damaged or gone: these are done again" in said and "going on: 3 of" not in said
-            )
+        assert "finished batch(es) are damaged or gone: these are done again" in said and "going on: 3 of" not in said
+        assert not kept or f"going on: {kept} of " in said
         assert not job.wrong, job.wrong
 
 
@@ -216,21 +190,6 @@ def test_under_mpi_the_whole_job_hears_that_the_folder_is_taken(scan: Path, tmp_
     assert done.returncode == 2 and f"--out {shown(str(out))}: another run (another process) writes there" in line
 
 
-def test_a_run_repeated_from_its_record_goes_beside_and_files_of_the_users_stay(
-    scan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("run.yaml").write_text("steps: 1\nquiet: true\nexact: false\n")
-    again = ["inpaint", "--config", "restored/run.yaml"]
-    assert main(["inpaint", "--config", "run.yaml", "--input", str(scan), "--slices", "0:1", "--overwrite"]) == 0
-    whole, before = results(Path("restored")), contents(Path("restored"))
-    assert main(again) == 0 and "into restored-2;" in capsys.readouterr().out
-    assert results(Path("restored-2")) == whole and contents(Path("restored")) == before
-    shutil.copy(scan, "restored/scan.tif")
-    assert main([*again, "--input", "restored/scan.tif", "--overwrite", "--out", "restored"]) == 0
-    assert Path("restored/scan.tif").read_bytes() == scan.read_bytes() and results(Path("restored")) == whole
-
-
 def test_something_is_said_before_anything_is_read_or_imported(
     scan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -250,17 +209,3 @@ def test_something_is_said_before_anything_is_read_or_imported(
     assert importing.splitlines()[-1] == "importing torch and diffusers"
     assert loading.splitlines()[-1] == "loading the model: embedded"
     assert not any(tmp_path.iterdir())
-
-
-# Options that `--resume` need not find as they were, or finds in what it knows of presets, inputs, tests and files.
-KNOWN_OTHERWISE = """
-    axes dry_run exact exact_slices follow_links format hidden_test image input keep_samples log_level mask out
-    overwrite parallel preset quality quality_every quality_slices quiet ranks replicas resume roi samples slices
-    steps truth
-"""
-
-
-def test_every_option_of_a_run_that_can_be_resumed_is_remembered() -> None:
-    """All but those that are named above."""
-    options = {one.name for command in (inpaint, generate) for one in command.OPTIONS}
-    assert options - {*KNOWN_OTHERWISE.split()} <= {*REMEMBERED}

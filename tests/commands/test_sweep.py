@@ -83,7 +83,9 @@ def by_key(out: Path) -> dict[Key, dict[str, Any]]:
 def mistake(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     capsys.readouterr()
     assert main(arguments) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    captured = capsys.readouterr()
+    (line,) = captured.err.splitlines()
+    assert captured.out == "" or captured.out.endswith("reading 1 input(s)\n")
     return line
 
 
@@ -182,6 +184,36 @@ def line_of(point: str, sent: int, distance_db: float | None, mask: str = "block
     exact = {**judged, "bytes": {"plane": 100}, "seconds": 3.0}
     run = {**judged, "point": point, "mask": mask, "steps": 3, "bytes": {"plane": sent}, "seconds": 1.0}
     return {**run, "psnr_vs_exact_db": distance_db, "exact": exact, **more}
+
+
+LINE = line_of("a", 8, None, slice="scan")
+WRONG: dict[str, tuple[Any, ...]] = {
+    "psnr_db": (float("inf"),),
+    "seconds": ("fast", 0),
+    "bytes": ([8],),
+    "exact": ([1], LINE["exact"] | {"mse": "small"}),
+    "point": (["a"],),
+}
+DAMAGED = [
+    *({key: value for key, value in LINE.items() if key != lacking} for lacking in LINE if lacking != "slice"),
+    *(LINE | {key: value} for key, values in WRONG.items() for value in values),
+    *(b"[1]", b"[" * 100_000, b"1" * 6000, b"", b"\x80\xff\0"),
+]
+
+
+def test_a_folder_is_reported_unless_a_line_is_damaged_which_is_named(tmp_path: Path, capsys: Any) -> None:
+    lines, given = tmp_path / "results.jsonl", ["sweep", "--report-only", "--out", str(tmp_path)]
+    assert "holds no results.jsonl: give the --out of a sweep that has ended" in mistake(capsys, *given)
+    for damaged in DAMAGED:
+        line = damaged if isinstance(damaged, bytes) else json.dumps(damaged).encode()
+        data = json.dumps(LINE | {"slice": "first"}).encode() + b"\n" + line + b"\n"
+        lines.write_bytes(data)
+        told = mistake(capsys, *given)
+        assert "results.jsonl, line 2 is damaged: mend it, or start afresh with --overwrite" in told
+        assert lines.read_bytes() == data
+    lines.write_text(json.dumps(LINE) + "\n")
+    assert main(given) == 0
+    assert "identical" in capsys.readouterr().out and (tmp_path / "pareto.png").is_file()
 
 
 def test_a_point_is_beaten_by_one_that_sends_no_more_and_is_closer() -> None:

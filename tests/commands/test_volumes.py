@@ -156,22 +156,3 @@ def test_a_mask_that_is_the_same_in_every_slice_is_tested_along_z(
     known = CELLS[0] == 0
     assert (low <= mean).all() and (mean <= high).all() and (low < high)[..., ~known].all()
     assert mean[..., known].tobytes() == SCANS["scan"][slices or slice(None)][..., known].tobytes()
-
-
-REFUSED: list[tuple[tuple[Any, ...], str, str]] = [
-    (("--axes", "w"), "holes", "'w'"),
-    (("--axes", "auto", "z"), "holes", "auto"),
-    (("--axes", "z", "y"), "holes", "--samples 1: 2 axes"),
-    (("--axes", "auto", "--no_hidden_test"), "holes", "--axes auto"),
-    (("--axes", "y", "--quality", "50dB"), "holes", "--quality"),
-    (("--axes", "y", "--slices", "0:10"), "holes", "slices along y need 16 x 16 at least"),
-    (("--axes", "z"), "slab", "nothing is left to restore from"),
-]
-
-
-@pytest.mark.parametrize("case", range(len(REFUSED)))
-def test_what_is_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: int) -> None:
-    more, mask, said = REFUSED[case]
-    assert main([word for word in words(folder, tmp_path / "out", *more, mask=mask) if word != "--no-exact"]) == 2
-    line = capsys.readouterr().err
-    assert said in line and line.count("\n") == 1

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import topology_of
 
+from cocodiff.attention.trial import DeviceTrial
 from cocodiff.cli.doctor import facts, trials
 from cocodiff.cli.doctor.checks import (
     CHECKS,
@@ -41,6 +42,12 @@ PLANES = "plane:{0,3,4,6,8,11},{1,2,5,7,9,10}"
 NODES = read_yaml(Path(__file__).with_name("nodes.yaml"))
 NICS = tuple(Nic(f"cxi{n}", (n // 4,)) for n in range(8))
 Change = Callable[[Facts], Facts]
+ENDS, HANGS, UNKNOWN = (["met", []], []), (["met"], ["rank 0 hangs"]), ([], ["no mpiexec"])  # of a pair's batch
+
+
+def other_sync(value: int, verdict: str) -> Any:
+    """The answer of a job whose CCL_OP_SYNC is another."""
+    return [{f"CCL_OP_SYNC={value}": verdict, "seconds": 0.002, "hidden": 0.7}], []
 
 
 def healthy_rank(rank: int, host: str) -> RankFacts:
@@ -49,6 +56,7 @@ def healthy_rank(rank: int, host: str) -> RankFacts:
     first = 4 + 4 * local if local < 6 else 56 + 4 * (local - 6)
     own = {"rank": rank, "host": host, "local_rank": local, "tile": f"uuid-{local}", "nics": NICS}
     own |= {"card": Card(f"0000:{local // 2:02x}:00.0", (socket,)), "cores": tuple(range(first, first + 4))}
+    own |= {"device_trial": DeviceTrial("SDPA's overrideable", 0.1)}
     own |= {"sockets": (socket,), "device": f"xpu:{local}"} | ({"sycl": ""} if local else {})
     return RankFacts(**NODES["aurora"] | own)
 
@@ -61,6 +69,7 @@ def healthy_job(world: int = 12, host_of: Callable[[int], int] = lambda rank: ra
         Overlap(1.0, 1.0, 1.05),
         6,
         [Issue("all-to-all", 4096, 22, 1e-4, 2e-4), Issue("all-to-all", 2**24, 22, 1e-4, 1e-2)],
+        pair=ENDS,
     )
 
 
@@ -156,6 +165,19 @@ WRONG: dict[str, tuple[Change, str, str]] = {
     "wrong numbers": (wrong_trials(1, 12), "FAULT all-to-all", "bfloat16 4096 3 [5] --transport"),
     "wrong where calls overlap": (wrong_trials(12), "FAULT all-to-all", "bfloat16 4096 --messages alltoall"),
     "wrong in many cases": (wrong_trials(*[1] * 5), "FAULT all-to-all", "bfloat16 ...:"),
+    "batches that wait": (job(pair=HANGS), "warn messages", "end: alltoall batch --messages alltoall"),
+    "wrong bytes in a batch": (job(pair=(["met", ["early"]], [])), "warn messages", "--messages alltoall"),
+    "batches that wait as asked": (
+        job(pair=HANGS, one_by_one=True, messages="batch"),
+        "warn messages",
+        "batch --messages alltoall",
+    ),
+    "batches that end after all": (job(one_by_one=True), "warn messages", "ends: batch alltoall --messages batch"),
+    "numbers that CCL_OP_SYNC mends": (
+        both(wrong_trials(1), job(pair=([], []), op_sync=other_sync(1, "right"))),
+        "FAULT all-to-all, warn messages",
+        "CCL_OP_SYNC=1: 2.0 70% 95% export",
+    ),
     "nothing hidden": (job(overlap=Overlap(1.0, 2.0, 2.51)), "warn overlap", "49% 1000.0 2000.0 2510.0"),
     "nothing hidden in safe mode": (
         both(SAFE, job(overlap=Overlap(1.0, 1.0, 2.0))),
@@ -191,6 +213,17 @@ WRONG: dict[str, tuple[Change, str, str]] = {
     "kernels not kept": (ranks(0, compiles_again="set SYCL..."), "warn sycl", "x1 1550 SYCL..."),
     "a wrong kernel": (ranks(0, kernel_trials=(WRONG_KERNEL,)), "FAULT kernels", "l1_score 70] 1550 0.5 float32 torch"),
     "no kernel of sums": (ranks(0, sums={"bfloat16": "in chunks of 8"}), "warn kernels", "x1 bfloat16 chunks"),
+    "copies that lose their pitch": (
+        ranks(3, device_trial=DeviceTrial("SDPA", 0.1, ("transposed",))),
+        "FAULT computing",
+        "transposed 3 driver",
+    ),
+    "attention that is wrong": (ranks(3, 4, device_trial=DeviceTrial("SDPA", 7.5)), "warn computing", "7.50 3-4"),
+    "bits that differ": (
+        ranks(3, device_trial=DeviceTrial("SDPA", 0.1, (), ("convolutions",))),
+        "warn computing",
+        "convolutions 3",
+    ),
     "a blocked host": (job(issues=BLOCKED), "warn host", "4 900 1000 1 blocked_us: 40.9"),
     "stopped": (job(order=None, stopped="rank 1 failed: read early"), "FAULT order", "1 early --transport"),
 }
@@ -228,7 +261,7 @@ def test_every_check_can_find_something_wrong() -> None:
     [
         healthy_job(),
         setting(CCL_TOPO_COLOR=f"card:{{0,1}},{{2,3}};{PLANES}")(healthy_job(24)),
-        both(ON_CPU, job(overlap=Overlap(1.0, 1.0, 2.0), issues=BLOCKED))(healthy_job()),
+        both(ON_CPU, job(overlap=Overlap(1.0, 1.0, 2.0), issues=BLOCKED, pair=([], [])))(healthy_job()),
         Facts([replace(healthy_rank(0, "x1"), launcher="alone", local_size=None)], topology_of("aurora", 12)),
     ],
     ids=["aurora", "two nodes", "cpu", "alone"],
@@ -246,6 +279,11 @@ JUST_ENOUGH: dict[str, Change] = {
     "least memory": ranks(free=4 * GIB, total=4 * GIB),
     "memory for a model": job(needed=60 * GIB),
     "nine tenths of a tile free": ranks(free=36 * GIB, total=40 * GIB),
+    "batches that wait as believed": job(pair=HANGS, one_by_one=True),
+    "batches that end, and all-to-alls by choice": job(one_by_one=True, messages="alltoall"),
+    "a batch that could not be tried": job(pair=UNKNOWN, op_sync=UNKNOWN),
+    "right without waiting": job(op_sync=other_sync(0, "right")),
+    "wrong without waiting": job(op_sync=other_sync(0, "rank 3 got other numbers")),
     "half hidden": job(overlap=Overlap(2.0, 1.0, 2.5)),
     "calls that return in time": job(issues=[Issue("a", 64, 10, 2e-4, 2e-4), Issue("a", 64, 1, 1e-3, 2e-3)]),
     "a thread for each core": setting(OMP_NUM_THREADS="4"),
@@ -259,8 +297,27 @@ JUST_ENOUGH: dict[str, Change] = {
     "memory that does not grow": setting(PYTORCH_ALLOC_CONF="expandable_segments:False,max_split_size_mb:64"),
     "a like setting of something else": setting(OTHER_ALLOC_CONF="expandable_segments:True"),
     "SYCL that was not wanted": ranks(0, sycl="", no_sycl="torch was asked for", kernels="torch"),
+    "attention at the limit": ranks(3, device_trial=DeviceTrial("SDPA", 1.0)),
     "more tiles than the machine has": ranks(tiles_seen=13),
 }
+
+
+@pytest.mark.parametrize(
+    ("changed", "severities", "values"),
+    [
+        ({"pair": UNKNOWN}, ["note"], "no mpiexec batch"),
+        ({"pair": UNKNOWN, "one_by_one": True}, ["note"], "no mpiexec alltoall"),
+        ({"op_sync": UNKNOWN}, ["note", "ok"], "no mpiexec CCL_OP_SYNC"),
+        ({"pair": HANGS, "messages": "alltoall"}, ["ok"], "alltoall"),
+        ({"op_sync": other_sync(0, "right")}, ["ok", "ok"], "CCL_OP_SYNC=0: 2.0 70% 1.0 95% FAST=1"),
+        ({"op_sync": other_sync(0, "rank 3 got other numbers")}, ["ok", "ok"], "CCL_OP_SYNC=0: 3 70% 95%"),
+    ],
+)
+def test_what_jobs_of_their_own_found_is_told(changed: dict[str, Any], severities: list[str], values: str) -> None:
+    """A trial that could not be made is a note with its reason, and what is used all the same."""
+    found = [one for one in examine(job(**changed)(healthy_job())) if one.check == "messages"]
+    assert [one.severity for one in found] == severities
+    assert [value for value in values.split() if value not in " ".join(one.text for one in found)] == []
 
 
 def test_memory_that_grows_is_no_fault_where_oneccl_does_not_send_it() -> None:
@@ -367,6 +424,13 @@ def test_a_host_is_read_from_what_the_system_tells(host: Path, monkeypatch: pyte
     monkeypatch.setattr(facts, "properties_of", lambda device: SimpleNamespace())
     monkeypatch.setattr(facts.os, "environ", {"ZE_AFFINITY_MASK": "2", "CUDA_VISIBLE_DEVICES": ""})
     assert facts.card_of(tile) is None and facts.tile_of(tile) == "2/3"
+
+
+@pytest.mark.parametrize(("cost", "told"), [(1.04, False), (1.3, True)])
+def test_what_repeatable_products_cost_is_told_where_it_is_much(cost: float, told: bool) -> None:
+    findings = examine(ranks(5, deterministic_cost=cost)(healthy_job()))
+    said = [one.text for one in findings if one.check == "computing" and "deterministic" in one.text]
+    assert wrong(findings) == [] and [f"{cost:.2f}" in text for text in said] == [True] * told
 
 
 class Products(TorchDispatchMode):

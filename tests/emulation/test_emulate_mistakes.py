@@ -22,7 +22,10 @@ from cocodiff.cli.main import main
 from cocodiff.comm.launch import emulated
 from cocodiff.config.config import Config, load_exchange_table
 from cocodiff.config.errors import UserError
-from cocodiff.planner.costs import WHOLE, CallKind, Typical, costs_of
+from cocodiff.config.machine import Machine, Topology
+from cocodiff.planner.case import Case, ModelShape
+from cocodiff.planner.costs import WHOLE, CallKind
+from cocodiff.planner.layers import kinds_of_steps
 
 pytestmark = pytest.mark.processes
 
@@ -140,8 +143,8 @@ def test_limits_lie_between_sizes():
 
 
 def test_the_schedule_is_averaged_between_fractions():
-    config = Config(selection="v_major")
-    steps = costs_of(config).kinds_of_steps(50, Typical())
+    shape = ModelShape("a layer", 24, 128, 1, 1)
+    steps = kinds_of_steps(Case(shape, Topology.build(Machine("m", 1, (0,)), 2), Config(selection="v_major"), ()))
     (kinds,) = zip(*steps, strict=True)
     assert kinds[:6] == (*[WHOLE] * 5, CallKind()) and kinds[15] == WHOLE and kinds[-1].stable == 1.0
     mean = sum(kind.stable for kind in kinds) / 50

@@ -85,9 +85,3 @@ class Browser:
     def open(self, page: Path) -> None:
         self.call("Page.navigate", url=page.as_uri())
         self.until("document.readyState", "complete")
-
-    def press(self, key: str) -> None:
-        """A key of the keyboard, as `ArrowRight`, `End` or `2`; to whatever has the focus."""
-        text = {"text": key} if len(key) == 1 else {}
-        self.call("Input.dispatchKeyEvent", type="keyDown", key=key, **text)
-        self.call("Input.dispatchKeyEvent", type="keyUp", key=key)

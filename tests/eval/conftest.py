@@ -7,12 +7,7 @@ import pytest
 import tifffile
 from cocodiff_eval.data.slices import open_stack
 from cocodiff_eval.data.volume import Stack
-from eval_helpers import SmoothInpainter, phantom
-
-
-@pytest.fixture
-def inpainter() -> SmoothInpainter:
-    return SmoothInpainter()
+from eval_helpers import phantom
 
 
 @pytest.fixture

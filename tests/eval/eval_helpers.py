@@ -19,6 +19,14 @@ def phantom(rows: int, columns: int) -> np.ndarray:
     return np.where(radius < 0.4, 0.6, 0.1) + np.where(inner < 0.1, 0.3, 0.0) + 0.1 * x / columns
 
 
+def marked(shape: tuple[int, ...], *places: Any) -> np.ndarray:
+    """A mask of a shape, True in some places."""
+    mask = np.zeros(shape, bool)
+    for place in places:
+        mask[place] = True
+    return mask
+
+
 def restore_slice(image_YX: np.ndarray, mask_YX: np.ndarray, inpainter: Any, **more: Any) -> np.ndarray:
     """A slice by itself."""
     return restore_slices([image_YX], [mask_YX], inpainter, **more)[0]

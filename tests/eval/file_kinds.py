@@ -23,7 +23,7 @@ from PIL import Image
 SHAPE = (6, 20, 33)
 SHAPES = (SHAPE, (3, 16, 31), (4, 19, 16), (1, 20, 16), (17, 23))
 STACKS = SHAPES[:3]
-DTYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "float32", "float64")
+DTYPES = ("uint8", "float32", "uint16", "int16", "int8", "uint32", "int32", "uint64", "int64", "float16", "float64")
 PROVENANCE = {"version": "1.0", "preset": "cocodiff+", "seed": 7, "settings": {"threshold": 0.1}}
 VOXEL_SIZE = (2.5, 0.5, 0.25)
 SIDES = {"z": 2500.0, "y": 0.5, "x": 0.25}
@@ -95,13 +95,13 @@ def write_hdf5(
     folder: Path,
     volume: np.ndarray,
     order: str = "<",
-    axes: str = "zyx",
+    axes: Sequence[str] = "zyx",
     how: str = "",
     attributes: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> str:
     """how: axes are named; "" for not at all."""
-    names = [AXES[axis] for axis in axes[-volume.ndim :]]
+    names = [AXES.get(axis, axis) for axis in axes[-volume.ndim :]]
     with h5py.File(folder / "scan.h5", "w") as file:
         group = file.create_group("exchange")
         data = group.create_dataset("data", data=volume.astype(volume.dtype.newbyteorder(order)), **options)
@@ -142,21 +142,23 @@ def write_zarr(
     folder: Path,
     volume: np.ndarray,
     order: str = "<",
-    axes: str = "",
+    axes: Sequence[str] = "",
     version: Any = 2,
     image: bool = True,
     attributes: Mapping[str, Any] | None = None,
     translation: Sequence[float] = (),
+    sides: Mapping[str, float] = SIDES,
+    units: Mapping[str, str] = UNITS,
     **options: Any,
 ) -> str:
     """Write an image of NGFF, or an array alone with dimensions as xarray names them. axes: of all of the array; by
     default one time and one channel come before the volume's."""
     axes, volume = (axes, volume) if axes else (f"tc{'zyx'[-volume.ndim :]}", volume[None, None])
     chunks = tuple(SIDES_OF_CHUNKS.get(axis, 1) for axis in axes)
-    transforms: list[Any] = [{"type": "scale", "scale": [SIDES.get(axis, 1.0) for axis in axes]}]
+    transforms: list[Any] = [{"type": "scale", "scale": [sides.get(axis, 1.0) for axis in axes]}]
     transforms += [{"type": "translation", "translation": translation}] if translation else []
-    named = [{"name": axis, "type": "space", "unit": UNITS[axis]} if axis in UNITS else
-             {"name": axis, "type": AXES[axis]} for axis in axes]  # fmt: skip
+    named = [{"name": axis, "type": "space"} | ({"unit": units[axis]} if units[axis] else {}) if axis in units else
+             {"name": axis, "type": AXES.get(axis, axis)} for axis in axes]  # fmt: skip
     about: dict[str, Any] = {"version": "0.4"} if version == 2 else {}
     about |= {"name": "tooth", "axes": named, "datasets": [{"path": "0", "coordinateTransformations": transforms}]}
     of_group = {"multiscales": [about], "omero": {"channels": []}}
@@ -165,15 +167,16 @@ def write_zarr(
     root = zarr.create_group(folder / "scan.zarr", zarr_format=version, attributes=of_group, overwrite=True)
     own = dict(attributes or {})
     if not image and version == 2:
-        own["_ARRAY_DIMENSIONS"] = [AXES[axis] for axis in axes]
+        own["_ARRAY_DIMENSIONS"] = [AXES.get(axis, axis) for axis in axes]
     elif not image:
-        options["dimension_names"] = [AXES[axis] for axis in axes]
+        options["dimension_names"] = [AXES.get(axis, axis) for axis in axes]
     if version == 3 and volume.itemsize > 1:
         options["serializer"] = zarr.codecs.BytesCodec(endian="big" if order == ">" else "little")
     dtype = volume.dtype.newbyteorder(order) if version == 2 else volume.dtype
     array = root.create_array("0", shape=volume.shape, dtype=dtype, **{"chunks": chunks, **options})
     array[...] = volume
-    array.attrs.put({name: one.tolist() if isinstance(one, np.generic) else one for name, one in own.items()})
+    plain = {name: one.tolist() if isinstance(one, np.generic | np.ndarray) else one for name, one in own.items()}
+    array.attrs.put(plain)
     return str(folder / "scan.zarr") + ("" if image else ":/0")
 
 

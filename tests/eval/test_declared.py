@@ -12,6 +12,7 @@ import h5py
 import numpy as np
 import pytest
 import tifffile
+import xarray
 import zarr
 from cocodiff_eval.cli.inpaint import find_tasks
 from cocodiff_eval.data.intensity import IntensityRange, compose_native, intensity_range
@@ -140,14 +141,17 @@ def task_of(path: str, **more: Any) -> Any:
     return find_tasks(given | {"axes": None, "samples": 1, "hidden_test": False} | more)[0]
 
 
-def exported(path: str, folder: Path, samples: int = 2) -> Any:
-    """Write all results of an input with its own voxels, and return the task."""
+def exported(path: str, folder: Path, samples: int = 2, anew: bool = False) -> Any:
+    """Write all results of an input with its own voxels, and return the task. anew: with others under the mask."""
     task = task_of(path)
     files = result_files(task, ["tapa"], folder, samples=samples)
+    pattern = np.random.default_rng(5).random(task.stack.shape)
     for file in files.values():
         file.create()
         for index in range(len(task.stack)):
-            file.write(index, task.stack.read(index).astype(file.dtype))
+            image_YX, mask_YX = task.stack.read(index), task.mask.read(index)
+            image_YX = compose_native(image_YX, pattern[index], mask_YX, task.scale) if anew else image_YX
+            file.write(index, image_YX.astype(file.dtype))
     export(task, files, folder, {"tapa": {"version": "1"}}, {"version": "1"}, lambda numbers, what: numbers)
     return task
 
@@ -191,6 +195,43 @@ def attributes_of(folder: Path, name: str, kind: str) -> dict[str, Any]:
     mask = name.endswith("_mask")
     store = f"{name.replace('_mask', '_tapa')}.ome.zarr" + "/labels/center" * mask
     return dict(zarr.open_group(folder / store, mode="r")["0"].attrs.asdict())
+
+
+BY_XARRAY: dict[str, tuple[str, Any, dict[str, Any]]] = {  # the type, a missing voxel, and what is declared
+    "u2": ("u2", 65535, {"_FillValue": np.uint16(65535)}),
+    "i2, scaled": ("i2", -999, {"_FillValue": np.int16(-999), "scale_factor": 0.5, "add_offset": -100.0}),
+    "f4, two values": ("f4", -9999, {"_FillValue": np.float32(1e20), "missing_value": np.float32(-9999)}),
+    "i4, of many values": ("i4", 9, {"_FillValue": np.int32(-1), "missing_value": np.array([-1, 9], "i4")}),
+    "u1, among the others": ("u1", 70, {"_FillValue": np.uint8(70)}),
+    "f8, NaN": ("f8", np.nan, {"_FillValue": np.nan}),
+}
+ORDERS = (("z", "y", "x"), ("depth", "lat", "lon"), ("Z", "Y", "X"), ("slice", "row", "column"))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["netcdf", "zarr 2", "zarr 3"])
+@pytest.mark.parametrize(("number", "name"), [*enumerate(BY_XARRAY)])
+def test_xarray_decodes_a_result_as_it_does_its_input(tmp_path: Path, kind: str, number: int, name: str) -> None:
+    """And finds nothing missing that was restored."""
+    dtype, missing, about = BY_XARRAY[name]
+    volume = (voxels() % 100 + 20).astype(dtype)
+    volume[volume == missing] += 1
+    volume[1, 8:16, 10:20] = missing
+    data, encoding = xarray.Dataset({"a": (ORDERS[number % 4], volume)}), {"a": {"_FillValue": about["_FillValue"]}}
+    data["a"].attrs.update({one: value for one, value in about.items() if one != "_FillValue"})
+    if kind == "netcdf":
+        data.to_netcdf(tmp_path / "scan.h5", group="b", engine="h5netcdf", encoding=encoding)
+        place, how = f"{tmp_path}/scan.h5:/b/a", {"engine": "h5netcdf", "group": "b", "phony_dims": "sort"}
+    else:
+        data.to_zarr(tmp_path / "scan.zarr", zarr_format=int(kind[-1]), consolidated=number % 2 > 0, encoding=encoding)
+        place, how = f"{tmp_path}/scan.zarr:/a", {"engine": "zarr", "consolidated": False}
+    task = exported(place, tmp_path, anew=True)
+    result = tmp_path / task.files.result("tapa", ".h5" if kind == "netcdf" else ".ome.zarr")
+    paths = {place.partition(":/")[0]: "a", result: "a" if kind == "netcdf" else "0"}
+    before, after = (xarray.load_dataset(path, **how)[one].values for path, one in paths.items())
+    mask_YX = task.mask.read(0)
+    np.testing.assert_array_equal(after[:, ~mask_YX], before[:, ~mask_YX])
+    assert np.isfinite(after[:, mask_YX]).all() and not np.isfinite(before[:, mask_YX]).all()
 
 
 def test_smaller_levels_have_the_scale_too(tmp_path: Path) -> None:

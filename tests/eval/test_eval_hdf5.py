@@ -289,27 +289,24 @@ def paths_of(group: h5py.Group, depth: int = 3) -> dict[str, h5py.Group | h5py.D
 def fill_by_chance(file: h5py.File, chance: random.Random) -> None:
     """Make groups, datasets and virtual ones of them under any names, and links of any kind to any of them."""
     groups, nodes = ["/"], list[str]()
-    kinds = ["group", "data", "virtual", "hard", "soft", "external", "other", "attribute"]
     for number in range(12):
         within, name = chance.choice(groups).rstrip("/"), f"{chance.choice('abc')}{number}"
-        path, kind = f"{within}/{name}", chance.choice(kinds)
+        path, other = f"{within}/{name}", chance.choice([*nodes, *groups])
+        kind = chance.choice(["group", "data", "virtual", "hard", "soft", "external", "other", "attribute"])
         if kind == "group":
             groups.append(file.create_group(path).name)
+        elif kind == "attribute":
+            file[within or "/"].attrs[name] = number
         elif kind == "data" or not nodes:
             file[path] = IMAGE + number
             nodes.append(path)
         elif kind == "virtual":
             virtual(file, path, ".", chance.choice(nodes))
             nodes.append(path)
-        elif kind == "hard":
-            file[path] = file[chance.choice([*nodes, *groups])]
-        elif kind == "attribute":
-            file[within or "/"].attrs[name] = number
-        elif kind == "soft":
-            file[path] = h5py.SoftLink(chance.choice([*nodes, *groups, "/nowhere"]))
         else:
-            place = chance.choice([*nodes, *groups]) if kind == "external" else "/data"
-            file[path] = h5py.ExternalLink("in.h5" if kind == "external" else "part1.h5", place)
+            links = {"hard": file[other], "soft": h5py.SoftLink(chance.choice([other, "/nowhere"]))}
+            links |= {"external": h5py.ExternalLink("in.h5", other), "other": h5py.ExternalLink("part1.h5", "/data")}
+            file[path] = links[kind]
 
 
 def sources_of(node: h5py.Dataset) -> list[h5py.Dataset]:

@@ -17,7 +17,7 @@ from cocodiff_eval.data.volume import Part, Stack
 from cocodiff_eval.report.pictures import Picture, encode
 from cocodiff_eval.restore import baseline
 from cocodiff_eval.restore.restore import restore_slices
-from eval_helpers import SmoothInpainter, phantom, restore_slice
+from eval_helpers import SmoothInpainter, marked, phantom, restore_slice
 from file_kinds import write_tiff
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -78,7 +78,7 @@ def test_the_range_is_over_the_stack_and_outside_the_mask(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "int16", "float32", "float64"])
-def test_a_constant_slice_comes_back(tmp_path: Path, dtype: str, inpainter: SmoothInpainter) -> None:
+def test_a_constant_slice_comes_back(tmp_path: Path, dtype: str) -> None:
     image_YX = np.full((40, 44), 7, dtype)
     stack, mask = save(tmp_path, image_YX, "block")
     scale, mask_YX = intensity_range(stack, mask), mask.read(0)
@@ -86,7 +86,7 @@ def test_a_constant_slice_comes_back(tmp_path: Path, dtype: str, inpainter: Smoo
     image_YX.flags.writeable = False  # no result is written over what it was made of
     with np.errstate(all="raise"):
         prepared_YX = intensity.prepare_slice(image_YX, mask_YX, scale)
-        restored_YX = compose_native(image_YX, restore_slice(prepared_YX, mask_YX, inpainter), mask_YX, scale)
+        restored_YX = compose_native(image_YX, restore_slice(prepared_YX, mask_YX, SmoothInpainter()), mask_YX, scale)
     np.testing.assert_array_equal(restored_YX, image_YX)
 
 
@@ -141,8 +141,8 @@ def test_a_hot_spot_changes_neither_the_range_nor_the_restoration(
     pictures. Restored values may reach as far as the data."""
     noise_YX = np.random.default_rng(0).normal(0, 300, (side, side))
     plain_YX = (phantom(side, side) * 12000 + noise_YX).clip(0, 16383).astype(dtype)
-    mask_YX, spot_YX, hot_YX = center_mask((side, side)), np.zeros((side, side), bool), plain_YX.copy()
-    spot_YX[side // 4 - 3 : side // 4, side // 2 : side // 2 + 3] = True
+    mask_YX, hot_YX = center_mask((side, side)), plain_YX.copy()
+    spot_YX = marked((side, side), np.s_[side // 4 - 3 : side // 4, side // 2 : side // 2 + 3])
     hot_YX[spot_YX] = value
     plain, hot = scales = [intensity_range(*save(tmp_path, image_YX)) for image_YX in (plain_YX, hot_YX)]
     known = plain_YX[~mask_YX]
@@ -195,9 +195,6 @@ def test_a_range_that_is_given(tmp_path: Path) -> None:
     assert given == IntensityRange(100.0, 1000.0, (0.0, 1599.0), beyond)
     with pytest.raises(UserError, match=r"--range 5000,6000: no voxel .* from 0 to 1599"):
         intensity_range(stack, mask, given=(5000.0, 6000.0))
-    for text in ("7", "1,2,3", "2,1", "0,inf", "a,b", ""):
-        with pytest.raises(UserError, match="--range"):
-            parse_range(text)
 
 
 def test_a_range_beyond_float64(tmp_path: Path) -> None:
@@ -250,8 +247,7 @@ def test_biharmonic_beats_filling_and_solves_large_holes_coarser(monkeypatch: py
     mask_YX = center_mask((96, 80))
     fine_YX = baseline.biharmonic(np.where(mask_YX, np.nan, image_YX), mask_YX)
     assert np.abs(fine_YX - image_YX).max() < 0.5 * np.abs(fill_from_outside(image_YX, mask_YX) - image_YX).max()
-    small_YX = np.zeros_like(mask_YX)
-    small_YX[40:48, 30:38] = True
+    small_YX = marked((96, 80), np.s_[40:48, 30:38])
     small_hole_YX = baseline.biharmonic(image_YX, small_YX)
     monkeypatch.setattr(baseline, "LARGEST_HOLE", 500)
     np.testing.assert_array_equal(baseline.biharmonic(image_YX, small_YX), small_hole_YX)

@@ -10,6 +10,7 @@ import tifffile
 from cocodiff_eval.cli.inpaint import read_alike
 from cocodiff_eval.data.masks import Mask, block_mask, center_mask, make_mask
 from cocodiff_eval.data.volume import Stack
+from eval_helpers import marked
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -61,8 +62,7 @@ def test_generated_masks_know_their_truth(stack: Stack) -> None:
 
 
 def test_mask_files(tmp_path: Path, stack: Stack) -> None:
-    flat = np.zeros((40, 52), bool)
-    flat[5:9, 7:20] = True
+    flat = marked((40, 52), np.s_[5:9, 7:20])
     volume = np.zeros((3, 40, 52), np.uint8)
     volume[1, 4:6] = 7
     Image.fromarray(flat).save(tmp_path / "bits.png")

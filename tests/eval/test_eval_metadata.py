@@ -16,7 +16,6 @@ from cocodiff_eval.data.volume import LENGTHS, Part, Stack, one_unit, unit_name,
 from file_kinds import (
     PROVENANCE,
     SHAPE,
-    UNITS,
     WHITE,
     reopened,
     restored,
@@ -34,15 +33,9 @@ VOLUME = voxels()
 def test_sides_of_several_units_become_those_of_one() -> None:
     assert one_unit((500, "2", 1.0), ("nm", "µm", "um")) == ((pytest.approx(0.5), 2.0, 1.0), "micrometer", [])
     assert one_unit((1, 2, 3), ("", "", "")) == ((1.0, 2.0, 3.0), "", []) and one_unit(None, [""] * 3) == (None, "", [])
-    for sides, units in (
-        ((1, 2, 3), ("pixel",) * 3),
-        ((1, 2, 3), ("µm", "", "µm")),
-        ((1, 2, 0), ("µm",) * 3),
-        ((1, 2, "two"), ("µm",) * 3),
-        ((1, float("nan"), 2), ("µm",) * 3),
-        ((1, 2), ("µm",) * 3),
-        (7, ("µm",) * 3),
-    ):
+    unfit = ((1, 2, 0), (1, 2, "two"), (1, float("nan"), 2), (1, 2), 7)
+    others = [((1, 2, 3), ("pixel",) * 3), ((1, 2, 3), ("µm", "", "µm"))]
+    for sides, units in (*others, *((one, ("µm",) * 3) for one in unfit)):
         size, unit, (told,) = one_unit(sides, units)
         assert (size, unit) == (None, "") and "the voxel size" in told
     assert all(unit_name(unit_symbol(name)) == name for name in LENGTHS)
@@ -68,15 +61,6 @@ def test_a_unit_that_is_no_length_is_kept_by_its_own_format_alone(tmp_path: Path
         assert 'PhysicalSizeXUnit="reference frame"' in tiff.ome_metadata
     thin = ome(tmp_path, **{f"PhysicalSize{axis}Unit": "pm" for axis in "ZYX"})
     assert reopened(thin, "h5", tmp_path).metadata.voxel_size == pytest.approx((25e-4, 5e-7, 2.5e-7), rel=1e-9)
-
-
-def test_sides_without_a_unit_stay_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for axis in UNITS:
-        monkeypatch.setitem(UNITS, axis, "")
-    bare = open_volume(write_zarr(tmp_path, VOLUME))
-    for word in ("tiff", "h5"):
-        found = reopened(bare, word, tmp_path).metadata
-        assert (found.voxel_size, found.unit) == ((2500.0, 0.5, 0.25), "")
 
 
 def test_a_word_that_is_no_number_loses_the_size_alone(tmp_path: Path) -> None:

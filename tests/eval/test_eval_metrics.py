@@ -22,7 +22,7 @@ from cocodiff_eval.quality.metrics import (
     summary,
 )
 from cocodiff_eval.report.tables import grouped, size, terminal_table
-from eval_helpers import BASELINE, QUALITY, phantom, rich_run, row_of
+from eval_helpers import BASELINE, QUALITY, marked, phantom, rich_run, row_of
 from scipy.ndimage import distance_transform_edt, gaussian_filter
 from skimage.metrics import mean_squared_error, peak_signal_noise_ratio, structural_similarity
 
@@ -149,16 +149,8 @@ def test_documents_are_json_where_numbers_overflow() -> None:
     with np.errstate(over="ignore", invalid="ignore"):
         quality = masked_quality(scale, truth_YX, restored_YX, mask_YX)
         distance = distance_db(scale, truth_YX, restored_YX, mask_YX)
-    row = row_of(
-        "a",
-        "block",
-        "flat",
-        quality,
-        1.0,
-        {},
-        psnr_vs_exact_db=distance,
-        drift=[{"step": 0, "change": math.inf, "stable_fraction": 0.0}],
-    )
+    drift = [{"step": 0, "change": math.inf, "stable_fraction": 0.0}]
+    row = row_of("a", "block", "flat", quality, 1.0, {}, psnr_vs_exact_db=distance, drift=drift)
     document = metrics_document({"timeout_s": math.inf, "ratios": [math.nan]}, 1, [row])
     written = json.loads(json.dumps(document, allow_nan=False))
     assert written["config"] == {"timeout_s": "inf", "ratios": ["nan"]}
@@ -203,9 +195,8 @@ def correlation_by_definition(
 def test_ring_correlation_is_that_of_the_definition(shape: Any, part: Any, hole: Any, period: int) -> None:
     """Of a restoration that is right down to a period of so many voxels."""
     rng, scale = np.random.default_rng(3), IntensityRange(-3.0, 3.0)
-    truth, noise, mask = rng.normal(size=shape), rng.normal(size=shape), np.zeros(shape, bool)
-    mask[part] = True
-    mask[hole] = False
+    truth, noise = rng.normal(size=shape), rng.normal(size=shape)
+    mask = marked(shape, part) & ~marked(shape, hole)
     frequency = np.sqrt(sum(x**2 for x in np.meshgrid(*map(np.fft.fftfreq, shape), indexing="ij")))
     restored = np.fft.ifftn(np.where(frequency < 1 / period, np.fft.fftn(truth), np.fft.fftn(noise))).real
     found = ring_correlation(scale, truth, restored, mask)
@@ -238,8 +229,7 @@ THIN_MASKS: dict[str, tuple[slice | int, ...]] = {
 def test_resolution_is_unknown_where_the_mask_is_too_small_to_tell_it(name: str, restored: str) -> None:
     """A restoration without fine structure, and none at all, would otherwise have the finest resolution there is."""
     rng, shape = np.random.default_rng(4), (160, 160) if name != "cube of 6" else (24, 40, 40)
-    scale, mask = IntensityRange(-3.0, 3.0), np.zeros(shape, bool)
-    mask[THIN_MASKS[name]] = True
+    scale, mask = IntensityRange(-3.0, 3.0), marked(shape, THIN_MASKS[name])
     smooth = gaussian_filter(rng.normal(size=shape), 4)
     truth = smooth / smooth.std() + 0.1 * rng.normal(size=shape)
     other = {"noise": rng.normal(size=shape), "smooth": smooth / smooth.std(), "truth": truth}[restored]
@@ -250,8 +240,8 @@ def test_resolution_is_unknown_where_the_mask_is_too_small_to_tell_it(name: str,
 @pytest.mark.parametrize("side", [32, 40, 64, 96, 128])
 def test_resolution_of_noise_is_never_fine(side: int) -> None:
     """Few coefficients agree by chance: of the coarsest rings of a small mask, and of all that follow them, too few."""
-    rng, scale, mask_YX = np.random.default_rng(side), IntensityRange(-3.0, 3.0), np.zeros((160, 160), bool)
-    mask_YX[10 : 10 + side, 20 : 20 + side] = True
+    rng, scale = np.random.default_rng(side), IntensityRange(-3.0, 3.0)
+    mask_YX = marked((160, 160), np.s_[10 : 10 + side, 20 : 20 + side])
     pairs = rng.normal(size=(40, 2, 160, 160))
     found = [ring_correlation(scale, *pair, mask_YX)["resolution"] for pair in pairs]
     assert all(one is None or one > 8 for one in found), found
@@ -259,8 +249,7 @@ def test_resolution_of_noise_is_never_fine(side: int) -> None:
 
 
 def test_resolution_of_a_constant_truth_is_unknown_and_told_so() -> None:
-    mask_YX, scale = np.zeros((160, 160), bool), IntensityRange(0.0, 1.0)
-    mask_YX[10:150, 20:140] = True
+    mask_YX, scale = marked((160, 160), np.s_[10:150, 20:140]), IntensityRange(0.0, 1.0)
     constant_YX, noise_YX = np.full(mask_YX.shape, 0.3), np.random.default_rng(0).random(mask_YX.shape)
     unknown = ring_correlation(scale, constant_YX, noise_YX, mask_YX)
     assert unknown["resolution"] is None

@@ -17,6 +17,7 @@ from cocodiff_eval.data.labels import write_labels
 from cocodiff_eval.data.masks import make_mask
 from cocodiff_eval.data.slices import open_stack
 from cocodiff_eval.data.volume import Region
+from eval_helpers import marked
 from file_kinds import assert_bits, reopened, restored, voxels, write_hdf5, write_tiff, write_zarr
 
 from cocodiff.jobs.record import as_read, described_inputs, first_difference
@@ -26,7 +27,13 @@ from cocodiff.jobs.record import as_read, described_inputs, first_difference
 def test_a_pyramid_halves_and_stays_in_place(tmp_path: Path, version: int) -> None:
     volume, place = voxels((5, 600, 515), "uint8"), [0.0, 0.0, 10.0, 20.0, 30.0]
     store = write_zarr(tmp_path, volume, version=version, translation=place, chunks=(1, 1, 4, 512, 512))
+    if version == 3:  # a scale of the whole image, in which the place of a level is not
+        root = zarr.open_group(store, mode="a")
+        about = root.attrs.asdict()
+        about["ome"]["multiscales"][0]["coordinateTransformations"] = [{"type": "scale", "scale": [1, 1, 2, 3, 0.5]}]
+        root.attrs.put(about)
     given = open_volume(store)
+    assert given.metadata.voxel_size == ((5.0, 1.5, 0.125) if version == 3 else (2.5, 0.5, 0.25))
     (told,) = given.metadata.remarks
     assert told.endswith(f": results of its own format alone keep its translation {place}")
     path = restored(given, "same", tmp_path).path
@@ -132,8 +139,7 @@ def test_labels_are_kept_in_the_region_and_the_mask_that_was_made_is_one_of_them
     group.create_array("half", data=labels[:, ::2], chunks=(2, 12, 64))
     part = (slice(1, 4), slice(0, 20), slice(4, 300))
     volume = open_volume(path).cropped(Region((1, 0, 4), (4, 20, 300)))
-    hole = np.zeros((20, 296), bool)
-    hole[3:9, 5:100] = True
+    hole = marked((20, 296), np.s_[3:9, 5:100])
     for _ in range(2):  # as a start does that goes on after a kill
         result = restored(volume, "same", tmp_path)
         (lost,) = write_labels(result, volume, lambda index: hole, {"mask": "block"})
@@ -165,23 +171,23 @@ def test_a_run_goes_on_only_with_the_type_and_the_voxel_size_it_began_with(tmp_p
         return as_read({"inputs": described_inputs([SimpleNamespace(stack=stack, mask=mask, truth=truth)])})
 
     size = {"resolution": (100, 100), "resolutionunit": 3}
+    last = SimpleNamespace(name="block", shape=volume.shape, read=lambda index: volume[index] > 9 + 20000 * index)
     there = described(tmp_path, volume, **size)
     assert first_difference(there, described(tmp_path / "elsewhere", volume, **size)) is None
     for data, options, told in (
-        (volume.view(np.int16), size, ("dtype uint16", "dtype int16")),
-        (volume, size | {"resolution": (50, 50)}, ("voxel size 100.0", "voxel size 200.0")),
-        (volume, size | {"description": "another tooth"}, ("metadata", "metadata")),
+        (volume.view(np.int16), {}, "dtype uint16, dtype int16"),
+        (volume, {"resolution": (50, 50)}, "voxel size 100.0, voxel size 200.0"),
+        (volume, {"description": "another tooth"}, "metadata, metadata"),
+        (volume, {"mask": last}, "hidden, hidden"),
+        (volume, {"truth": last}, "truth, truth"),
+        (volume, {"truth": mask}, "truth, truth"),
     ):
-        difference = first_difference(there, described(tmp_path, data, **options))
-        assert difference is not None and all(map(str.startswith, difference[1:], told)), difference
+        difference = first_difference(there, described(tmp_path, data, **size | options))
+        assert difference is not None and all(map(str.startswith, difference[1:], told.split(", "))), difference
     sides = {f"PhysicalSize{axis}": 2.0 for axis in "XYZ"}
     units = [{f"{name}Unit": unit for name in sides} for unit in ("nm", "mm")]
     both = [described(tmp_path, volume, ome=True, metadata=sides | unit) for unit in units]
     assert first_difference(*both) == ("inputs", "unit nanometer", "unit millimeter")
-    last = SimpleNamespace(name="block", shape=volume.shape, read=lambda index: volume[index] > 9 + 20000 * index)
-    for more, told in (({"mask": last}, "hidden"), ({"truth": last}, "truth"), ({"truth": mask}, "truth")):
-        difference = first_difference(there, described(tmp_path, volume, **size, **more))
-        assert difference is not None and difference[1].startswith(told), difference
     both = [described(tmp_path, volume, truth=one, **size) for one in (mask, last)]
     assert first_difference(*both) is not None  # in the last slice
     assert first_difference({"a": 1, "only there": 2}, {"a": 1}) == ("only there", "2", "None")

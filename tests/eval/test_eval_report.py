@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from browser import CHROMIUM, Browser
 from cocodiff_eval.data.intensity import IntensityRange
 from cocodiff_eval.data.masks import block_mask
 from cocodiff_eval.quality.metrics import metrics_document
@@ -28,7 +27,7 @@ from cocodiff_eval.report.pictures import (
     worst_slices,
 )
 from cocodiff_eval.report.tables import terminal_table
-from eval_helpers import BASELINE, NOTHING, QUALITY, RICH_SLICES, SAMPLES, phantom, rich_run, row_of
+from eval_helpers import BASELINE, NOTHING, QUALITY, RICH_SLICES, SAMPLES, marked, phantom, rich_run, row_of
 from PIL import Image
 
 SCALE = IntensityRange(0.0, 1.0)
@@ -213,27 +212,23 @@ def test_error_and_spread_are_of_masked_voxels_and_a_truth_may_have_gaps() -> No
     error_YX, known_YX = error_image(torn_YX, IMAGE_YX, MASK_YX, SCALE)
     assert not error_YX.any() and not known_YX.any()
     spread = {"flat": np.full(MASK_YX.shape, np.float32(0.2))}
-    shown = json.loads(
-        encode(Picture("a", "m", 0, torn_YX, MASK_YX, SCALE, {"flat": IMAGE_YX}, None, spread), 24, 10**5)
-    )
+    torn = Picture("a", "m", 0, torn_YX, MASK_YX, SCALE, {"flat": IMAGE_YX}, None, spread)
+    shown = json.loads(encode(torn, 24, 10**5))
     assert (shown["width"], shown["height"], shown["spread_top"]) == (24, 20, "0.2")
     assert set(np.unique(pixels(shown["spread"]["flat"]))) == {0, 255}
     gap_YX = MASK_YX & (np.arange(48) % 3 == 0)
     truth_YX = np.where(gap_YX, np.nan, IMAGE_YX)
-    shown = json.loads(
-        encode(Picture("a", "m", 0, IMAGE_YX, MASK_YX, SCALE, {"flat": 0 * IMAGE_YX}, truth_YX), 48, 10**6)
-    )
+    with_gaps = Picture("a", "m", 0, IMAGE_YX, MASK_YX, SCALE, {"flat": 0 * IMAGE_YX}, truth_YX)
+    shown = json.loads(encode(with_gaps, 48, 10**6))
     np.testing.assert_array_equal(pixels(shown["unknown"]), gap_YX)
     np.testing.assert_array_equal(pixels(shown["error"]["flat"])[..., 0] > 0, MASK_YX & ~gap_YX)
 
 
 def test_a_restored_picture_is_stored_around_the_mask_alone() -> None:
     """In blocks of 16 pixels of which one is at most two steps from a masked pixel; the rest is one grey."""
-    image_YX, mask_YX = np.full((64, 96), 0.75), np.zeros((64, 96), bool)
-    mask_YX[30, 47] = True
+    image_YX, mask_YX = np.full((64, 96), 0.75), marked((64, 96), (30, 47))
     shown = json.loads(encode(Picture("a", "m", 0, image_YX, mask_YX, SCALE, {"flat": image_YX}), 96, 10**6))
-    stored_YX = np.zeros(mask_YX.shape, bool)
-    stored_YX[16:48, 32:48] = stored_YX[16:32, 48:64] = True
+    stored_YX = marked((64, 96), np.s_[16:48, 32:48], np.s_[16:32, 48:64])
     np.testing.assert_array_equal(pixels(shown["restored"]["flat"])[..., 0], np.where(stored_YX, 191, 127))
 
 
@@ -263,50 +258,3 @@ def test_odd_pictures_do_not_break_the_page(tmp_path: Path, value: float) -> Non
     with np.errstate(all="raise"):
         page = rendered(tmp_path, metrics_document({}, 1, rows), pictures, {}, slices={"t": range(3)})
     assert [("restored" in shown) for shown in Outline(page).pictures.values()] == [True, True, False]
-
-
-@pytest.mark.full
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
-def test_a_browser_leads_through_2000_slices_by_keys(tmp_path: Path) -> None:
-    """Slices 20 to 2020 of a scan, the last of them without a picture."""
-    texts = {n: json.loads(encode(picture, 192, 9000)) for n, picture in enumerate(known()[1])}
-    rows = []
-    for n in range(20, 2020):
-        quality = QUALITY | {"psnr_db": 20.0 - (n == 1234)}
-        rows += [row_of(f"scan[{n}]", "block", mode, quality, 1.0, {}, baseline=BASELINE) for mode in ("a", "b")]
-    stored = {kind: dict.fromkeys(("a", "b", "biharmonic"), texts[0][kind]["flat"]) for kind in ("restored", "error")}
-    padding = {"padding": "A" * 11000}  # as large as of real slices
-    pictures = (
-        json.dumps({**texts[0], **stored, **padding, "name": f"scan[{n}]", "index": n}) for n in range(20, 2020)
-    )
-    page = tmp_path / "report.html"
-    write_report(page, metrics_document({}, 1, rows), pictures, FACTS, slices={"scan": range(20, 2021)})
-    assert page.stat().st_size < 30e6
-    shown, kind = (f"document.querySelector('.series').dataset.{name}" for name in ("shown", "kind"))
-    with Browser(tmp_path / "profile") as browser:
-        browser.call("Emulation.setDeviceMetricsOverride", width=360, height=800, deviceScaleFactor=1, mobile=False)
-        browser.open(page)
-        browser.until(shown, "20")
-        assert "Pictures of 2000 of 2001 slices" in browser.value("document.querySelector('.viewer .note').textContent")
-        for keys, slice_ in (
-            (["ArrowRight"] * 3, "23"),
-            (["PageDown"], "33"),
-            (["End", "ArrowLeft"], "2018"),
-            (["Home"], "20"),
-        ):
-            for key in keys:
-                browser.press(key)
-            browser.until(shown, slice_)
-        for key, wanted in (("1", "original"), (" ", "restored"), (" ", "original"), ("2", "masked"), ("4", "error")):
-            browser.press(key)
-            browser.until(kind, wanted)
-        browser.value("document.querySelector('.worst button').click()")
-        browser.until(shown, "1234")
-        browser.press("ArrowDown")
-        browser.until("document.querySelector('[aria-label=Preset] [aria-pressed=true]').textContent", "b")
-        browser.value(
-            """(() => { const svg = document.querySelector('.curve svg'), box = svg.getBoundingClientRect();
-            svg.dispatchEvent(new MouseEvent('click', {clientX: box.right - 1, clientY: box.top + 9})); })()"""
-        )
-        browser.until(shown, "2019")
-        assert browser.value("document.documentElement.scrollWidth") == 360

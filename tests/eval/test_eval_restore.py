@@ -11,7 +11,7 @@ from cocodiff_eval.restore.pipeline_inpainter import PipelineInpainter, schedule
 from cocodiff_eval.restore.restore import match_surroundings, plan_slice, restore_slices
 from cocodiff_eval.restore.tiling import steps_at
 from diffusers import FlowMatchEulerDiscreteScheduler
-from eval_helpers import SmoothInpainter, calls_of, phantom, restore_slice
+from eval_helpers import SmoothInpainter, calls_of, marked, phantom, restore_slice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import sd3_inpaint_pipeline
@@ -84,8 +84,7 @@ def test_a_model_that_knows_the_answer_gives_it_back() -> None:
 def test_no_seam_between_tiles_or_at_the_mask() -> None:
     """A model that is too bright everywhere (as a lossy autoencoder is) leaves no step where tiles or holes meet."""
     slope_YX = np.tile(np.linspace(0.2, 0.7, 160, dtype=np.float32), (160, 1))
-    mask_YX = np.zeros((160, 160), bool)
-    mask_YX[20:140, 70:80] = True
+    mask_YX = marked((160, 160), np.s_[20:140, 70:80])
     bright = Answering(lambda images, masks: (images + 0.1).clamp(0, 1))
     assert np.abs(restore_slice(slope_YX, mask_YX, bright) - slope_YX).max() < 0.02
 

@@ -6,31 +6,21 @@ import numpy as np
 import pytest
 from cocodiff_eval.data.masks import block_mask, center_mask
 from cocodiff_eval.restore.tiling import RestorationPlan, axis_starts, axis_window, plan_restoration, steps_at
-from eval_helpers import calls_of
+from eval_helpers import calls_of, marked
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 
 def masks(shape: tuple[int, int]) -> dict[str, np.ndarray]:
-    border = np.zeros(shape, bool)
-    border[:5], border[:, -4:] = True, True
-    scratch = np.zeros(shape, bool)
     rows = np.arange(shape[0])
-    scratch[rows, (rows * (shape[1] - 1)) // max(1, shape[0] - 1)] = True
-    dots = np.zeros(shape, bool)
-    dots[2::13, 3::11] = True
-    lone = np.zeros(shape, bool)
-    lone[-1, -1] = True
-    almost = np.ones(shape, bool)
-    almost[0, 0] = False
     return {
         "block": block_mask(shape, 1),
         "center": center_mask(shape),
-        "border": border,
-        "scratch": scratch,
-        "dots": dots,
-        "lone": lone,
-        "almost all": almost,
+        "border": marked(shape, np.s_[:5], np.s_[:, -4:]),
+        "scratch": marked(shape, (rows, (rows * (shape[1] - 1)) // max(1, shape[0] - 1))),
+        "dots": marked(shape, np.s_[2::13, 3::11]),
+        "lone": marked(shape, (-1, -1)),
+        "almost all": ~marked(shape, (0, 0)),
     }
 
 
@@ -93,8 +83,7 @@ def test_plans_cover_any_mask(
 
 
 def test_dust_and_large_slices_are_planned_in_seconds() -> None:
-    dust_YX, large_YX = np.zeros((1500, 1500), bool), block_mask((1200, 900), 0)
-    dust_YX[2::7, 3::7] = True
+    dust_YX, large_YX = marked((1500, 1500), np.s_[2::7, 3::7]), block_mask((1200, 900), 0)
     plan = plan_restoration(dust_YX, 96, 16)
     assert plan.levels[0].labels_YX.max() > 40000 and len(plan.levels) == 1
     assert len(plan.levels[0].passes[0].tiles) < 2 * (1500 / 57) ** 2
@@ -111,8 +100,7 @@ def test_small_slices_are_one_tile() -> None:
 
 
 def test_holes_that_fit_are_restored_from_noise_at_full_resolution() -> None:
-    mask_YX = np.zeros((640, 640), bool)
-    mask_YX[100:140, 300:340] = mask_YX[110:120, 342:347] = mask_YX[600:602, 0:4] = True
+    mask_YX = marked((640, 640), np.s_[100:140, 300:340], np.s_[110:120, 342:347], np.s_[600:602, 0:4])
     plan = plan_restoration(mask_YX, 96, 8)
     (level,) = plan.levels
     ((first, second),) = [one.tiles for one in level.passes]
@@ -122,8 +110,7 @@ def test_holes_that_fit_are_restored_from_noise_at_full_resolution() -> None:
 
 @pytest.mark.parametrize(("side", "levels"), [(15, 1), (16, 1), (17, 2)])
 def test_a_hole_of_half_a_tile_fits_it(side: int, levels: int) -> None:
-    mask_YX = np.zeros((97, 131), bool)
-    mask_YX[30 : 30 + side, 40 : 40 + side] = True
+    mask_YX = marked((97, 131), np.s_[30 : 30 + side, 40 : 40 + side])
     plan = plan_restoration(mask_YX, 32, 5)
     check_plan(plan, mask_YX, 5)
     assert len(plan.levels) == levels and any(tile.blend for tile in plan.levels[0].passes[0].tiles) is (levels > 1)
@@ -133,8 +120,7 @@ def test_a_deep_hole_goes_from_coarse_to_fine_and_a_scratch_does_not() -> None:
     plan = plan_restoration(center_mask((640, 640)), 96, 8)
     assert [[one.strength for one in level.passes] for level in plan.levels] == [[0.2], [0.2], [0.2], [1.0]]
     assert [level.shape for level in plan.levels] == [(640, 640), (320, 320), (160, 160), (80, 80)]
-    thin_YX = np.zeros((640, 64), bool)
-    thin_YX[100:540] = True
+    thin_YX = marked((640, 64), np.s_[100:540])
     shapes = [[level.shape for level in plan_restoration(one, 96, 8).levels] for one in (thin_YX, thin_YX.T)]
     assert shapes == [[(640 >> n, 64 >> n) for n in range(4)], [(64 >> n, 640 >> n) for n in range(4)]]
     scratch = plan_restoration(masks((640, 640))["scratch"], 96, 8)
@@ -142,8 +128,7 @@ def test_a_deep_hole_goes_from_coarse_to_fine_and_a_scratch_does_not() -> None:
 
 
 def test_holes_of_different_size_start_on_different_levels() -> None:
-    mask_YX = np.zeros((400, 400), bool)
-    mask_YX[20:40, 20:40] = mask_YX[100:250, 100:250] = True
+    mask_YX = marked((400, 400), np.s_[20:40, 20:40], np.s_[100:250, 100:250])
     fine, middle, coarse = plan_restoration(mask_YX, 96, 8).levels
     assert [one.strength for one in fine.passes] == [1.0, 0.2]
     assert not fine.passes[1].hidden_YX[30, 30] and fine.passes[0].hidden_YX[150, 150]

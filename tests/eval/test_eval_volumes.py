@@ -19,6 +19,7 @@ from cocodiff_eval.quality.fusing import (
 )
 from cocodiff_eval.quality.hidden import Hidden, Survey, hide
 from cocodiff_eval.restore.baseline import in_cells, laplace, linear, smooth_continuation, total_variation
+from eval_helpers import marked
 from skimage.restoration import inpaint_biharmonic
 
 SHAPE = (20, 24, 28)
@@ -157,7 +158,7 @@ def test_intervals_of_shallow_regions_hold_deep_in_the_mask(spread: float) -> No
 
 def test_depth_is_how_far_the_nearest_known_voxel_is() -> None:
     # In slice 7 nothing is known, but before and behind it.
-    mask_ZYX = mask_of(np.s_[3:10, 4:16, 5:20], np.s_[7], shape=(12, 20, 24))
+    mask_ZYX = marked((12, 20, 24), np.s_[3:10, 4:16, 5:20], np.s_[7])
     found_ZYX = np.stack([depth(mask_ZYX.__getitem__, index, len(mask_ZYX)) for index in range(len(mask_ZYX))])
     assert (found_ZYX[~mask_ZYX] == 0).all() and found_ZYX[5, 4, 5] == 1 and found_ZYX[7, 0, 0] == 1
     assert found_ZYX[6, 9, 12] == 4 and found_ZYX[3, 9, 12] == 1 and found_ZYX[5, 6, 12] == 3
@@ -207,7 +208,7 @@ def test_linear_interpolates_along_its_axis() -> None:
 
 def test_methods_in_three_dimensions_continue_what_is_smooth() -> None:
     ramp_ZYX = np.add.outer(np.add.outer(np.arange(20.0), np.arange(24.0)), np.arange(28.0)) / 80
-    mask_ZYX = mask_of(np.s_[6:14, 8:16, 9:20], shape=SHAPE)
+    mask_ZYX = marked(SHAPE, np.s_[6:14, 8:16, 9:20])
     hidden_ZYX = np.where(mask_ZYX, np.nan, ramp_ZYX)
     assert np.abs(laplace(hidden_ZYX, mask_ZYX) - ramp_ZYX).max() < 1e-3
     assert np.abs(total_variation(hidden_ZYX, mask_ZYX) - ramp_ZYX).max() < 0.1
@@ -246,13 +247,6 @@ def test_what_is_written_errs_no_more_than_its_best_member(seed: int) -> None:
 BIG = (40, 44, 48)
 
 
-def mask_of(*boxes: tuple[slice, ...], shape: tuple[int, int, int] = BIG) -> np.ndarray:
-    mask_ZYX = np.zeros(shape, bool)
-    for box in boxes:
-        mask_ZYX[box] = True
-    return mask_ZYX
-
-
 def balls(*middles: tuple[int, int, int], radius: float = 5) -> np.ndarray:
     places = np.stack(np.mgrid[tuple(slice(side) for side in BIG)], axis=-1)
     return np.any([np.linalg.norm(places - middle, axis=-1) < radius for middle in middles], axis=0)
@@ -265,8 +259,8 @@ def survey_of(mask_ZYX: np.ndarray, volume: np.ndarray | None = None) -> Survey:
 
 MASKS = {
     "holes": balls((9, 9, 9), (28, 30, 20)),
-    "slab": mask_of(np.s_[10:14]),
-    "columns": mask_of(np.s_[:, 4:10, 30:36], np.s_[:, 20:28, 10:18]),
+    "slab": marked(BIG, np.s_[10:14]),
+    "columns": marked(BIG, np.s_[:, 4:10, 30:36], np.s_[:, 20:28, 10:18]),
 }
 
 
@@ -317,7 +311,7 @@ def test_regions_are_hidden_where_it_looks_as_around_the_mask() -> None:
 
 
 def test_a_large_volume_is_surveyed_in_cells() -> None:
-    survey = survey_of(mask_of(np.s_[10:14], shape=(300, 20, 16)))
+    survey = survey_of(marked((300, 20, 16), np.s_[10:14]))
     assert survey.step == (3, 1, 1) and survey.masked_ZYX.shape == (100, 20, 16)
     assert survey.masked_ZYX[:, 0, 0].nonzero()[0].tolist() == [3, 4]
     found = hide(survey, 8, seed=0)
@@ -327,7 +321,7 @@ def test_a_large_volume_is_surveyed_in_cells() -> None:
 @pytest.mark.parametrize(("y", "x", "cut"), [(4, 5, False), (12, 13, True)])
 def test_it_is_told_where_parts_of_the_mask_find_no_place_whole(y: int, x: int, cut: bool) -> None:
     """A column through the middle: a large one is cut to smaller regions, of which less is to be learnt."""
-    rounds = hide(survey_of(mask_of(np.s_[:, 22 - y : 22 + y, 24 - x : 24 + x])), 8, seed=0)
+    rounds = hide(survey_of(marked(BIG, np.s_[:, 22 - y : 22 + y, 24 - x : 24 + x])), 8, seed=0)
     assert rounds and all(one.cut == cut for one in rounds)
     figures, lead = {"cocodiff": 21.0, "biharmonic": 20.0}, Lead(1.0, 0.5, 1.5, 3, 3)
     told = HiddenRegionReport({"z": 1.0}, psnr_db=figures, lead=lead, cut=cut).line("scan")
@@ -335,4 +329,4 @@ def test_it_is_told_where_parts_of_the_mask_find_no_place_whole(y: int, x: int, 
 
 
 def test_nothing_is_hidden_where_everything_touches_the_mask() -> None:
-    assert hide(survey_of(mask_of(np.s_[::2]), np.zeros(BIG)), 8, seed=0) == ()
+    assert hide(survey_of(marked(BIG, np.s_[::2]), np.zeros(BIG)), 8, seed=0) == ()

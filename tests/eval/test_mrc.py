@@ -45,30 +45,13 @@ def test_bytes_have_the_sign_that_their_header_tells(
     assert_bits(given.path, volume)
     assert any("bytes without sign" in line for line in given.metadata.remarks) is (dtype == "u1")
     assert_bits(restored(given, "tiff", tmp_path).path, volume)
-    result = restored(given, "same", tmp_path).path
-    with mrcfile.open(result) as file:
-        assert np.array_equal(file.data, volume) and file.data.dtype.newbyteorder("=") == (
-            "u2" if dtype == "u1" else "i1"
-        )
-    assert np.array_equal(as_imod(result), volume) and mrcfile.validate(result)
-
-
-@pytest.mark.parametrize("dtype", ["int8", "uint8"])
-def test_bytes_of_other_formats(tmp_path: Path, dtype: str) -> None:
-    """A mask that was made is of uint8."""
-    volume = voxels(dtype=dtype)
-    result = restored(open_volume(write_hdf5(tmp_path, volume)), "mrc", tmp_path).path
-    assert np.array_equal(as_imod(result), volume) and np.array_equal(mrcfile.read(result), volume)
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # statistics that mrcfile takes
-@pytest.mark.parametrize("dtype", ["int16", "float32"])
-def test_a_result_is_a_valid_file_that_says_who_made_it(tmp_path: Path, dtype: str) -> None:
-    given = open_volume(write_mrc(tmp_path, voxels(dtype=dtype)))
-    result = restored(given, "same", tmp_path).path
-    with mrcfile.open(result) as file:
-        assert {"restored by cocodiff", "a tooth"} <= {*file.get_labels()} and file.is_volume()
-        assert mrcfile.validate(result) or file.header.rms < 0  # which says that it is not known
+    for one in (given, open_volume(write_hdf5(tmp_path, volume))):
+        result = restored(one, "mrc", tmp_path).path
+        with mrcfile.open(result) as file:
+            stored = "u2" if dtype == "u1" else "i1"
+            assert np.array_equal(file.data, volume) and file.data.dtype.newbyteorder("=") == stored
+            assert {"restored by cocodiff", *["a tooth"] * (one is given)} <= {*file.get_labels()}
+        assert np.array_equal(as_imod(result), volume) and mrcfile.validate(result)
 
 
 @pytest.mark.parametrize("order", "<>")
@@ -104,11 +87,12 @@ def test_a_result_lies_where_its_part_of_the_input_does(
 def test_a_stack_of_images_and_a_cell_larger_than_the_volume_stay(tmp_path: Path) -> None:
     volume = voxels(dtype="int16")
     given = open_volume(write_mrc(tmp_path, volume, mz=1, mx=66, ispg=0, cella=(99, 40, 4)))
-    assert given.metadata.voxel_size == (4.0, 2.0, 1.5)
+    assert given.metadata.voxel_size == (4.0, 2.0, 1.5) and given.metadata.unit == "angstrom"
     for volume_or_part in (given, Part("2:5", ":,8:33").of(given)):
         with mrcfile.open(restored(volume_or_part, "same", tmp_path).path) as file:
             assert file.is_image_stack() and (int(file.header.mz), int(file.header.mx)) == (1, 66)
             assert file.voxel_size.tolist() == (1.5, 2.0, 4.0)
+    assert open_volume(write_mrc(tmp_path, volume, cella=(0, 0, 0))).metadata.voxel_size is None
 
 
 def test_a_region_of_another_format_has_its_place(tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ import base64
 import gzip
 import json
 import re
-from collections.abc import Iterator, Sequence
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from cocodiff_eval.data.volume import Metadata, Region, Stack
 from cocodiff_eval.quality.metrics import metrics_document, slice_jumps
 from cocodiff_eval.report.page import write_report
 from cocodiff_eval.report.volume import ShownVolume, embedded
-from eval_helpers import QUALITY, row_of
+from eval_helpers import BASELINE, NOTHING, QUALITY, marked, row_of
 
 SHAPE = (20, 32, 40)
 FIRST = (100, 0, 7)  # slice, row and column in the input
@@ -29,21 +31,15 @@ REGIONS = ((slice(2, 4), slice(3, 6), slice(4, 7)), (slice(6, 11), slice(10, 15)
 def volume(shape: Sequence[int] = SHAPE, regions: Sequence[tuple[slice, ...]] = REGIONS) -> tuple[Any, ...]:
     """A shown volume, its truth, its mask and what was restored: 100 more than the truth under the mask."""
     truth = np.random.default_rng(0).integers(100, 800, shape).astype(np.uint16)
-    mask = np.zeros(shape, bool)
-    for region in regions:
-        mask[region] = True
+    mask = marked(tuple(shape), *regions)
     restored = np.where(mask, truth + 100, truth).astype(np.uint16)
     spread = np.where(mask, 50.0, 0.0).astype(np.float32)
     grey = {"tapa": restored.__getitem__, "tapa: low 90 %": (restored - 50).__getitem__}
     sides, region = Metadata(voxel_size=(0.7, 0.7, 0.7), unit="micrometer"), Region(FIRST, (100 + shape[0], 98, 105))
     stack = Stack("scan.h5", "scan", truth.shape, truth.dtype, 3, truth.__getitem__, sides, region=region)
     holes = Mask("holes", True, truth.shape, mask.__getitem__, (True,) * len(truth))
-    return (
-        ShownVolume(stack, holes, SCALE, stack, grey, {"tapa: uncertainty": spread.__getitem__}),
-        truth,
-        mask,
-        restored,
-    )
+    shown = ShownVolume(stack, holes, SCALE, stack, grey, {"tapa: uncertainty": spread.__getitem__})
+    return shown, truth, mask, restored
 
 
 def voxels(text: str) -> np.ndarray:
@@ -156,30 +152,54 @@ def test_volumes_share_the_room_of_a_page(tmp_path: Path, monkeypatch: pytest.Mo
         assert len(lengths(2)) == 2 and sum(lengths(2)) < 1.4 * room
 
 
+EVENTS: list[list[Any]] = [
+    ["view", 0, "pointerdown", {"clientX": 30, "clientY": 25}],  # of 500 pixels from 10, of 400 from 20
+    ["view", 1, "pointermove", {"clientX": 400, "clientY": 200, "buttons": 1}],
+    ["view", 0, "keydown", {"key": "PageDown"}],
+    ["view", 2, "keydown", {"key": "ArrowDown"}],
+    *(["press", what] for what in ("zoom to the mask", "next region", "tapa: uncertainty", "masked")),
+    ["slide", "level", 51],
+    ["slide", "window", 102],
+    *(["key", key] for key in ("End", "1", " ", "4", "ArrowLeft", "ArrowDown", "5", "PageUp", "2")),
+    ["press", "show more"],
+    ["curve", 1, 505],
+    ["curve", 0, 100],
+]
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_what_the_script_of_a_page_tells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Callable[[str], None]
+) -> None:
+    """Figures, curves and views of a volume of which every second voxel is embedded, and of 14 of 98 slices."""
+    rows = []
+    for n in range(101, 129, 2):
+        for add, mode in enumerate(("tapa", "late")):
+            known = {"psnr_db": 20 + n * 7 % 13 / 2 + add, "ssim": n / 200 + add / 10, "mse": 0.01}
+            more = {"psnr_vs_exact_db": None if n == 103 else 31.25, "exact_compared": mode == "late"}
+            quality = NOTHING if n == 105 else known
+            rows.append(row_of(f"scan[{n}]", "holes", mode, quality, 1.0, {}, baseline=BASELINE, **more))
+    texts = {"original": "o!Aa~C", "hole": "þ!þ!!þ", "a": "azbycx", "b": "kljmin", "e": "#:Zpd(", "s": "!Q/ub}"}
+    file = {name: base64.b64encode(text.encode("latin-1")).decode() for name, text in texts.items()}
+    pictures = []
+    for n in (101, 103, 107, 109, 120, 127):
+        one = {"name": f"scan[{n}]", "mask": "holes", "original": file["original"], "hole": "", "unknown": ""}
+        if n != 120:
+            one |= {"hole": file["hole"], "restored": {"tapa": file["a"], "late": file["b"]}}
+            one |= {"error": {"tapa": file["e"]}, "error_top": "0.25"} if n != 109 else {"unknown": file["hole"]}
+            one |= {"spread": {"late": file["s"], "tapa": file["e"]}, "spread_top": "0.5"}
+        pictures.append(json.dumps(one))
+    regions = [(slice(9, 10), slice(12, 15), slice(4, 9)), (slice(60, 62), slice(40, 42), slice(50, 52))]
+    monkeypatch.setattr("cocodiff_eval.report.page.VOLUME_BYTES", 60_000)
+    page, scale = tmp_path / "report.html", IntensityRange(60.0, 1060.0)
+    shown = replace(volume((98, 98, 98), regions)[0], scale=scale)
+    write_report(page, metrics_document({}, 1, rows), pictures, {}, slices={"scan": range(100, 198)}, shown=[shown])
+    words = ["node", str(Path(__file__).with_name("page_in_node.mjs")), str(page), json.dumps(EVENTS)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    snapshot(done.stdout + done.stderr)
+
+
 AT, SHOWN = (f"document.querySelector('.volume').dataset.{name}" for name in ("at", "shown"))
-IN_A_BROWSER = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
-
-
-@pytest.fixture
-def browser(page: Path, tmp_path: Path) -> Iterator[Browser]:
-    """That has opened the page."""
-    with Browser(tmp_path / "profile") as browser:
-        browser.call("Emulation.setDeviceMetricsOverride", width=1280, height=900, deviceScaleFactor=1, mobile=False)
-        browser.open(page)
-        browser.until(SHOWN, "tapa")
-        yield browser
-
-
-def views(browser: Browser) -> list[list[int]]:
-    """Of each view along z, x and y the grey values in the middle of all voxels, where no cross is drawn."""
-    return browser.value(
-        """[...document.querySelectorAll('.orthogonal canvas')].map((canvas, view) => {
-        const sides = [[32, 40], [32, 20], [20, 40]][view], context = canvas.getContext('2d'), found = [];
-        for (let row = 0; row < sides[0]; row += 1) for (let column = 0; column < sides[1]; column += 1) {
-          const x = (column + 0.5) * canvas.width / sides[1], y = (row + 0.5) * canvas.height / sides[0];
-          found.push(context.getImageData(x, y, 1, 1).data[0]);
-        } return found; })"""
-    )
 
 
 def click(browser: Browser, view: int, across: float, down: float) -> None:
@@ -193,72 +213,18 @@ def click(browser: Browser, view: int, across: float, down: float) -> None:
         browser.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **place)
 
 
-def press_button(browser: Browser, text: str) -> None:
-    browser.value(
-        f"[...document.querySelectorAll('.volume button')].find((one) => one.textContent === '{text}').click()"
-    )
-
-
-def assert_shows(browser: Browser, wanted: np.ndarray, z: int, y: int, x: int) -> None:
-    slices = (wanted[z], wanted[:, :, x].T, wanted[:, y])
-    for found, slice_ in zip(views(browser), slices, strict=True):
-        differs = np.abs(np.array(found) - slice_.ravel() / 1000 * 255) > 2
-        assert differs.mean() < 0.15, differs.mean()  # under the cross and the label
-
-
-@IN_A_BROWSER
-def test_in_a_browser_a_click_in_one_view_moves_the_others(browser: Browser) -> None:
-    _, truth, _, restored = volume()
-    assert browser.value(AT) in ("108,12,29", "102,4,12", "103,4,12")
-    click(browser, 0, 22.5 / 40, 12.5 / 32)  # in the slice along z: row 12, column 22
-    click(browser, 1, 8.5 / 20, 12.5 / 32)  # in that along x: z 8, row 12
-    browser.until(AT, "108,12,29")
-    assert_shows(browser, restored, 8, 12, 22)
-    told = browser.value("document.querySelector('.volume > output').textContent")
-    assert told.startswith("z 108, y 12, x 29: original ") and "tapa: uncertainty 50" in told
-    press_button(browser, "original")
-    browser.until(SHOWN, "original")
-    assert_shows(browser, truth, 8, 12, 22)
-    click(browser, 2, 0.5 / 40, 0.5 / 20)  # in the slice along y: z 0, column 0
-    browser.until(AT, "100,12,7")
-    assert "not masked" in browser.value("document.querySelector('.volume > output').textContent")
-    browser.value("document.querySelectorAll('.orthogonal canvas')[0].focus()")
-    for key in ("ArrowRight", "ArrowRight", "ArrowUp", "PageDown", "ArrowLeft"):
-        browser.press(key)
-    browser.until(AT, "101,11,8")
-    label = browser.value("document.querySelectorAll('.orthogonal canvas')[0].getAttribute('aria-label')")
-    assert "original, slice z 101; cross at y 11, x 8" in label
-
-
-@IN_A_BROWSER
-def test_in_a_browser_the_window_narrows_and_the_mask_fills_the_views(browser: Browser) -> None:
-    mask = volume()[2]
-    click(browser, 2, 1.5 / 40, 0.5 / 20)  # in the slice along y: z 0, column 1
-    click(browser, 0, 1.5 / 40, 1.5 / 32)  # in that along z: row 1, so outside of the mask
-    browser.until(AT, "100,1,8")
-    # A window of a tenth of the range makes nearly all voxels of noise black or white.
-    middle = np.mean([0 < value < 255 for value in views(browser)[0]])
-    browser.value(
-        """(() => { const range = document.querySelector('.windowing input[aria-label=window]');
-        range.value = 25; range.dispatchEvent(new Event('input')); })()"""
-    )
-    assert middle > 0.8 > 0.4 > np.mean([0 < value < 255 for value in views(browser)[0]])
-    press_button(browser, "masked")
-    browser.until(SHOWN, "masked")
-    press_button(browser, "zoom to the mask")  # from outside of it
-    browser.until(AT, "103,4,12")
-    press_button(browser, "next region")
-    pressed = "[...document.querySelectorAll('.volume [aria-pressed=true]')].map((one) => one.textContent).join()"
-    browser.until(pressed, "masked,zoom to the mask")
-    assert mask[tuple(np.array(list(map(int, browser.value(AT).split(",")))) - [100, 0, 7])]
-    share = browser.value(  # of pixels that have the colour of holes
-        """(() => { const canvas = document.querySelector('.orthogonal canvas');
-        const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data; let count = 0;
-        for (let n = 0; n < data.length; n += 4) count += data[n] === 46 && data[n + 2] === 168;
-        return 4 * count / data.length; })()"""
-    )
-    assert share > 0.08  # of the whole slice it is less than .02
-    assert re.fullmatch(r"[\d.]+ µm", browser.value("document.querySelector('.ruler').textContent"))
-    for width in (1280, 500):
-        browser.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
-        browser.until("document.documentElement.scrollWidth", width)  # once the views are drawn anew
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_in_a_browser_a_click_in_one_view_moves_the_others(page: Path, tmp_path: Path) -> None:
+    with Browser(tmp_path / "profile") as browser:
+        browser.call("Emulation.setDeviceMetricsOverride", width=1280, height=900, deviceScaleFactor=1, mobile=False)
+        browser.open(page)
+        browser.until(SHOWN, "tapa")
+        click(browser, 0, 22.5 / 40, 12.5 / 32)  # in the slice along z: row 12, column 22
+        click(browser, 1, 8.5 / 20, 12.5 / 32)  # in that along x: z 8, row 12
+        browser.until(AT, "108,12,29")
+        told = browser.value("document.querySelector('.volume > output').textContent")
+        assert told.startswith("z 108, y 12, x 29: original ") and "tapa: uncertainty 50" in told
+        for width in (1280, 500):
+            size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+            browser.call("Emulation.setDeviceMetricsOverride", **size)
+            browser.until("document.documentElement.scrollWidth", width)  # once the views are drawn anew

@@ -65,6 +65,7 @@ def test_paths_follow_the_table(monkeypatch):
             assert takes_sycl("sycl", op, device, 0)
             assert not takes_sycl("torch", op, device, 2**40)
     assert not takes_sycl("auto", "l1_score", "xpu", 2**30, torch.int64)
+    assert not takes_sycl("sycl", "pack", "cpu", 2**30, torch.uint8)
     assert not takes_sycl("auto", "l1_score", "cuda", 2**30)
 
 

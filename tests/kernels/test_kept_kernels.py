@@ -193,22 +193,12 @@ def test_the_cache_is_set_before_torch_is_imported(words, sycl_on_cpu: SyclOps, 
 
 
 @pytest.mark.processes
-def test_a_selector_that_hides_the_cpu_is_named_and_torch_runs(sycl_on_cpu: SyclOps, tmp_path: Path) -> None:
-    """As Aurora's module sets it. With the CPU beside it kernels open, of the cache that others have filled."""
-
-    def ran(selector: str, *program: str) -> subprocess.CompletedProcess[str]:
-        words, environment = [sys.executable, *program], os.environ | {SELECTOR: selector}
-        return subprocess.run(words, env=environment, capture_output=True, text=True, check=False, cwd=tmp_path)
-
-    building = ("-m", "cocodiff", "kernels", "build", "--device", "cpu")
-    hidden, seen = ran(MODULES, *building), ran(f"{MODULES};opencl:cpu", *building)
+def test_a_selector_that_hides_the_cpu_is_named(sycl_on_cpu: SyclOps, tmp_path: Path) -> None:
+    """As Aurora's module sets it. With the CPU beside it kernels are built."""
+    words = [sys.executable, "-m", "cocodiff", "kernels", "build", "--device", "cpu"]
+    hidden, seen = (
+        subprocess.run(words, env=os.environ | {SELECTOR: selector}, capture_output=True, text=True, check=False)
+        for selector in (MODULES, f"{MODULES};opencl:cpu")
+    )
     assert (hidden.returncode, seen.returncode) == (2, 0), seen.stderr
     assert f"{SELECTOR}={MODULES}" in hidden.stderr.splitlines()[-1] and "opencl:cpu" in hidden.stderr.splitlines()[-1]
-    scoring = "import torch; from cocodiff.kernels import Kernels; v = torch.ones(1, 4096, 8, 64); "
-    scoring += "print(float(Kernels('auto').l1_score(v, 0 * v)[0][0, 0]))"
-    done = ran(MODULES, "-c", scoring)
-    assert (
-        done.stdout.splitlines()[-1].split() == ["512.0"]
-        and SELECTOR in done.stderr
-        and len(done.stderr.splitlines()) == 1
-    )

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from cocodiff_sycl.streams import Cut, most_bytes, stream_places
+from cocodiff_sycl.parts import Cut, most_bytes, stream_places
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_helpers import TORCH, forms, placed, quick, seeds

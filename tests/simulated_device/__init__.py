@@ -167,19 +167,23 @@ def devices(
     delayed: float = 0.0,
     delay_us: int = 2000,
     seed: int = 0,
+    wandering: str = "",
+    pitch_lost: bool = False,
     lines: str = "cocodiff",
 ) -> Iterator[Devices]:
     """So many devices; outside of it there are none, for whoever looks for an accelerator.
 
-    delayed: the part of the operations that start late, by up to `delay_us`, as `seed` says. lines: reports name the
-    lines of files whose path contains it; "" for none."""
+    delayed: the part of the operations that start late, by up to `delay_us`, as `seed` says. wandering: "always", or
+    "unless deterministic" (by `torch.backends.mkldnn.deterministic`): the last bits of matrix products, convolutions
+    and attention are others each time. pitch_lost: copies of strided tensors on a device are wrong. lines: reports name
+    the lines of files whose path contains it; "" for none."""
     _extension.set_device_count(count)
     found = Devices(count)
     for device in found:  # what threads of a run that failed have left since its devices went
         with contextlib.suppress(RuntimeError):
             _extension.synchronize(device.index)
     _extension.take_reports()
-    _extension.set(delayed, delay_us, seed, strict, lines)
+    _extension.set(delayed, delay_us, seed, strict, wandering, pitch_lost, lines)
     try:
         yield found
         for device in found:

@@ -211,6 +211,8 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   bool at_once = !non_blocking || !(is_ours(from) ? to : from).is_pinned();
   at::Tensor source = is_ours(from) ? on_host(from) : at_once ? from.clone() : from;
   at::Tensor target = is_ours(to) ? on_host(to) : to.detach();
+  if (settings().pitch_lost && is_ours(from) && is_ours(to) && source.dim() > 1 && !source.is_contiguous())
+    source = source.as_strided(source.sizes(), at::empty(source.sizes(), at::kMeta).strides(), source.storage_offset());
   launch(stream, "copy", uses, [source, target]() mutable { target.copy_(source); });
   if (at_once && !(is_ours(from) && is_ours(to)))
     synchronize(mark(stream));
@@ -260,6 +262,21 @@ std::vector<at::Tensor> tensors_in(const c10::IValue& value) {
 }
 
 using Values = std::vector<c10::IValue>;
+
+// Flips the lowest bit of some numbers of a product, others each time: as kernels that add up in any order.
+void wander(const std::string& op, const at::Tensor& x) {
+  static const std::set<std::string> products = {"aten::linear", "aten::matmul", "aten::mm", "aten::addmm", "aten::bmm",
+                                                 "aten::baddbmm", "aten::convolution",
+                                                 "aten::scaled_dot_product_attention"};
+  const std::string& when = settings().wandering;
+  bool deterministic = when != "always" && at::globalContext().deterministicMkldnn();
+  if (when.empty() || deterministic || !products.count(op) || !x.is_floating_point())
+    return;
+  static std::atomic<uint64_t> times{0};
+  auto draw = at::detail::createCPUGenerator(++times);
+  at::Tensor bits = x.view(x.element_size() == 2 ? at::kShort : x.element_size() == 4 ? at::kInt : at::kLong);
+  bits.bitwise_xor_(at::empty(x.sizes(), bits.options()).random_(0, 8, draw).eq(0).to(bits.scalar_type()));
+}
 
 Values with(const Values& values, const Change& change, c10::DeviceType instead) {
   Values made;
@@ -403,6 +420,8 @@ class Launch {
         for (size_t i = 0; i < into.size(); ++i)
           if (from[i].numel() || !into[i].numel())  // statistics that it was given the CPU's batch norm leaves out
             into[i].copy_(from[i]);
+        for (const at::Tensor& x : into)
+          wander(op.schema().name(), x);
       }
     });
     return results;
@@ -486,8 +505,9 @@ void launch_function(const c10::Stream& stream, const std::string& what, const s
   });
 }
 
-void set(double delayed, int delay_us, uint64_t seed, bool strict, const std::string& line_of) {
-  settings() = {delayed, delay_us, seed, strict, line_of};
+void set(double delayed, int delay_us, uint64_t seed, bool strict, const std::string& wandering, bool pitch_lost,
+         const std::string& line_of) {
+  settings() = {delayed, delay_us, seed, strict, wandering, pitch_lost, line_of};
 }
 
 }  // namespace

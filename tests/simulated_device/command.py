@@ -1,4 +1,5 @@
-"""The command line on a simulated device, which `--device auto` finds: `warm.forked(..., module=...)` runs this."""
+"""The command line on a simulated device, which `--device auto` finds: `warm.forked(..., module=...)` runs this. The
+environment variable WANDERING is that argument of `simulated_device.devices`."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ def on_a_device(program: Callable[[], int]) -> int:
     """The program's exit code, or 1 with the reports on stderr where accesses were without an order.
 
     Ranks that it forks have a device each, for nothing of it exists before a rank uses it; they leave by `os._exit`."""
-    with tempfile.TemporaryDirectory() as folder, simulated_device.devices(1, strict=True) as found:
+    how = {"strict": True, "wandering": os.environ.get("WANDERING", "")}
+    with tempfile.TemporaryDirectory() as folder, simulated_device.devices(1, **how) as found:
         leave, parent = os._exit, os.getpid()
 
         def leave_with_reports(code: int) -> None:
@@ -40,5 +42,5 @@ def on_a_device(program: Callable[[], int]) -> int:
 
 
 def main() -> int:
-    trials.SIDE = 64  # it computes on one core
+    trials.SIDE, trials.MOST["other"] = 64, (2, 150)  # it computes on one core
     return on_a_device(cli.main)

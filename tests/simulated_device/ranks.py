@@ -41,12 +41,22 @@ class NeverEnds(RuntimeError):
     """What a run would wait for without end."""
 
 
+class SentMessage(NamedTuple):
+    """members: of the group that carried it, as ranks."""
+
+    members: tuple[int, ...]
+    sender: int
+    receiver: int
+    size: int  # in bytes
+
+
 class Process:
     """What one rank's process has of the library."""
 
     def __init__(self, late_s: float, seed: int, each_alone: bool) -> None:
         """late_s: seconds that it may take to come to a batch, at random. each_alone: see above."""
-        self.together = 0  # all-to-alls that it has posted
+        self.sent: list[SentMessage] = []
+        self.together: list[tuple[tuple[int, ...], list[int]]] = []  # of its all-to-alls the ranks, and bytes to each
         self.posting, self.each_alone = threading.Lock(), each_alone
         self._late_s, self._random = late_s, random.Random(seed)
 
@@ -109,6 +119,8 @@ class _ProcessGroup:
 
     def _start(self, messages: list[_Message]) -> _Work:
         views = [(message, host_view(message.tensor)) for message in messages]
+        own, peers = self._ranks[self._index], [(self._ranks[m.group_peer], m) for m in messages if m.way == "send"]
+        self._process.sent += [SentMessage(self._ranks, own, peer, message.tensor.nbytes) for peer, message in peers]
 
         def exchange() -> None:
             for message, x in views:
@@ -132,7 +144,7 @@ class _ProcessGroup:
         if not all(recv_splits) or not all(send_splits):
             raise NeverEnds("an all-to-all with a size of zero")
         self.met = True
-        self._process.together += 1
+        self._process.together.append((self._ranks, send_splits))
         messages = [
             _Message(way, x, self, peer)
             for way, flat, splits in (("send", sent, send_splits), ("receive", received, recv_splits))
@@ -155,6 +167,9 @@ class _ProcessGroup:
                     self._world.take(self._mailbox(peer, self._index, other), self._ranks[peer])
                 except PeerLost as error:
                     raise NeverEnds(f"rank {self._ranks[self._index]} posts a {message.way}: {error}") from error
+
+    def one(self) -> Tensor:
+        return torch.ones(1, device=self._device)
 
     def all_reduce(self, x: Tensor) -> _Work:
         self.met = True
@@ -193,6 +208,10 @@ class _Library:
     def all_reduce(x: Tensor, group: _ProcessGroup, async_op: bool) -> _Work:
         assert async_op
         return group.all_reduce(x)
+
+    @staticmethod
+    def barrier(group: _ProcessGroup) -> None:
+        group.all_reduce(group.one()).done.synchronize()
 
 
 class SimulatedTransport(LoopbackTransport):

@@ -90,6 +90,8 @@ struct Settings {
   int delay_us = 0;        // at most
   uint64_t seed = 0;
   bool strict = false;     // memory is overwritten as soon as it is freed, not only when it is handed out again
+  std::string wandering;   // "always", or "unless deterministic": the last bits of products change when repeated
+  bool pitch_lost = false; // copies of rows with a pitch read them as if they had none
   std::string line_of;     // reports name the lines of files whose path contains this
 };
 

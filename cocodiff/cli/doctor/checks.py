@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from functools import partialmethod
 from pathlib import Path
 
-from cocodiff.cli.doctor.facts import LATE, REQUIRED, Facts, Issue, RankFacts, by_value, name_ranks
+from cocodiff.attention.trial import DeviceTrial
+from cocodiff.cli.doctor.facts import LATE, REQUIRED, Facts, Issue, RankFacts, by_value, name_ranks, planes_of, spelled
 from cocodiff.comm.connect import overlap_killers
 from cocodiff.comm.host import THROUGH_HOST
 from cocodiff.config.grouping import by_key
@@ -28,6 +29,7 @@ HIERARCHY = ("ZE_FLAT_DEVICE_HIERARCHY", "ZE_AFFINITY_MASK")  # decide what coun
 HIDDEN_LEAST = 0.5  # of the shorter of the two; an overlap that works hides nearly all
 GIB = 2**30
 LEAST_FREE = {"cpu": GIB // 4, "accelerator": 4 * GIB}  # the embedded model's run; a small one of a large model
+COSTLY = 1.05  # how many times as long products may take to give the same bits again, without a word
 # Of torch's allocator: oneCCL does not know memory that grows so ("invalid usm pointer type").
 EXPANDABLE = re.compile(r"PYTORCH_((XPU|CUDA)_)?ALLOC_CONF=.*expandable_segments\s*:\s*true", re.IGNORECASE)
 TAKEN = 0.1  # of a tile's memory that somebody else holds
@@ -267,22 +269,6 @@ def check_planes(facts: Facts, found: Findings) -> None:
     found.otherwise(NOTE, f"machine {machine.name} has planes {spelled([p.plane for p in places if not p.node])}")
 
 
-def spelled(planes: Sequence[int]) -> str:
-    """The tiles of each plane, as in CCL_TOPO_COLOR: {0,3},{1,2}. Numbers of planes carry no meaning but equality."""
-    groups = by_key((plane, tile) for tile, plane in enumerate(planes))
-    return ",".join("{" + ",".join(map(str, tiles)) + "}" for tiles in groups.values())
-
-
-def planes_of(color: str) -> tuple[int, ...]:
-    """The planes of a colouring like card:{0,1},{2,3};plane:{0,3},{1,2}. Raises ValueError for anything else."""
-    found = re.search(r"plane\s*:\s*((?:\{[\d,\s]+\}\s*,?\s*)+)", color)
-    groups = re.findall(r"\{([\d,\s]+)\}", found[1]) if found else []
-    plane_of = {int(tile): plane for plane, group in enumerate(groups) for tile in group.split(",") if tile.strip()}
-    if not plane_of or sorted(plane_of) != list(range(len(plane_of))):
-        raise ValueError(f"{color!r} names no plane for each of the tiles from 0")
-    return tuple(plane_of[tile] for tile in range(len(plane_of)))
-
-
 def check_alltoall(facts: Facts, found: Findings) -> None:
     """Numbers that arrive as they were sent."""
     trials = facts.alltoalls
@@ -300,6 +286,29 @@ def check_alltoall(facts: Facts, found: Findings) -> None:
         found.good(f"{len(trials)} trials right ({dtypes}, up to {most})")
     else:
         found.note("one rank: no messages")
+
+
+def check_messages(facts: Facts, found: Findings) -> None:
+    """Compare how a device's library takes a batch with what `messages` is, and tell what CCL_OP_SYNC changes."""
+    used = facts.messages if facts.messages != "auto" else "alltoall" if facts.one_by_one else "batch"
+    for trial, (reports, said) in (("a batch", facts.pair), ("the other CCL_OP_SYNC", facts.op_sync)):
+        if said and not reports:
+            found.note(f"{trial} could not be tried, {used} is used: {said[0]}")
+    if reports := facts.pair[0]:
+        needed, ends = ("batch", "ends") if reports[1:] == [[]] else ("alltoall", "does not end")
+        text = (
+            f"a batch that both ranks begin with a send {ends}: --messages {needed} fits this library, {used} is used"
+        )
+        contradicted = used != needed and facts.messages != "alltoall"
+        found.add(WARNING if contradicted else GOOD, text, f"--messages {needed}")
+    own_ms, own = sum(trial.seconds for trial in facts.alltoalls) * 1e3, facts.overlap
+    for (other, verdict), (_, seconds), (_, hidden) in map(dict.items, facts.op_sync[0]):
+        text = f"all-to-alls with {other}: {verdict}, {seconds * 1e3:.1f} ms, {hidden:.0%} hidden"
+        text += f"; as it is {own_ms:.1f} ms, {own.hidden if own else 0:.0%} hidden"
+        text += " (FAST=1 heeds this, docs/aurora.md)" if other.endswith("0") else ""
+        mends = verdict == "right" and any(trial.wrong for trial in facts.alltoalls)
+        found.add(WARNING if mends else GOOD, text, f"export {other}")
+    found.otherwise(NOTE, "no library of a device carries them")
 
 
 def check_overlap(facts: Facts, found: Findings) -> None:
@@ -427,6 +436,26 @@ def check_kernels(facts: Facts, found: Findings) -> None:
     found.otherwise(NOTE, "torch's operations on the CPU: nothing to compare them with")
 
 
+def check_computing(facts: Facts, found: Findings) -> None:
+    """Attention, strided copies and repeated operations of every rank's device."""
+    tried, right = [(one.device_trial, one.rank) for one in facts.ranks if one.device_trial], ""
+    for some in by_key(((one.copies, one.wandering, one.error > 1), (one, rank)) for one, rank in tried).values():
+        trials, ranks = zip(*some, strict=True)
+        trial = DeviceTrial.merged(trials)
+        text = f"{trial} on {name_ranks(ranks)}"
+        if trial.copies:
+            found.fault(text, "use a newer driver, or --device cpu")
+        elif trial.error > 1 or trial.wandering:
+            found.warning(text, "use another torch or driver: runs are slower, or differ in their last bits")
+        else:
+            right = text
+    if right:
+        found.otherwise(GOOD, right)
+    cost = max((rank.deterministic_cost for rank in facts.ranks if not rank.on_cpu), default=1.0)
+    if cost > COSTLY:
+        found.note(f"products in one order take {cost:.2f} times as long: --no_deterministic does without")
+
+
 def _difference(trial: KernelTrial) -> str:
     told = "equal" if trial.difference == 0 else f"differs by up to {trial.difference:.2g}"
     return f"{told} ({trial.wrong})" if trial.wrong else told
@@ -441,6 +470,7 @@ CHECKS: dict[str, Callable[[Facts, Findings], None]] = {
     "nics": check_nics,
     "planes": check_planes,
     "all-to-all": check_alltoall,
+    "messages": check_messages,
     "overlap": check_overlap,
     "order": check_order,
     "host": check_host,
@@ -448,6 +478,7 @@ CHECKS: dict[str, Callable[[Facts, Findings], None]] = {
     "memory": check_memory,
     "sycl": check_sycl,
     "kernels": check_kernels,
+    "computing": check_computing,
 }
 
 

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from cocodiff import __version__
-from cocodiff.comm.launch import Launch
+from cocodiff.comm.launch import Launch, detect, find_mpiexec, python_words, without_launcher
 from cocodiff.config.config import load_machine
 from cocodiff.config.errors import OwnRankError, PeerLost, UserError
 from cocodiff.jobs.folder import OutputFolder
@@ -32,19 +33,21 @@ from cocodiff.jobs.options import (
     parse,
     with_settings,
 )
-from cocodiff.jobs.ranks import run_holding, settle
+from cocodiff.jobs.ranks import run_holding, run_ranks, settle
 from cocodiff.jobs.record import write_document
 from cocodiff.jobs.terminal import say
 
 if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are forked
     from cocodiff.cli.doctor.checks import Finding
-    from cocodiff.cli.doctor.facts import Facts
+    from cocodiff.cli.doctor.facts import Apart, Facts
     from cocodiff.config.machine import Topology
 
 FILE = "doctor.json"
 SAFE = "or oneCCL's safe mode (SAFE=1, docs/aurora.md)"
 REMEDY = f"try another --transport, {SAFE}; a slow machine needs a larger --patience_s"
 COMPILE_REMEDY = "run without them (--kernels torch); a slow compiler needs a larger --compile_s"
+PAIR_S = 10.0  # for two messages between ranks that have met
+REPORT = "doctor's report: "  # begins a line of a trial in a job of its own
 OPTIONS = (
     RANKS,
     Option("model", "say whether this one fits: a name in configs/models, a .yaml file, or a folder"),
@@ -131,11 +134,15 @@ def gather(values: dict[str, Any], launch: Launch, transport: Any) -> Facts:
             sycl_path(transport.device, path)
     with step("reading this rank's facts"):
         own = gather_rank(transport, launch, values["kernels"], look_at_host=launch.local_rank == 0)
+    with step("attention, copies and products of the device"):
+        trial, cost = trials.compute(transport.device, transport.size, *shape_of(values))
+        own = replace(own, device_trial=trial, deterministic_cost=cost)
     if transport.size == 1:
         return Facts([own], topology, needed=needed(values, topology, transport))
     try:
         with step("waiting for the nodes' SYCL kernels", compile_s + usual_s, COMPILE_REMEDY):
             transport.values_of_all(None, "SYCL kernels")
+        pair = ask("pair", transport, launch, values)
         with step("making a group of all ranks"):
             group = transport.group(range(transport.size), TOGETHER[values["messages"]])
             group.barrier()
@@ -147,9 +154,11 @@ def gather(values: dict[str, Any], launch: Launch, transport: Any) -> Facts:
         with step("messages beside other work"):
             overlap = trials.overlap(transport, group)
         issues = trials.issues(transport, group, step)
+        op_sync = ask("op_sync", transport, launch, values)
     except (PeerLost, OwnRankError) as error:
         return Facts([own], topology, stopped=str(error))
-    return Facts(ranks, topology, alltoalls, overlap, order, issues, needed(values, topology, transport))
+    asked = {"messages": values["messages"], "one_by_one": transport.one_by_one, "pair": pair, "op_sync": op_sync}
+    return Facts(ranks, topology, alltoalls, overlap, order, issues, needed(values, topology, transport), **asked)
 
 
 @contextmanager
@@ -174,19 +183,73 @@ def patience(seconds: float, rank: int, health: Any, what: str, remedy: str = RE
         timer.cancel()
 
 
+def shape_of(values: dict[str, Any]) -> tuple[int, int, int]:
+    """Return heads, their size and the tokens of --model; without one those of an image of 1024 x 1024 in FLUX.1."""
+    from cocodiff.jobs.model_shapes import load_shape
+
+    shape = load_shape(values["model"] or "flux.1")
+    return shape.heads, shape.head_dim, sum(one.tokens for one in shape.segments(values["size"]))
+
+
 def needed(values: dict[str, Any], topology: Topology, transport: Any) -> int | None:
     """Bytes of the fullest rank for --model at an exact preset; None without one."""
     if not values["model"] or transport.rank:
         return None
-    from cocodiff.engine.assemble import AttentionWork
+    from cocodiff.config.config import Config
     from cocodiff.jobs.model_shapes import load_shape
-    from cocodiff.planner.memory import Load, size_run
-    from cocodiff.planner.placement import choose
+    from cocodiff.planner.case import Case
+    from cocodiff.planner.memory import fullest
 
     shape = load_shape(values["model"])
-    load = Load(shape.segments(values["size"]), values["batch"] * shape.rows_per_image)
-    mesh = choose(topology, AttentionWork(shape.heads, shape.head_dim))
-    return max(need.total for need in size_run(shape, topology, load, mesh))
+    call = shape.segments(values["size"]), values["batch"] * shape.rows_per_image
+    return fullest(Case(shape, topology, Config(), *call)).total
+
+
+# Trials in jobs of their own, whose ranks may hang or have another value of a variable --------------------------------
+
+
+def ask(trial: str, transport: Any, launch: Launch, values: dict[str, Any]) -> Apart:
+    """Run a trial on the same tiles, in a job that rank 0 starts as this one was started, while all ranks wait. Return
+    its answer on rank 0; an empty one on others, and where no library that the trial is about carries messages.
+
+    trial: "pair", of two ranks; "op_sync", of all ranks, or of this node's where no mpiexec starts them."""
+    if not transport.one_thread or (trial == "op_sync" and transport.library not in ("xccl", "ccl")):
+        return [], []
+    by_mpi, local, output = launch.kind == "mpi", launch.local_size or transport.size, b""
+    ranks = 2 if trial == "pair" else transport.size if by_mpi else local
+    given = (trial, None if by_mpi else ranks, values | {"transport": transport.library})
+    words = python_words(f"from cocodiff.cli.doctor import command; sys.exit(command.answer(*{given!r}))")
+    pals = ["--pmi=pmix", "--envall"] if "PALS_RANKID" in os.environ else []
+    start = [find_mpiexec() or "", *pals, "-n", str(ranks), "--ppn", str(min(ranks, local))] if by_mpi else []
+    environment = without_launcher(os.environ) | {"COCODIFF_RANKS": str(ranks)}
+    if trial == "op_sync":  # oneCCL reads it once
+        environment["CCL_OP_SYNC"] = "0" if os.environ.get("CCL_OP_SYNC", "0") != "0" else "1"
+    limit_s = values["patience_s"]
+    with patience(2 * limit_s, transport.rank, transport.health, f"a job of its own, {trial}"):
+        if transport.rank == 0:
+            run: Any = partial(subprocess.run, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            try:
+                output = run([*start, *words], timeout=limit_s).stdout
+            except (OSError, subprocess.TimeoutExpired) as error:
+                output = getattr(error, "strerror", f"no end within {limit_s:g} s").encode()
+        transport.values_of_all(None, trial)
+    lines = [line.partition(REPORT) for line in output.decode(errors="replace").strip().splitlines()]
+    return [json.loads(told) for _, found, told in lines if found], [line for line, found, _ in lines if not found][-1:]
+
+
+def answer(trial: str, ranks: int | None, values: dict[str, Any]) -> int:
+    """Run a trial on this job's ranks, which mpiexec has started unless `ranks` says how many to fork."""
+    from cocodiff.cli.doctor import trials
+
+    def work(transport: Any) -> None:
+        limit_s = PAIR_S if trial == "pair" else values["patience_s"] / 2  # what is killed later may stay on its tiles
+        limit = partial(patience, limit_s, transport.rank, transport.health)
+        for found in getattr(trials, f"report_{trial}")(transport, limit, values["messages"]):
+            if transport.rank == 0:
+                print(f"{REPORT}{json.dumps(found)}", flush=True)
+
+    config = engine_record()(**{name: values[name] for name in ("device", "transport", "timeout_s")})
+    return run_ranks(ranks, Launch() if ranks else detect(), config, {}, work)
 
 
 # Results --------------------------------------------------------------------------------------------------------------
@@ -217,6 +280,8 @@ def write(
         "issues": [asdict(issue) | {"blocks": issue.blocks} for issue in facts.issues],
         "blocked_us": facts.blocked_us,
         "needed_bytes": facts.needed,
+        "pair": facts.pair,
+        "op_sync": facts.op_sync,
     }
     document = {"schema": 1, "cocodiff": __version__, "healthy": healthy, "findings": [*map(asdict, findings)]}
     write_document(folder, FILE, document | {"facts": known}, values)

@@ -20,6 +20,7 @@ import torch
 from cocodiff_sycl.build import keep_remedy
 
 from cocodiff.attention.sums import TRIED, kernel_of
+from cocodiff.attention.trial import DeviceTrial
 from cocodiff.comm.launch import Launch, emulated, system_mpiexec
 from cocodiff.comm.mpi_start import lacking_shared_memory
 from cocodiff.config.grouping import by_key
@@ -51,6 +52,7 @@ for name in sys.argv[1:]:
         sys.modules[name] = None
     print(f"\\n{name}\\t{failed}", flush=True)
 """
+Apart = tuple[list[Any], list[str]]  # of a trial in a job of its own: its reports, and the last line that is none
 BLOCKED_S = 2e-5  # of the host, for a message: a library that only queues it takes less
 PACKAGES = (
     *("cocodiff", "torch", "diffusers", "transformers", "safetensors", "numpy", "mpi4py"),
@@ -131,6 +133,8 @@ class RankFacts:
     drawback: str = ""
     no_shared_memory: str = ""
     sums: dict[str, str] = field(default_factory=dict)
+    device_trial: DeviceTrial | None = None  # attention, copies and repeated products at the run's shape
+    deterministic_cost: float = 1.0  # how many times as long products take that add up in one order
     unimported: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -196,6 +200,10 @@ class Facts:
     issues: Sequence[Issue] = ()
     needed: int | None = None
     stopped: str = ""
+    messages: str = "auto"  # the setting
+    one_by_one: bool = False  # whether messages of a batch are believed to wait for each other, see `LaneOwner`
+    pair: Apart = ([], [])  # of a batch of two messages, see `trials.report_pair`
+    op_sync: Apart = ([], [])  # with the other value of CCL_OP_SYNC, see `trials.report_op_sync`
 
     @property
     def blocked_us(self) -> float:
@@ -403,3 +411,19 @@ def loaded_mpi() -> str:
     """The path of the MPI library that this process has loaded, "" where it has not."""
     found = re.search(r"\S*/libmpi\.so\S*", read(Path("/proc/self/maps")))
     return found[0] if found else ""
+
+
+def spelled(planes: Sequence[int]) -> str:
+    """The tiles of each plane, as in CCL_TOPO_COLOR: {0,3},{1,2}. Numbers of planes carry no meaning but equality."""
+    groups = by_key((plane, tile) for tile, plane in enumerate(planes))
+    return ",".join("{" + ",".join(map(str, tiles)) + "}" for tiles in groups.values())
+
+
+def planes_of(color: str) -> tuple[int, ...]:
+    """The planes of a colouring like card:{0,1},{2,3};plane:{0,3},{1,2}. Raises ValueError for anything else."""
+    found = re.search(r"plane\s*:\s*((?:\{[\d,\s]+\}\s*,?\s*)+)", color)
+    groups = re.findall(r"\{([\d,\s]+)\}", found[1]) if found else []
+    plane_of = {int(tile): plane for plane, group in enumerate(groups) for tile in group.split(",") if tile.strip()}
+    if not plane_of or sorted(plane_of) != list(range(len(plane_of))):
+        raise ValueError(f"{color!r} names no plane for each of the tiles from 0")
+    return tuple(plane_of[tile] for tile in range(len(plane_of)))

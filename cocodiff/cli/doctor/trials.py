@@ -3,20 +3,25 @@ busy, how long calls that send and receive hold the host."""
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cocodiff.attention.local import LocalAttention
+from cocodiff.attention.trial import DeviceTrial, Shape, try_device
 from cocodiff.cli.doctor.facts import AllToAll, Issue, Overlap
 from cocodiff.comm.checked import CheckedGroup, WrongMessage
 from cocodiff.comm.health import Health
-from cocodiff.comm.transport import Group, Pending, Transport
+from cocodiff.comm.transport import TOGETHER, Group, Pending, Transport
 from cocodiff.config.errors import OwnRankError
+from cocodiff.kernels import Kernels
+from cocodiff.kernels.device import set_repeatable
 
 Step = Callable[[str], AbstractContextManager[Any]]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
@@ -25,6 +30,7 @@ AT_ONCE = 12  # calls under way: as many as a block of a model with guidance and
 SIDE = 2048  # of the matrices that keep an accelerator busy
 # Bytes to each peer: on a CPU all ranks' messages pass through one memory.
 SIZES = {"cpu": (64, 4096, 65536), "other": (64, 4096, 262144, 4 * 2**20)}
+MOST = {"cpu": (4, 577), "other": (2**10, 2**20)}  # heads and tokens of attention
 MOST_RANKS = 96  # that send to all others in a trial; of more ranks each sends to a sample
 NEAR = 12  # ranks that sit side by side are all in the sample: those of a node of Aurora, with all kinds of its links
 COPIES = 5  # of a message: sent, received, expected, and the two buffers of a library's all-to-all
@@ -164,6 +170,18 @@ def work_of(device: torch.device, seconds: float) -> Callable[[], Any]:
     """Work of about `seconds` that needs no messages."""
     if device.type == "cpu":
         return lambda: time.sleep(seconds)
+    a, once_s = torch.ones(SIDE, SIDE, device=device, dtype=torch.bfloat16), product_s(device)
+    times = max(1, round(seconds / once_s))
+
+    def multiply() -> None:
+        for _ in range(times):
+            a @ a
+
+    return multiply
+
+
+def product_s(device: torch.device) -> float:
+    """Return the seconds that a product of large matrices takes, the mean of ten."""
     a = torch.ones(SIDE, SIDE, device=device, dtype=torch.bfloat16)
     a @ a
     synchronise(device)
@@ -171,13 +189,7 @@ def work_of(device: torch.device, seconds: float) -> Callable[[], Any]:
     for _ in range(10):
         a @ a
     synchronise(device)
-    times = max(1, round(seconds / ((time.perf_counter() - started) / 10)))
-
-    def multiply() -> None:
-        for _ in range(times):
-            a @ a
-
-    return multiply
+    return (time.perf_counter() - started) / 10
 
 
 def order(transport: Transport, group: Group) -> int | None:
@@ -263,6 +275,43 @@ def issues(transport: Transport, group: Group, step: Step = nullcontext) -> list
     return found
 
 
+def compute(device: torch.device, ranks: int, heads: int, head_dim: int, tokens: int) -> tuple[DeviceTrial, float]:
+    """Try this rank's device at a run's shape, a CPU at a smaller one. Return the trial, and how many times as long
+    products take that add up in one order."""
+    heads, tokens = map(min, (heads, tokens), of_device(MOST, device))
+    own, rows = -(-heads // ranks), -(-tokens // ranks)
+    shape, seconds = Shape((1, tokens, own, head_dim), (rows, heads * head_dim), torch.bfloat16, parts=True), [1.0, 1.0]
+    with ExitStack() as as_before:
+        for in_one_order in (False, True) if device.type != "cpu" else ():
+            as_before.callback(set_repeatable(device, in_one_order))
+            seconds.append(product_s(device))
+        return try_device(LocalAttention(), shape, device, Kernels()), seconds[-1] / seconds[-2]
+
+
 def synchronise(device: torch.device) -> None:
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)
+
+
+# In a job of its own: each yields what it reports ---------------------------------------------------------------------
+
+
+def report_pair(transport: Any, limit: Step, _: str) -> Iterator[Any]:
+    """Two ranks exchange a message in a batch whose send comes first on both: that they have met, and then what is
+    wrong with what came."""
+    group = transport.group(range(2), together=False)
+    group.in_one_order = False
+    yield "met"
+    with limit("a batch that both ranks begin with a send"):
+        wrong = _order_once(transport, group, None, 0)
+    yield wrong
+
+
+def report_op_sync(transport: Transport, limit: Step, messages: str) -> Iterator[Any]:
+    """Yield what is wrong with all-to-alls, the seconds that all take, and the part of one hidden behind other work."""
+    with limit("all-to-alls with another CCL_OP_SYNC"):
+        group = transport.group(range(transport.size), TOGETHER[messages])
+        found, hidden = all_to_alls(transport, group), overlap(transport, group).hidden
+    wrong = next((one.wrong[0] for one in found if one.wrong), "right")
+    seconds = sum(one.seconds for one in found)
+    yield {f"CCL_OP_SYNC={os.environ['CCL_OP_SYNC']}": wrong, "seconds": seconds, "hidden": hidden}

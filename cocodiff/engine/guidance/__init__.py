@@ -7,7 +7,8 @@ each; the parts take them in turns. A call that is the other part's returns at o
 values when these are asked for (`parts.Awaited`), so that nothing depends on what a pipeline does between the calls.
 
 The first step of sequential guidance is computed by each part on its own ranks. In the engine's first image both parts
-compute all of its calls: they tell how many calls a step has and what the model returns. Later steps go by the step
+compute all of its calls: they tell how many calls a step has and what the model returns. Both go on with the output of
+the part that keeps the branch, for products that are repeated may have other last bits. Later steps go by the step
 before: where the second call no longer comes, or has just begun to come, all ranks compute the calls together until the
 next step shows another number. The images before it decide who computes an image's first step, but not its bits.
 
@@ -32,6 +33,6 @@ class Sharing(Enum):
     """Who computes a call of the model."""
 
     TOGETHER = "all ranks, as one sequence"
-    ALIKE = "both parts, each as if it were alone"
+    ALIKE = "both parts, and one of them sends the result"
     ROWS = "each part its half of the batch"
     CALLS = "one of the parts, for both"

@@ -76,13 +76,15 @@ class GuidanceParts:
             Tensor, lambda _: torch.cat(next(pairs) if self.number == 0 else next(pairs)[::-1]), output
         )
 
-    def send(self, output: Any, failed: bool = False) -> None:
-        """Starts sending a call's result to the other part. What the caller does to it afterwards changes nothing."""
+    def send(self, output: Any, failed: bool = False) -> Any:
+        """Starts sending a call's result to the other part, and returns it. What the caller does to it afterwards
+        changes nothing."""
         self._next += 1
         self._post_receives()
         copies = self._message(tree_map_only(Tensor, torch.clone, output), failed)
         self._begin(copies)
         self._sent.append(self._lane.submit(self._pass, "send the output", copies, []))
+        return output
 
     def awaited(self, like: Any) -> Any:
         """The result of a call that the other part computes, with tensors that wait for their values when asked. These
@@ -113,11 +115,11 @@ class GuidanceParts:
         model returns for such calls, None where that is not known yet."""
         if like is None:
             return
-        nothing = self._without_values(like)
         if sharing is Sharing.ROWS:
-            self._sent.append(self._exchange_halves(self._message(nothing, failed=True))[1])
+            nothing = self._message(self._without_values(like), failed=True)
+            self._sent.append(self._exchange_halves(nothing)[1])
         else:
-            self.send(nothing, failed=True)
+            self._calls = max(self._calls, self._next + 1)  # with the call that failed
             self._make_up(like)
 
     def drain(self) -> None:

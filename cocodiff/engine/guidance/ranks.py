@@ -144,9 +144,9 @@ class GuidedRanks:
 
     def compute(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The model's forward, or what stands in its place on ranks that do not compute this call."""
-        parts = self._split() if self.sharing in (Sharing.ROWS, Sharing.CALLS) else None
+        parts = None if self.sharing is Sharing.TOGETHER else self._split()
         like = self._rule.outputs.get(self._form)
-        if parts is not None and not self.own:
+        if parts is not None and self.sharing is Sharing.CALLS and not self.own:
             return parts.awaited(like)
         try:
             output = forward(*args, **kwargs)
@@ -159,8 +159,11 @@ class GuidedRanks:
             return output
         if self.sharing is Sharing.ROWS:
             return parts.all_rows(output)
-        parts.send(output)
-        return output
+        # Both parts go on with the same bits, also where products that are repeated have others.
+        found = parts.send(output) if self.own else parts.awaited(output)
+        if self.sharing is Sharing.ALIKE:  # all ranks compare the next call: no message may keep one of them waiting
+            parts.drain()
+        return found
 
     def comparing(self, branch: int) -> Transport | None:
         """The ranks that compare what they call with; None where this one does not. A part that does not compute a call

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -255,6 +256,7 @@ def open_session(prepared: Prepared, transport: Any) -> Session:
     """The model, its engines and the folder of results; returns when all ranks are ready."""
     from cocodiff.engine.engine import Engine
     from cocodiff.engine.guidance import PARTS
+    from cocodiff.kernels.device import set_repeatable
 
     # Alone, the process that ranks are forked from does so, when none of them writes any more.
     if detect().kind != "alone":
@@ -266,6 +268,7 @@ def open_session(prepared: Prepared, transport: Any) -> Session:
     wanted = {config.split for config in modes.values()}
     alike = wanted.pop() if len(wanted) == 1 else None  # else each engine splits and joins them for itself
     parts = PARTS if any(config.guidance_parallel == PARTS for config in modes.values()) else 1
+    set_repeatable(transport.device, all(config.deterministic for config in modes.values()))  # for encoders as well
     split = None if alike is None else replica.splits_weights(alike, parts)
     model = load_requested(prepared.request, prepared.values["dtype"], transport, split)
     engines = Engines(modes, lambda config: Engine(model.pipe, config, replica.transport))
@@ -291,11 +294,14 @@ def finish(
     transport = session.replica.whole
     own = {mode: {**engine.trace.record(), "rank": transport.rank} for mode, engine in session.engines.items()}
     gathered = transport.gather_object(own) or []
+    tried = [f"{mode}: {engine.device_trial}" for mode, engine in session.engines.items() if engine.device_trial]
+    trials = transport.gather_object(tried) or []
     if session.folder is not None:
+        records = {**(records or {}), "devices": sorted({*chain(*trials)})}  # replicas may have different ones
         # settings that were tried by some replicas alone have no engine on others
         of_ranks = {mode: [of[mode] for of in gathered if mode in of] for mode in session.engines.modes}
         save_traces(session.folder / "trace.json", {mode: records for mode, records in of_ranks.items() if records})
-        _write_results(session, session.folder, done, records or {}, told, report)
+        _write_results(session, session.folder, done, records, told, report)
     transport.broadcast_object(None)
 
 
@@ -323,6 +329,7 @@ def _write_results(
         "seed": str(values["seed"]),
         **({"samples": str(values["samples"])} if values.get("samples", 1) > 1 else {}),
         **({"hidden regions": "; ".join(verdicts)} if verdicts else {}),
+        **({"devices": "; ".join(records["devices"])} if records["devices"] else {}),
         "cocodiff": __version__,
     }
     write_report(folder / "report.html", document, facts=facts, **report)

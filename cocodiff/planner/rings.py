@@ -1,0 +1,194 @@
+"""The traffic of rings and of chunks in an attention call: bytes over which links, and the seconds of attention that
+hide it. Pure arithmetic (StreamFusion, sections 4.2 and 4.3, appendix D).
+
+Every link carries its bytes at the machine file's rate and the fullest link sets the pace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from cocodiff.attention.ring import LAG
+from cocodiff.attention.streaming import head_runs
+from cocodiff.engine.assemble import AttentionWork
+from cocodiff.planner.traffic import Traffic, Wires
+from cocodiff.topology.axes import Mesh
+from cocodiff.topology.layout import Layout
+from cocodiff.topology.routes.chunks import chunk_ranks
+from cocodiff.topology.routes.rounds import CARD, LEVELS, NODE, TILE, rounds_of
+
+SUM_BYTES = 4  # of the log of a sum, which a part has for each token and head
+
+Levels = tuple[int, ...]
+Seconds = Callable[[float], float]  # of attention to all keys of a call, by those of attention to one group's
+
+
+class Ring(NamedTuple):
+    """The messages of a call in all rings of a mesh."""
+
+    messages: Sequence[Traffic]
+    seconds: Seconds
+    moves_s: Sequence[float] = ()  # of every move, where keys go round
+
+
+def ring_of(mesh: Mesh, layouts: Sequence[Layout], work: AttentionWork, message_s: float) -> Ring:
+    """Return what goes round; nothing where there is one group. message_s: what a step of messages takes at least."""
+    return OF_KINDS[mesh.kind](mesh, layouts, work, Wires(mesh.topology), message_s)
+
+
+def around(
+    mesh: Mesh, layouts: Sequence[Layout], cell: int, wires: Wires, message_s: float, along: Levels = LEVELS
+) -> tuple[Traffic, tuple[float, ...]]:
+    """Return what goes round a ring in a call, and the seconds of every move. Moves along one level (tile, card or
+    node) take the same links; each is given the time of the level's largest blocks. cell: bytes of a block for one
+    token and head. along: the levels along which blocks go."""
+    messages, of_level = Traffic(wires), [Traffic(wires) for _ in LEVELS]
+    rows_G, ranks_GU = np.array([sum(layout.rows) for layout in layouts]), np.array(mesh.groups)
+    every, grids = range(mesh.ring), rounds_of(mesh, along)
+    for slot, grid in enumerate(grids):
+        sizes_MG = layouts[0].heads[slot] * cell * rows_G[grid.blocks_at_hand(every)[:-1]]
+        for level in LEVELS:
+            chosen_MG = sizes_MG[grid.levels_M == level]
+            if len(chosen_MG):
+                pair = ranks_GU[:, slot], ranks_GU[grid.neighbours(every, level, 1), slot]
+                messages.send(*pair, grid.rounds * chosen_MG.sum(0))
+                of_level[level].send(*pair, chosen_MG.max(0))
+    seconds = [traffic.seconds() + message_s for traffic in of_level]
+    return messages, tuple(seconds[level] for level in grids[0].levels_M)
+
+
+def key_ring(mesh: Mesh, layouts: Sequence[Layout], work: AttentionWork, wires: Wires, message_s: float) -> Ring:
+    messages, moves_s = around(mesh, layouts, 2 * work.cell, wires, message_s)
+    return Ring([messages], partial(key_seconds, moves_s), moves_s)
+
+
+def key_seconds(moves_s: Sequence[float], a_block: float) -> float:
+    """Return the seconds of attention to all blocks of keys, each of which travels behind the one before."""
+    return sum(max(a_block, move_s) for move_s in moves_s) + a_block
+
+
+def token_ring(mesh: Mesh, layouts: Sequence[Layout], work: AttentionWork, wires: Wires, message_s: float) -> Ring:
+    queries, queries_s = around(mesh, layouts, work.cell, wires, message_s, (CARD, TILE))
+    keys, keys_s = around(mesh, layouts, 2 * work.cell, wires, message_s, (NODE,))
+    rows_G, ranks_GU = np.array([sum(layout.rows) for layout in layouts]), np.array(mesh.groups)
+    cell, every, grids = work.cell + SUM_BYTES * work.batch, range(mesh.ring), rounds_of(mesh, (CARD, TILE))
+    parts, steps = Traffic(wires), [Traffic(wires) for _ in range(mesh.ring)]
+    for slot, grid in enumerate(grids):
+        for step, owners_G in zip(steps, grid.blocks_at_hand(every), strict=False):
+            pair, sizes_G = (ranks_GU[:, slot], ranks_GU[owners_G, slot]), layouts[0].heads[slot] * cell * rows_G
+            step.send(*pair, sizes_G[owners_G])
+            parts.send(*pair, grid.rounds * sizes_G[owners_G])
+    parts_s = [0.0, *(step.seconds() + message_s for step in steps[1:])]
+    return Ring([queries, parts, keys], partial(token_seconds, (*queries_s, 0.0), parts_s, keys_s))
+
+
+def token_seconds(
+    queries_s: Sequence[float], parts_s: Sequence[float], keys_s: Sequence[float], a_block: float
+) -> float:
+    """Return the seconds of a token ring, in the order of `TokenRing`: what comes of a step leaves with the next one
+    and may be LAG steps late. queries_s, parts_s: of the queries that go on on every node and of what comes back, by
+    step; keys_s: of keys and values that go on between nodes."""
+    at, part_s, arrivals = 0.0, 0.0, [0.0] * (LAG + 1)
+    for key_s in (*keys_s, 0.0):
+        began = at
+        for query_s, next_s in zip(queries_s, parts_s, strict=False):
+            if part_s:
+                arrivals.append(at + part_s)
+            at, part_s = max(at + max(a_block, query_s), arrivals[-1 - LAG]), next_s
+        at = max(at, began + key_s)
+    return max(at + part_s, *arrivals)
+
+
+def streaming(mesh: Mesh, layouts: Sequence[Layout], work: AttentionWork, wires: Wires, message_s: float) -> Ring:
+    rows_G, ranks_GU = np.array([sum(layout.rows) for layout in layouts]), np.array(mesh.groups)
+    gather, reduce, cross = (Traffic(wires) for _ in range(3))
+    part_cell = work.cell + SUM_BYTES * work.batch
+    for slot, grid in enumerate(rounds_of(mesh)):
+        heads, members_NM = layouts[0].heads[slot], np.array(grid.members).reshape(grid.shape[0], -1)
+        ranks_NM = ranks_GU[members_NM, slot]
+        rows_NM = rows_G[members_NM]
+        for step in range(1, ranks_NM.shape[1]):  # to each other rank of the node, with all nodes' queries
+            peers_NM, sizes_M = np.roll(ranks_NM, step, 1), heads * rows_NM.sum(0)
+            gather.send(ranks_NM.ravel(), peers_NM.ravel(), np.tile(work.cell * sizes_M, len(ranks_NM)))
+            reduce.send(ranks_NM.ravel(), peers_NM.ravel(), np.tile(part_cell * np.roll(sizes_M, step), len(ranks_NM)))
+        for step in range(1, len(ranks_NM)):
+            peers_NM = np.roll(ranks_NM, step, 0)
+            cross.send(ranks_NM.ravel(), peers_NM.ravel(), (heads * work.cell * rows_NM).ravel())
+            cross.send(ranks_NM.ravel(), peers_NM.ravel(), (heads * part_cell * np.roll(rows_NM, step, 0)).ravel())
+    nodes, within = ranks_NM.shape
+    pieces = nodes * head_runs(nodes, min(layouts[0].heads))
+    gather_s, reduce_s = ((one.seconds() / pieces + message_s) * (within > 1) for one in (gather, reduce))
+    cross_s = (cross.seconds() / 2 / pieces + message_s) * (nodes > 1)
+    seconds = partial(stream_seconds, mesh.ring / pieces, pieces, gather_s, reduce_s, cross_s)
+    return Ring([gather, reduce, cross], seconds)
+
+
+def stream_seconds(
+    blocks: float, pieces: int, gather_s: float, reduce_s: float, cross_s: float, a_block: float
+) -> float:
+    """Return the seconds of all pieces, in the order of `streaming.py`: while one is attended to, the next is gathered,
+    the part of the one before is reduced, and others cross nodes. blocks: what attention to a piece takes, in blocks;
+    gather_s, reduce_s: of a piece's queries and of what they give, on a node; cross_s: of either across nodes."""
+    at = gather_s
+    for number in range(pieces):
+        here_s = gather_s * (number + 1 < pieces) + reduce_s * (number > 0)
+        at += max(a_block * blocks, here_s, 2 * cross_s)
+    return at + reduce_s + cross_s
+
+
+OF_KINDS = {"keys": key_ring, "token": token_ring, "streaming": streaming}  # as the registry's `RINGS`
+
+
+# In chunks ------------------------------------------------------------------------------------------------------------
+
+
+def in_chunks(
+    mesh: Mesh, chunks: int, rows_P: np.ndarray, ring: Ring, message_seconds: Callable[[np.ndarray], float]
+) -> Seconds | None:
+    """Return the seconds of a call whose tensors travel in so many chunks; None where there is but one. On one node all
+    chunks but the own one arrive at once. message_seconds: of q, k, v and the output of chosen blocks, by the ranks
+    whose rows and heads they have."""
+    first, size = mesh.groups[0], mesh.topology.size
+    stages = 2 if mesh.parts[0].nodes == 1 else chunks
+    of_stages = [np.zeros((size, size), dtype=bool) for _ in range(stages)]
+    for group, part in zip(mesh.groups, mesh.parts, strict=True):
+        for slot in range(part.size):
+            own_chunks = chunk_ranks(part, slot, chunks)
+            if len(own_chunks) == 1:
+                return None
+            for number, ranks in enumerate(own_chunks):
+                of_stages[min(number, stages - 1)][[group[one] for one in ranks], group[slot]] = True
+    of_stages = [chosen_PP for chosen_PP in of_stages if chosen_PP.any()]
+    shares = [float(rows_P[chosen_PP[:, first[0]]].sum() / rows_P[list(first)].sum()) for chosen_PP in of_stages]
+    assert mesh.kind == "keys", "queries travel whole"
+    return partial(staged_seconds, shares, [*map(message_seconds, of_stages)], ring.moves_s)
+
+
+def staged_seconds(
+    shares: Sequence[float], messages_s: Sequence[float], moves_s: Sequence[float], a_block: float
+) -> float:
+    """Return the seconds of a call in chunks, in the order of `torus.py`. The own chunk takes other links than the
+    others, which follow each other; q, k, v and o take a quarter of a chunk's messages each. shares: the part of the
+    group's tokens in each chunk, the own one first; messages_s: of each chunk; moves_s: of the ring of keys."""
+    (own, *others), (own_s, *others_s) = shares, (seconds / 4 for seconds in messages_s)
+    at, arrived = 3 * own_s + own**2 * a_block, 0.0
+    for share, each_s in zip(others, others_s, strict=True):  # queries
+        arrived += each_s
+        at = max(at, arrived) + own * share * a_block
+    last = 0.0
+    for share, each_s in zip(others, others_s, strict=True):  # keys and values
+        arrived += 2 * each_s
+        at, last = max(at + last, arrived), share * a_block
+    began = at  # when all keys of the group are here and begin to go round
+    for move_s in moves_s:
+        at, last = max(at + last, began + move_s), a_block
+        began = at
+    left = 0.0
+    for share, each_s in zip(others[::-1], others_s[::-1], strict=True):  # outputs, of the last keys
+        at += share * last
+        left = max(left, at) + each_s
+    return max(left, at + own * last) + own_s

@@ -1,0 +1,211 @@
+"""What doctor asks of a device's library: how it takes a batch, and what CCL_OP_SYNC changes, each in a job of its own.
+On a simulated library of either habit, whatever is believed of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from launching import mpiexec
+
+from cocodiff.cli.doctor import command, facts, trials
+from cocodiff.cli.doctor.checks import Finding, examine
+from cocodiff.comm import launch
+from cocodiff.comm.health import Health
+from cocodiff.comm.launch import Launch
+
+# A rank under mpiexec: what a job of its own says, in which ranks meet and tell their numbers.
+NESTED = """
+import json, sys
+from cocodiff.cli.doctor import command
+from cocodiff.comm import launch
+from cocodiff.comm.health import Health
+from cocodiff.config.config import Config
+from cocodiff.jobs.ranks import run_ranks
+
+STAND_IN = "from cocodiff.cli.doctor import trials"
+STAND_IN += "; trials.report_pair = lambda transport, *_: [transport.library, transport.values_of_all(transport.rank)]"
+command.python_words = lambda code: launch.python_words(f"{STAND_IN}; {code}")
+VALUES = {"device": "cpu", "messages": "auto", "patience_s": 100.0, "timeout_s": 60.0}
+
+def work(transport):
+    transport.one_thread = True
+    found = command.ask("pair", transport, launch.detect(), VALUES)
+    if transport.rank == 0:
+        print(json.dumps(found), flush=True)
+
+sys.exit(run_ranks(None, launch.detect(), Config(device="cpu"), {}, work))
+"""
+VALUES = {"machine": "local", "device": "auto", "kernels": "torch", "messages": "auto", "model": None, "size": 64}
+LIMITS = {"patience_s": 60.0, "compile_s": 60.0, "timeout_s": 60.0}
+
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("one_thread_a_rank")]
+
+
+def messages_found(
+    simulated: Any, patch: pytest.MonkeyPatch, each_alone: bool, believed: bool, ranks: int = 2, **values: Any
+) -> tuple[facts.Facts, list[Finding]]:
+    """Rank 0's facts, and the check's findings, on a library that makes a group of each message or not, as the
+    transport believes it does or not. Jobs of their own are processes, in which ranks are threads as they are here."""
+    from simulated_device.ranks import SimulatedTransport, run_ranks
+
+    class Library(SimulatedTransport):
+        library = "xccl"
+
+    Library.each_alone, Library.one_by_one = each_alone, believed
+
+    def work(transport: Any) -> facts.Facts:
+        of_rank = Launch("forked", transport.rank, ranks, transport.rank, ranks)
+        return command.gather(VALUES | LIMITS | values, of_rank, transport)
+
+    tests = str(Path(__file__).parents[1])
+    patch.setenv("PYTHONPATH", os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")]))
+    patch.setenv("SIMULATED_EACH_ALONE", str(int(each_alone)))
+    patch.setattr(command, "python_words", lambda code: launch.python_words(f"import simulated_device.apart; {code}"))
+    patch.setattr(facts, "unimported", lambda *_: {})
+    patch.setattr(facts, "try_operations", lambda *_: [])
+    patch.setattr(trials, "SIDE", 64)  # it computes on one core
+    patch.setitem(trials.SIZES, "other", (64, 4096))
+    patch.setattr(trials, "ISSUE_BYTES", (4096,))
+    with simulated.devices(ranks) as found:
+        of_all = run_ranks(ranks, work, Library)[0]
+    assert found.reports == []
+    return of_all, [one for one in examine(of_all) if one.check == "messages"]
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("believed", [False, True], ids=["batches", "one by one"])
+@pytest.mark.parametrize("each_alone", [False, True], ids=["a batch is a group", "a message is a group"])
+def test_a_pair_tells_how_a_library_takes_batches(simulated, monkeypatch, each_alone, believed):
+    """A batch that both ranks begin with a send hangs the job of its own where each message is a group. Doctor's own
+    messages, between streams and to all, are right with either habit. Where `auto` is not what is needed it says so."""
+    found, (of_pair, _) = messages_found(simulated, monkeypatch, each_alone, believed)
+    assert found.stopped == "" and found.order == trials.ROUNDS
+    assert len(found.alltoalls) == 10 and not any(one.wrong for one in found.alltoalls)
+    assert found.pair[0] == (["met"] if each_alone else ["met", []])
+    needed = "alltoall" if each_alone else "batch"
+    assert of_pair.severity == ("ok" if each_alone == believed else "warning")
+    assert of_pair.remedy == f"--messages {needed}" and needed in of_pair.text
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("in_one_order", [True, False])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5])
+def test_messages_around_a_ring_keep_their_order_where_each_is_a_group(simulated, monkeypatch, ranks, in_one_order):
+    """Doctor's trial between busy streams ends there, and would not were all ranks to list their sends first."""
+    from simulated_device.ranks import NeverEnds, SimulatedTransport, run_ranks
+
+    class Library(SimulatedTransport):
+        each_alone, late_s, timeout_s = True, 0.004, 60.0 if in_one_order else 2.0
+
+    def work(transport: Any) -> int | None:
+        group = transport.group(range(ranks), together=False)
+        group.in_one_order = in_one_order
+        return trials.order(transport, group)
+
+    monkeypatch.setattr(trials, "SIDE", 64)
+    with simulated.devices(ranks):
+        if in_one_order:
+            assert run_ranks(ranks, work, Library) == [trials.ROUNDS] * ranks
+        else:
+            with pytest.raises(NeverEnds):
+                run_ranks(ranks, work, Library)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("here", "wrong_with", "verdict", "severity"),
+    [("1", "0", "rank 0 got other numbers", "ok"), ("1", "none", "right", "ok"), ("0", "none", "right", "ok")],
+)
+def test_all_to_alls_are_tried_with_the_other_value_of_ccl_op_sync(
+    simulated, monkeypatch, here, wrong_with, verdict, severity
+):
+    """Whatever it is here; what they bring, and how long they take, is told beside this job's own."""
+    monkeypatch.setenv("CCL_OP_SYNC", here)
+    monkeypatch.setenv("SIMULATED_WRONG", wrong_with)
+    found, (_, of_sync) = messages_found(simulated, monkeypatch, False, False)
+    ((other, told),) = [(name, value) for name, value in found.op_sync[0][0].items() if name.startswith("CCL")]
+    assert other == f"CCL_OP_SYNC={1 - int(here)}" and told.startswith(verdict)
+    assert other in of_sync.text and told in of_sync.text and of_sync.severity == severity
+    assert f'"{other}": "right"' in json.dumps(found.op_sync) or told != "right", "launch/ranks.sh looks for it"
+    assert found.op_sync[0][0]["seconds"] > 0 and 0 <= found.op_sync[0][0]["hidden"] <= 1
+
+
+@pytest.mark.full
+def test_ranks_of_mpiexec_start_a_job_of_its_own_by_mpiexec() -> None:
+    done = mpiexec(3, "-c", NESTED)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == [["mpi", [0, 1]], []]
+
+
+def asked(trial: str, how: Launch, size: int, rank: int = 0, **of_transport: Any) -> Any:
+    """The answer of a trial on some rank of a job that was started so."""
+    transport = SimpleNamespace(size=size, rank=rank, library="xccl", one_thread=True, health=Health())
+    transport.values_of_all = lambda *_: None
+    for name, value in of_transport.items():
+        setattr(transport, name, value)
+    return command.ask(trial, transport, how, VALUES | LIMITS)
+
+
+PALS = {"PALS_RANKID": "0", "PALS_LOCAL_SIZE": "12", "CCL_OP_SYNC": "1", "COCODIFF_RANKS": "24"}
+
+
+@pytest.mark.parametrize(
+    ("trial", "how", "environment", "started", "sync"),
+    [
+        ("pair", Launch("mpi", 0, 24, 0, 12), PALS, "mpiexec --pmi=pmix --envall -n 2 --ppn 2", "1"),
+        ("op_sync", Launch("mpi", 0, 24, 0, 12), PALS, "mpiexec --pmi=pmix --envall -n 24 --ppn 12", "0"),
+        ("pair", Launch("mpi", 0, 24, 0, 1), {}, "mpiexec -n 2 --ppn 1", None),
+        ("op_sync", Launch("mpi", 0, 24, 0, 12), {}, "mpiexec -n 24 --ppn 12", "1"),
+        ("op_sync", Launch("torchrun", 0, 24, 0, 12), {"RANK": "0", "CCL_OP_SYNC": "0"}, "12", "1"),
+        ("pair", Launch("forked", 0, 24, 0, 24), {}, "2", None),
+    ],
+)
+def test_a_job_of_its_own_is_started_as_this_one_was(monkeypatch, trial, how, environment, started, sync):
+    """Where a launcher's other process would be no rank of it: forked."""
+    ran: list[tuple[list[str], dict[str, str]]] = []
+
+    def run(words: list[str], env: dict[str, str], **_: Any) -> Any:
+        ran.append((words, env))
+        return SimpleNamespace(stdout=b"noise\ndoctor's report: 1\n[0] doctor's report: [2]\nlast\n")
+
+    monkeypatch.setattr(command.subprocess, "run", run)
+    monkeypatch.setattr(command, "find_mpiexec", lambda: "mpiexec")
+    for name in ("CCL_OP_SYNC", "PALS_RANKID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert asked(trial, how, 24) == ([1, [2]], ["last"])
+    ((words, env),) = ran
+    assert env.get("CCL_OP_SYNC") == sync and not {"PALS_RANKID", "PALS_LOCAL_SIZE", "RANK"} & env.keys()
+    *start, code = (word for word in words if word not in (sys.executable, "-c"))
+    assert env["COCODIFF_RANKS"] == (started if how.kind != "mpi" else started.split()[-3])
+    assert " ".join(start) == (started if how.kind == "mpi" else "")
+    assert f"answer(*('{trial}', {None if how.kind == 'mpi' else started}," in code and "'transport': 'xccl'" in code
+
+
+def test_a_job_that_cannot_be_started_or_does_not_end_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "find_mpiexec", lambda: "/nowhere/mpiexec")
+    assert asked("pair", Launch("mpi", 0, 2, 0, 2), 2) == ([], ["No such file or directory"])
+    monkeypatch.setattr(command, "python_words", lambda _: launch.python_words("import time; time.sleep(60)"))
+    monkeypatch.setitem(LIMITS, "patience_s", 0.5)
+    assert asked("pair", Launch("forked", 0, 2, 0, 2), 2) == ([], ["no end within 0.5 s"])
+
+
+@pytest.mark.parametrize(
+    ("trial", "of_transport"),
+    [
+        ("pair", {"one_thread": False}),
+        ("op_sync", {"library": "nccl"}),
+        ("op_sync", {"one_thread": False}),
+        ("pair", {"rank": 1}),
+    ],
+)
+def test_nothing_is_started_by_other_ranks_and_for_other_libraries(monkeypatch, trial, of_transport):
+    monkeypatch.setattr(command.subprocess, "run", lambda *_, **__: pytest.fail("started"))
+    assert asked(trial, Launch("forked", 0, 2, 0, 2), 2, **of_transport) == ([], [])
