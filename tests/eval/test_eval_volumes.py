@@ -222,7 +222,7 @@ def test_methods_in_three_dimensions_continue_what_is_smooth() -> None:
     "box", [np.s_[6:9, 8:13, 9:12], np.s_[17:, 21:, :3], np.s_[4:6]], ids=["inside", "corner", "slab"]
 )
 def test_the_biharmonic_continuation_of_a_volume_is_that_of_scikit_image(box: tuple[slice, ...]) -> None:
-    volume, mask_ZYX = np.random.default_rng(0).random(SHAPE).cumsum(0).cumsum(1), mask_of(box, shape=SHAPE)
+    volume, mask_ZYX = np.random.default_rng(0).random(SHAPE).cumsum(0).cumsum(1), marked(SHAPE, box)
     found = smooth_continuation(np.where(mask_ZYX, np.nan, volume), mask_ZYX)
     wanted = inpaint_biharmonic(np.where(mask_ZYX, 0, volume), mask_ZYX)
     np.testing.assert_array_equal(found[~mask_ZYX], volume[~mask_ZYX])
