@@ -150,7 +150,9 @@ def test_a_mask_that_is_the_same_in_every_slice_is_tested_along_z(
     more = ("--hidden_test", "--slices", f"{slices.start}:{slices.stop}") if slices else ()
     assert main(words(folder, tmp_path / "out", "--samples", 2, *more, mask="cells")) == 0
     (volume,) = metrics_of(tmp_path / "out")["volumes"]
-    assert [*volume["axes"]] == ["z"] and volume["hidden_regions"] > 1 and "biharmonic" in volume["hidden_psnr_db"]
+    figures = volume["hidden_psnr_db"]
+    assert {*volume["axes"]} <= {"z"} and not any("along" in name for name in figures)
+    assert volume["hidden_regions"] > 1 and "biharmonic" in figures
     assert f"hidden regions of this {'slice' if slices == slice(3, 4) else 'volume'}: " in volume["verdict"]
     low, mean, high = (image(tmp_path / "out", name, "cells") for name in ("_low_90", "", "_high_90"))
     known = CELLS[0] == 0

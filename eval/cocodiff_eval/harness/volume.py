@@ -83,8 +83,8 @@ class Volume:
         elif math.prod(shape) > SMALL:
             windows = []
             for piece in (hidden.pieces[n] for n in rng.permutation(BLOCKS) % len(hidden.pieces)):
-                places = zip(piece.target, piece.shape, strict=True)
-                starts = [at + int(rng.integers(max(1, side - BLOCK + 1))) for at, side in places]
+                ends = zip(piece.target, piece.shape, strict=True)
+                starts = [at + int(rng.integers(max(1, side - BLOCK + 1))) for at, side in ends]
                 windows.append(tuple(range(at, min(at + BLOCK, end)) for at, end in zip(starts, shape, strict=True)))
         for slices, rows, columns in windows:
             for index in slices:
@@ -154,8 +154,8 @@ class HiddenRegionReport:
         if lead.db < 0:
             ahead, behind, low, high, wins = behind, ahead, -high, -low, lead.of - wins
         if not self.axes:
-            others = " and ".join(name for name, weight in self.weights.items() if weight)
-            return f"{where}: {found}; {others} written without the model, as no mean with it errs less{kind}"
+            written = " and ".join(name for name, weight in self.weights.items() if weight)
+            return f"{where}: {found}; {written} written without the model, as no mean with it errs less{kind}"
         told = f"{found}; {ahead} is ahead of {behind} by {abs(lead.db):.1f} dB, in {wins} of {lead.of} regions"
         expected = "too few to tell what is so under the mask"
         if math.isfinite(low):
