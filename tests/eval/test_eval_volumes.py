@@ -99,14 +99,14 @@ def test_equal_weights_give_the_usual_mean_and_deviation() -> None:
 
 
 def test_weights_follow_errors_and_what_they_have_in_common() -> None:
-    random, block_P = np.random.default_rng(0), np.repeat(np.arange(40), 500)
+    random, block_P = np.random.default_rng(0), np.repeat(np.arange(42), 500)
 
     def learn(errors_AP: np.ndarray) -> np.ndarray:
         return learn_weights(*products_in_blocks(errors_AP, block_P))
 
-    own = random.normal(size=(3, 20000))
+    own = random.normal(size=(3, 21000))
     # Which of them errs most changes from block to block: none is clearly behind.
-    own *= np.repeat(random.permuted(np.tile([[0.5], [1.0], [1.5]], 40), axis=0), 500, axis=1)
+    own *= np.repeat([np.roll([0.5, 1.0, 1.5], block) for block in range(42)], 500, axis=0).T
     weights_A = learn(own)
     assert weights_A.sum() == pytest.approx(1) and weights_A.min() > 0.2
     fused = np.square(weights_A @ own).mean()
@@ -242,20 +242,19 @@ def test_a_method_makes_the_same_in_cells_as_of_the_whole(
     mask_ZYX = marked(SHAPE, np.s_[6:14, 8:16, 9:20], np.s_[2], np.s_[15:, 20:, 24:])
     hidden_ZYX, points_P3 = np.where(mask_ZYX, np.nan, volume), np.argwhere(mask_ZYX)[::7]
     whole = METHODS[name].solve(hidden_ZYX, mask_ZYX)[tuple(points_P3.T)]
-    method = METHODS[name]._replace(
-        reach=tuple(min(reach, 2) if reach < 99 else reach for reach in METHODS[name].reach)
-    )
-    for tried, tolerance in ((METHODS[name], 0.01), (method, 0.5)):
-        windows = []
+    windows = []
 
-        def read(window: tuple[slice, ...], windows: list[int] = windows) -> tuple[np.ndarray, np.ndarray]:
-            windows.append(mask_ZYX[window].size)
-            return hidden_ZYX[window], mask_ZYX[window]
+    def read(window: Window) -> tuple[np.ndarray, np.ndarray]:
+        windows.append(mask_ZYX[window].size)
+        return hidden_ZYX[window], mask_ZYX[window]
 
-        found = in_cells(tried, read, SHAPE, points_P3)
-        np.testing.assert_array_equal(np.isfinite(found), np.isfinite(whole))
-        np.testing.assert_allclose(found, whole, atol=tolerance)
-        assert "3-D" not in name or max(windows) == volume.size or not small or tried is method
+    found = in_cells(METHODS[name], read, SHAPE, points_P3)
+    np.testing.assert_array_equal(np.isfinite(found), np.isfinite(whole))
+    np.testing.assert_allclose(found, whole, atol=0.01)
+    assert "3-D" not in name or max(windows) == volume.size
+    near = METHODS[name]._replace(reach=(2, 2, 2))
+    if "3-D" in name:  # two voxels around this one everything is masked
+        assert np.isfinite(in_cells(near, read, SHAPE, np.array([[10, 12, 14]]))).all() and max(windows[-2:]) > 5**3
 
 
 @pytest.mark.parametrize(
