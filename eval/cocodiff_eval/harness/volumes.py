@@ -22,7 +22,7 @@ from cocodiff_eval.harness.job import Stage
 from cocodiff_eval.harness.restoring import Restorer
 from cocodiff_eval.harness.session import Session
 from cocodiff_eval.harness.tasks import Task
-from cocodiff_eval.harness.volume import HiddenRegionReport, Tested, judge_test
+from cocodiff_eval.harness.volume import HiddenRegionReport, HiddenRound, judge_test
 from cocodiff_eval.harness.volume_work import ByModel, Making, Restoring, Trial, works_of
 from cocodiff_eval.quality.hidden import Hidden
 
@@ -68,17 +68,23 @@ class Volumes(Stage):
                 turn(partial(making.voxels, "z"), [voxels for voxels, _ in copies], bar, name)
                 turn(partial(making.mask, "z"), [mask for _, mask in copies], bar, f"the mask of {name}")
         whole.broadcast_object(None)  # the copies are there
-        tests = [number for number, work in enumerate(self.works) if isinstance(work, Trial)]
+        trials = {number: work for number, work in enumerate(self.works) if isinstance(work, Trial)}
+        tests = [number for number, work in trials.items() if work.sample == 0]
+        further = [number for number, work in trials.items() if work.sample > 0]
         # For the time left to be shown before it is known which axes are taken: all of them.
         even = {
             number: HiddenRegionReport(dict.fromkeys(making.volume.axes[: making.samples], 1.0))
             for number, making in self.of.items()
         }
         likely = [n for n in self._wanted(even) if isinstance(self.works[n], ByModel)]
-        queue.expect([first + number for number in (*tests, *likely)])
+        queue.expect([first + number for number in (*trials, *likely)])
         self._run(queue, first, tests)
-        found = {number: self._verdict(making) for number, making in self.of.items()} if whole.rank == 0 else None
-        verdicts = whole.broadcast_object(found)
+        verdicts = self._verdicts(whole, tests)
+        more = [number for number in further if not verdicts[trials[number].making.number].is_hopeless]
+        tests += more
+        if more:
+            self._run(queue, first, more)
+            verdicts = self._verdicts(whole, tests)
         for number, making in self.of.items():
             making.verdict = verdicts[number]
         wanted = self._wanted(verdicts)
@@ -90,7 +96,7 @@ class Volumes(Stage):
         whole.broadcast_object(None)  # the files are there
         queue.expect([first + number for number in (*tests, *wanted)])
         self._run(queue, first, [*wanted])
-        told = queue.rows([first + number for number in wanted]) if whole.rank == 0 else []
+        told = queue.rows([first + number for number in (*tests, *wanted)]) if whole.rank == 0 else []
         costs = whole.broadcast_object(self._costs(told) if whole.rank == 0 else None)
         for number, making in self.of.items():
             making.costs = costs[number]
@@ -114,14 +120,21 @@ class Volumes(Stage):
             found[number].setdefault(mode, []).append(Cost(**json.loads(cost)))
         return {n: {mode: Cost.summed(costs) for mode, costs in of.items()} for n, of in found.items()}
 
-    def _verdict(self, making: Making) -> HiddenRegionReport:
+    def _verdicts(self, whole: Any, tests: Sequence[int]) -> dict[int, HiddenRegionReport]:
+        """Return that of each volume by some trials, as rank 0 finds it, on all ranks."""
+        found = None
+        if whole.rank == 0:
+            found = {number: self._verdict(making, tests) for number, making in self.of.items()}
+        return dict(whole.broadcast_object(found))
+
+    def _verdict(self, making: Making, tests: Sequence[int]) -> HiddenRegionReport:
         volume = making.volume
         if not making.hidden:
             axes = volume.axes[: making.samples]
             axes = axes if volume.restores(axes) else volume.axes
             return HiddenRegionReport(dict.fromkeys(axes, 1 / len(axes)))
-        rounds = [Tested(hidden, volume, making.task, making.samples) for hidden in making.hidden]
-        for work in self.works:
+        rounds = [HiddenRound(hidden, volume, making.task, making.samples) for hidden in making.hidden]
+        for work in (self.works[number] for number in tests):
             if isinstance(work, Trial) and work.making is making:
                 rounds[work.round].add(work.axis, work.indices, work.sample, work.read())
         return judge_test(rounds, volume, making.samples)
