@@ -121,7 +121,7 @@ class FirstBlockCache:
 
     def report(self) -> dict[int, StepNotes]:
         """Notes of every step so far, as a codec's."""
-        return {**self._report}
+        return self._report
 
     def forget_report(self) -> None:
         self._report.clear()

@@ -260,12 +260,10 @@ class SplitWeights:
         return buffer
 
     def _start(self, number: int, buffer: int) -> None:
-        """Have a block's weights brought to a buffer, unless they are on their way there."""
-        other, arriving = self._under_way.get(buffer, (None, None))
-        if other == number:
+        """Have a block's weights brought to a buffer, unless they are on their way there. The lane keeps the order, so
+        what is on its way there for another block comes before."""
+        if self._under_way.get(buffer, (None,))[0] == number:
             return
-        if arriving is not None:
-            arriving.wait()
         block = self._blocks[number]
         whole = self._buffers[buffer][: len(self._ranks) * block.part]
         arriving = self._transport.lane("weights").submit(partial(self._gather, self._group), block.own, whole)

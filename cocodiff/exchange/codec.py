@@ -127,7 +127,7 @@ class Codec:
 
     def report(self) -> dict[int, StepNotes]:
         """Notes of every step so far, to be merged over ranks."""
-        return {**self._report}
+        return self._report
 
     def forget_report(self) -> None:
         """Starts the report afresh."""

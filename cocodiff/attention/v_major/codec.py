@@ -80,7 +80,7 @@ class VMajor(Codec):
         super().begin_step(moment)
 
     def report(self) -> dict[int, StepNotes]:
-        return {**self.drift.by_step()}
+        return self.drift.by_step()
 
     def forget_report(self) -> None:
         self.drift.clear()
