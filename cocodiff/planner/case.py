@@ -182,11 +182,10 @@ class Case:
 
     @property
     def alike(self) -> Hashable:
-        """The same for cases that take alike: of the same work, whose ranks sit alike, and share NICs alike where they
-        are on several nodes."""
-        nics = self.topology.nics if self.topology.nodes > 1 else ()
+        """The same for cases that take alike: of the same work, whose ranks sit alike. If those are on several nodes,
+        they begin at the same tile of their first one, and share NICs alike."""
         others = (getattr(self, field.name) for field in fields(self) if field.name != "topology")
-        return *others, self.topology.machine, self.topology.relative_places, nics
+        return *others, self.topology.machine, self.topology.relative_places
 
     def tokens(self, name: str) -> int:
         """Return the number of tokens in the segments of this name."""
