@@ -58,7 +58,7 @@ def test_no_image_leaves_a_ghost(preset, family):
     """An image of another size, prompt, guidance and number of steps in between changes nothing, keeps nothing of its
     second branch, and neither does one in whose middle all ranks stop; leaving frees all caches."""
     pipe, other = inpainting(family)
-    pipes, engines = [copy.deepcopy(pipe) for _ in range(2)], list[Any]()
+    pipes, engines = [copy.deepcopy(pipe) for _ in range(3)], list[Any]()
     arguments = other | ({"true_cfg_scale": 1.0} if family == "qwen" else {})
     of_tokens = [name for name in other if name.endswith(("prompt_embeds", "mask")) and "pooled" not in name]
     other |= {name: torch.cat([other[name]] * 2, 1) for name in of_tokens}
@@ -75,11 +75,11 @@ def test_no_image_leaves_a_ghost(preset, family):
             assert engine.sequence.strategy.codec.bytes_held() == held > 0
         return first
 
-    expected = run_ranks(2, work)
+    expected = run_ranks(3, work)
     with pytest.raises(ZeroDivisionError):
-        run_ranks(2, lambda transport: work(transport, stopped=True))
-    assert all(map(torch.equal, run_ranks(2, work), expected))
-    assert [engine.sequence.strategy.codec.bytes_held() for engine in engines] == [0] * 6
+        run_ranks(3, lambda transport: work(transport, stopped=True))
+    assert all(map(torch.equal, run_ranks(3, work), expected))
+    assert [engine.sequence.strategy.codec.bytes_held() for engine in engines] == [0] * 9
 
 
 def test_a_pipeline_tells_how_many_steps_run():
