@@ -119,7 +119,7 @@ class FirstBlockCache:
         """By what it keeps on this rank."""
         return sum(x.nbytes for kept in self._kept.values() for x in (kept.first_BLC, *kept.rest) if x is not None)
 
-    def report(self) -> dict[int, StepNotes]:
+    def report(self) -> Mapping[int, StepNotes]:
         """Notes of every step so far, as a codec's."""
         return self._report
 

@@ -125,7 +125,7 @@ class Codec:
         """Bytes that are held between calls now, at most: also where messages are in flight between calls."""
         return sum(state.bytes_held() for state in self._layers.values())
 
-    def report(self) -> dict[int, StepNotes]:
+    def report(self) -> Mapping[int, StepNotes]:
         """Notes of every step so far, to be merged over ranks."""
         return self._report
 

@@ -79,7 +79,7 @@ class VMajor(Codec):
             self.drift.sync_to_host()
         super().begin_step(moment)
 
-    def report(self) -> dict[int, StepNotes]:
+    def report(self) -> Mapping[int, StepNotes]:
         return self.drift.by_step()
 
     def forget_report(self) -> None:
