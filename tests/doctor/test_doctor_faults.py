@@ -221,6 +221,7 @@ def test_reports_of_jobs_without_a_fault(job: Facts, snapshot: Callable[[str], N
     snapshot("\n".join(table(findings)))
 
 
+GROWS = setting(PYTORCH_ALLOC_CONF="expandable_segments:True")
 JUST_ENOUGH: dict[str, Change] = {
     "least versions": ranks(versions={"torch": "2.8", "diffusers": "0.42", "transformers": "5", IPEX: "2.8.0"}),
     "least memory": ranks(free=4 * GIB, total=4 * GIB),
@@ -228,9 +229,6 @@ JUST_ENOUGH: dict[str, Change] = {
     "nine tenths of a tile free": ranks(free=36 * GIB, total=40 * GIB),
     "batches that wait as believed": job(pair=HANGS, one_by_one=True),
     "batches that end, and all-to-alls by choice": job(one_by_one=True, messages="alltoall"),
-    "a batch that could not be tried": job(pair=UNKNOWN, op_sync=UNKNOWN),
-    "right without waiting": job(op_sync=other_sync(0, "right")),
-    "wrong without waiting": job(op_sync=other_sync(0, "rank 3 got other numbers")),
     "half hidden": job(overlap=Overlap(2.0, 1.0, 2.5)),
     "calls that return in time": job(issues=[Issue("a", 64, 10, 2e-4, 2e-4), Issue("a", 64, 1, 1e-3, 2e-3)]),
     "a thread for each core": setting(OMP_NUM_THREADS="4"),
@@ -241,6 +239,8 @@ JUST_ENOUGH: dict[str, Change] = {
     "copies of a host": both(ranks(library="host memory over mpi"), job(issues=BLOCKED)),
     "ranks on a tile, by its host": both(ranks(5, tile="uuid-4"), ranks(library="host memory over mpi")),
     "a value that switches nothing on": setting(CCL_OP_SYNC="0"),
+    "memory that grows where oneCCL does not send it": both(ranks(device="cuda:0", library="nccl"), GROWS),
+    "memory of a CPU that grows": both(ON_CPU, GROWS),
     "memory that does not grow": setting(PYTORCH_ALLOC_CONF="expandable_segments:False,max_split_size_mb:64"),
     "a like setting of something else": setting(OTHER_ALLOC_CONF="expandable_segments:True"),
     "SYCL that was not wanted": ranks(0, sycl="", no_sycl="torch was asked for", kernels="torch"),
@@ -262,16 +262,10 @@ JUST_ENOUGH: dict[str, Change] = {
 )
 def test_what_jobs_of_their_own_found_is_told(changed: dict[str, Any], severities: list[str], values: str) -> None:
     """A trial that could not be made is a note with its reason, and what is used all the same."""
-    found = [one for one in examine(job(**changed)(healthy_job())) if one.check == "messages"]
-    assert [one.severity for one in found] == severities
+    findings = examine(job(**changed)(healthy_job()))
+    found = [one for one in findings if one.check == "messages"]
+    assert wrong(findings) == [] and [one.severity for one in found] == severities
     assert [value for value in values.split() if value not in " ".join(one.text for one in found)] == []
-
-
-def test_memory_that_grows_is_no_fault_where_oneccl_does_not_send_it() -> None:
-    grows = setting(PYTORCH_ALLOC_CONF="expandable_segments:True")
-    on_cuda = ranks(device="cuda:0", library="nccl")
-    for change in (both(on_cuda, grows), both(ON_CPU, grows)):
-        assert [one for one in wrong(examine(change(healthy_job()))) if one.check == "settings"] == []
 
 
 @pytest.mark.parametrize("name", JUST_ENOUGH)
