@@ -126,9 +126,9 @@ class FirstBlockCache:
         """Return the bytes that the cache keeps on this rank."""
         return sum(x.nbytes for kept in self._kept.values() for x in (kept.first_BLC, *kept.rest) if x is not None)
 
-    def report(self) -> dict[int, StepNotes]:
+    def report(self) -> Mapping[int, StepNotes]:
         """Return the counts of every step so far, by step."""
-        return {**self._report}
+        return self._report
 
     def forget_report(self) -> None:
         """Delete the counts of all steps."""

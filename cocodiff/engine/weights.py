@@ -269,12 +269,12 @@ class SplitWeights:
         return buffer
 
     def _start(self, number: int, buffer: int) -> None:
-        """Begin to gather a block's weights in a buffer, unless they are arriving there already."""
-        other, arriving = self._under_way.get(buffer, (None, None))
-        if other == number:
+        """Begin to gather a block's weights in a buffer, unless they are arriving there already.
+
+        The lane keeps the order: weights of another block that are arriving there are complete first.
+        """
+        if self._under_way.get(buffer, (None,))[0] == number:
             return
-        if arriving is not None:
-            arriving.wait()
         block = self._blocks[number]
         whole = self._buffers[buffer][: len(self._ranks) * block.part]
         arriving = self._transport.lane("weights").submit(partial(self._gather, self._group), block.own, whole)

@@ -147,9 +147,9 @@ class Codec:
         """Return the largest number of bytes held between calls now, including messages in flight."""
         return sum(state.bytes_held() for state in self._layers.values())
 
-    def report(self) -> dict[int, StepNotes]:
+    def report(self) -> Mapping[int, StepNotes]:
         """Return the records of every step so far, to be merged over ranks."""
-        return {**self._report}
+        return self._report
 
     def forget_report(self) -> None:
         """Empty the report."""

@@ -187,10 +187,9 @@ class Case:
     @property
     def alike(self) -> Hashable:
         """A key that is equal for cases of equal cost: equal work on ranks that are arranged in the same way. On
-        several nodes their NICs are shared in the same way too."""
-        nics = self.topology.nics if self.topology.nodes > 1 else ()
+        several nodes these begin at the same tile of the first one, and share NICs in the same way too."""
         others = (getattr(self, field.name) for field in fields(self) if field.name != "topology")
-        return *others, self.topology.machine, self.topology.relative_places, nics
+        return *others, self.topology.machine, self.topology.relative_places
 
     def tokens(self, name: str) -> int:
         """Return the number of tokens in the segments called `name`."""

@@ -145,7 +145,7 @@ def task_of(path: str, **more: Any) -> Any:
 def exported(path: str, folder: Path, samples: int = 2, anew: bool = False) -> Any:
     """Write all results of an input with its own voxels, and return the task. anew: with others under the mask."""
     task = task_of(path)
-    files = result_files(task, ["tapa"], folder, samples=samples)
+    files = result_files(task, ["tapa"], folder, samples=samples, more=["_low_90"])
     pattern = np.random.default_rng(5).random(task.stack.shape)
     for file in files.values():
         file.create()
@@ -179,11 +179,8 @@ def test_scales_are_kept_for_voxels_and_not_for_masks(tmp_path: Path, kind: str)
     told = "; ".join(task.stack.metadata.remarks)
     assert "whole results of its own format alone keep scale_factor 0.5, add_offset 20" in told
     stem = f"{task.stack.name}_center"
-    for end, kept in (
-        ("tapa", {*about}),
-        ("tapa_spread", {"scale_factor", "units"}),
-        ("mask", {"scale_factor", "units"}),
-    ):
+    scales = {"scale_factor", "units"}
+    for end, kept in (("tapa", {*about}), ("tapa_low_90", {*about}), ("tapa_spread", scales), ("mask", scales)):
         found = attributes_of(tmp_path, f"{stem}_{end}", kind)
         assert {*found} & {*about} == kept, end
         assert {one: np.asarray(found[one]).tolist() for one in kept} == {one: about[one] for one in kept}

@@ -268,6 +268,18 @@ def test_the_biharmonic_continuation_of_a_volume_is_that_of_scikit_image(box: tu
     assert np.abs(found - wanted).max() < 0.02 * np.abs(volume - wanted).max()
 
 
+def test_cells_are_solved_with_32_voxels_on_all_sides() -> None:
+    windows: list[tuple[slice, ...]] = []
+
+    def read(window: tuple[slice, ...]) -> tuple[np.ndarray, np.ndarray]:
+        windows.append(window)
+        return (part := np.mgrid[window][0]), part < 0
+
+    points_P3 = np.array([[70, 40, 90], [80, 45, 99], [130, 45, 99]])
+    assert in_cells(lambda image01, mask: image01, read, (150, 150, 150), points_P3).tolist() == [70, 80, 130]
+    assert windows == [np.s_[38:113, 8:78, 58:132], np.s_[98:150, 13:78, 67:132]]
+
+
 BIG = (40, 44, 48)
 
 

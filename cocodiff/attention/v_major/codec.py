@@ -87,8 +87,8 @@ class VMajor(Codec):
             self.drift.sync_to_host()
         super().begin_step(moment)
 
-    def report(self) -> dict[int, StepNotes]:
-        return {**self.drift.by_step()}
+    def report(self) -> Mapping[int, StepNotes]:
+        return self.drift.by_step()
 
     def forget_report(self) -> None:
         self.drift.clear()
